@@ -1,0 +1,1 @@
+"""Ray lives here, and in the launcher, and nowhere in r3async."""

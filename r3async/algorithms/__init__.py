@@ -1,0 +1,1 @@
+"""Advantages, policy losses, KL estimators and the trust region."""

@@ -1,0 +1,94 @@
+"""Samples packed into micro-batches of at most a given number of tokens, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from r3async.records import Sample, SchemaError, TokenTable
+
+
+class PackingError(ValueError):
+    """Samples that can not be packed as asked."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples laid end to end.
+
+    `table`: every column of the samples, `[N]` rows. `cu_seqlens`: int32 `[S + 1]`, sample `s` is rows
+    `cu_seqlens[s]:cu_seqlens[s + 1]`. `temperatures`: float32 `[S]`. `sample_ids`: `[S]`.
+    """
+
+    table: TokenTable
+    cu_seqlens: np.ndarray
+    temperatures: np.ndarray
+    sample_ids: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.table)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 `[N]`: 0, 1, ... within each sample."""
+        return (np.arange(self.tokens) - np.repeat(self.cu_seqlens[:-1], self.lengths)).astype(np.int32)
+
+    @property
+    def token_temperatures(self) -> np.ndarray:
+        """float32 `[N]`."""
+        return np.repeat(self.temperatures, self.lengths)
+
+
+def collate(samples: Sequence[Sample]) -> MicroBatch:
+    """One micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ."""
+    try:
+        table = TokenTable.concat([s.table for s in samples])
+    except SchemaError as error:
+        names = list(samples[0].table) if samples else []
+        odd = next((s.sample_id for s in samples if list(s.table) != names), samples[0].sample_id if samples else "none")
+        raise PackingError(f"sample {odd}: {error}") from error
+    lengths = [len(s.table) for s in samples]
+    return MicroBatch(
+        table=table,
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        temperatures=np.asarray([s.temperature for s in samples], np.float32),
+        sample_ids=tuple(s.sample_id for s in samples),
+    )
+
+
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of samples per micro-batch, each at most `max_tokens` tokens: best-fit decreasing, deterministic.
+
+    Raises `PackingError` if one sample alone is longer than `max_tokens`.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > max_tokens:
+            raise PackingError(
+                f"sample {index} has {length} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}: "
+                "raise that, or lower episode.max_total_tokens"
+            )
+        fitting = [b for b in range(len(bins)) if room[b] >= length]
+        if fitting:
+            best = min(fitting, key=lambda b: (room[b], b))
+            bins[best].append(index)
+            room[best] -= length
+        else:
+            bins.append([index])
+            room.append(max_tokens - length)
+    return [sorted(b) for b in bins]
+
+
+def pack(samples: Sequence[Sample], max_tokens: int) -> list[MicroBatch]:
+    """All samples in token-budget micro-batches."""
+    plan = plan_micro_batches([len(s.table) for s in samples], max_tokens)
+    return [collate([samples[i] for i in members]) for members in plan]

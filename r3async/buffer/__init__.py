@@ -1,0 +1,1 @@
+"""Groups that wait for the learner."""

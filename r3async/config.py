@@ -1,0 +1,367 @@
+"""One typed run configuration: defaults here, a short TOML file over them, `key=value` overrides over that.
+
+Each section is a struct with its documentation next to the value. Unknown or ill-typed keys are refused with the
+key's path and the nearest valid name (`ConfigError`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+
+class ConfigError(ValueError):
+    """A configuration that can not be used; the message names the key and the fix."""
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of all sections."""
+
+
+def _positive(section: Section, *names: str) -> None:
+    for name in names:
+        if getattr(section, name) <= 0:
+            raise ValueError(f"`{name}` must be greater than 0, got {getattr(section, name)}")
+
+
+class InitConfig(Section):
+    """A small random Qwen3-MoE, made and warmed up on the environment's oracle when `model.path` is not given."""
+
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    experts: int = 8
+    top_k: int = 2
+    expert_hidden_size: int = 64
+    gate_std: float = 0.1
+    """Standard deviation of the router weights: larger is a sharper router."""
+    max_positions: int = 1024
+    warm_reward: float = 0.4
+    """Supervised steps stop when the mean sampled reward reaches this."""
+    max_warm_steps: int = 2000
+    warm_lr: float = 1e-3
+    warm_batch: int = 64
+
+    def __post_init__(self) -> None:
+        _positive(self, "hidden_size", "layers", "heads", "kv_heads", "experts", "top_k", "expert_hidden_size", "max_positions")
+        if self.top_k > self.experts:
+            raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError("`hidden_size` must divide by `heads`, and `heads` by `kv_heads`")
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: make one from `init`."""
+    init: InitConfig = msgspec.field(default_factory=InitConfig)
+
+
+class EnvConfig(Section):
+    name: str = "reverse-text"
+    """Built-in name, or `module:Class`."""
+    args: dict[str, Any] = {}
+
+
+class EpisodeConfig(Section):
+    max_turns: int = 16
+    """Turns after which an episode ends, whatever the environment says."""
+    max_new_tokens: int = 256
+    """Tokens sampled in one turn, at most; less when little context is left."""
+    max_prompt_tokens: int = 1024
+    """A first prompt longer than this is an error."""
+    max_total_tokens: int = 4096
+    """Prompt, observations and answers together."""
+    temperature: float = 1.0
+    timeout: float = 600.0
+    """Seconds one episode may take."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
+        if self.max_prompt_tokens >= self.max_total_tokens:
+            raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
+
+
+class GeneratorConfig(Section):
+    count: int = 1
+    concurrency: int = 64
+    """Episodes that one generator plays at once."""
+    engine: Literal["vllm", "scripted"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    threads: int = 1
+    """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
+    kv_cache_gib: float = 1.0
+    """KV cache of one engine on CPU, GiB."""
+    max_restarts: int = 8
+    """Times one generator process is restarted before the run stops."""
+    start_timeout: float = 600.0
+    engine_args: dict[str, Any] = {}
+    """Passed to vLLM's AsyncEngineArgs as they are, over ours."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "count", "concurrency", "threads", "kv_cache_gib", "start_timeout")
+        if self.max_restarts < 0:
+            raise ValueError("`max_restarts` must not be negative")
+
+
+class ScheduleConfig(Section):
+    max_staleness: int = 1
+    """Versions that the oldest trained token may lag behind. 0 is exactly on-policy (synchronous) training."""
+    groups_per_step: int = 16
+    samples_per_group: int = 8
+
+    def __post_init__(self) -> None:
+        _positive(self, "groups_per_step", "samples_per_group")
+        if self.max_staleness < 0:
+            raise ValueError("`max_staleness` must be 0 (on-policy) or more")
+
+
+class RoutingConfig(Section):
+    replay: Literal["rollout", "off"] = "rollout"
+    """`rollout`: the learner uses the experts that the engine chose (R3). `off`: it routes by itself."""
+    min_recorded_fraction: float = 0.9
+    """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_recorded_fraction <= 1:
+            raise ValueError("`min_recorded_fraction` must be in 0..1")
+
+
+class RolloutKLConfig(Section):
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
+    coef: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("`coef` must not be negative")
+
+
+class AlgorithmConfig(Section):
+    credit: Literal["turn", "trajectory"] = "turn"
+    """`turn`: a turn's advantage is relative to the same turn of its group."""
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation (GRPO); off gives Dr.GRPO's."""
+    policy_loss: Literal["tis"] = "tis"
+    """`tis`: importance-weighted policy gradient over rollout log-probs, weights truncated at `ratio_cap`."""
+    ratio_cap: float = 2.0
+    rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
+
+    def __post_init__(self) -> None:
+        _positive(self, "ratio_cap")
+
+
+class LearnerConfig(Section):
+    backend: Literal["megatron"] = "megatron"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype; the optimizer keeps fp32 master weights."""
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    max_tokens_per_micro_batch: int = 16384
+    threads: int = 1
+    """Torch threads of the learner on CPU."""
+    start_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "lr", "eps", "max_grad_norm", "max_tokens_per_micro_batch", "threads", "start_timeout")
+
+
+class WeightsConfig(Section):
+    install_timeout: float = 120.0
+    probe: bool = True
+    """After the first delivery, compare log-probs of a fixed text between learner and engine; refuse to train on a mismatch."""
+    probe_tolerance: float | None = None
+    """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
+    directory: str = ""
+    """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+
+
+class TransportConfig(Section):
+    host: str = "127.0.0.1"
+    """Interface that the learner's socket binds to. Loopback unless named."""
+    credit_bytes: int = 256 * 2**20
+    """Bytes of trajectories that all generators together may have unacknowledged or waiting at the learner."""
+    ack_timeout: float = 5.0
+    """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
+    max_message_bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        _positive(self, "credit_bytes", "ack_timeout", "max_message_bytes")
+
+
+class SuperviseConfig(Section):
+    stall_seconds: float = 600.0
+    """The run stops with the reason if no group arrives for this long."""
+    stop_grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "stall_seconds", "stop_grace_seconds")
+
+
+class ClusterConfig(Section):
+    address: str = ""
+    """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = ""
+    """Run directory below `runs/`; default: preset and time."""
+    seed: int = 0
+    steps: int = 100
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    env: EnvConfig = msgspec.field(default_factory=EnvConfig)
+    episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)
+    generator: GeneratorConfig = msgspec.field(default_factory=GeneratorConfig)
+    schedule: ScheduleConfig = msgspec.field(default_factory=ScheduleConfig)
+    routing: RoutingConfig = msgspec.field(default_factory=RoutingConfig)
+    algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
+    supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps")
+        if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
+                f"`learner.max_tokens_per_micro_batch` = {self.learner.max_tokens_per_micro_batch}: such a sample could not be trained"
+            )
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+
+
+def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    prefix = f"{path}." if path else ""
+    hint = f"did you mean `{prefix}{near[0]}`?" if near else f"valid here: {', '.join(names)}"
+    return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """Build section `kind` from plain data, with dotted paths in every error."""
+    if not (isinstance(kind, type) and issubclass(kind, Section)):
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"`{path}` = {value!r}: {str(error).split(' - at')[0]}{_expected(kind)}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}")
+    fields = _fields(kind)
+    built = {}
+    for key, inner in value.items():
+        if key not in fields:
+            raise _unknown_key(path, key, list(fields))
+        built[key] = _convert(fields[key], inner, f"{path}.{key}" if path else key)
+    try:
+        return kind(**built)
+    except ValueError as error:
+        raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+
+
+def _expected(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f" (one of: {', '.join(map(repr, typing.get_args(kind)))})"
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return ""
+    return f" (a {kind.__name__})" if isinstance(kind, type) else ""
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a string."""
+    path, equals, raw = text.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return [part.strip() for part in path.split(".")], value
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = _merge(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
+    return out
+
+
+def preset_directory() -> Path:
+    """Where the presets are: beside the code in a checkout, inside the package when installed from a wheel."""
+    packaged = Path(__file__).parent / "presets"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def find_config(name_or_path: str) -> Path:
+    """A TOML file, or the preset of that name. Raises `ConfigError` with the nearest preset's name."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"no such file: {name_or_path}")
+        return path
+    preset = preset_directory() / f"{name_or_path}.toml"
+    if not preset.is_file():
+        names = sorted(p.stem for p in preset_directory().glob("*.toml"))
+        near = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+        raise ConfigError(f"no preset {name_or_path!r}; {hint} (a file must end in .toml)")
+    return preset
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path in seen:
+        raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
+    try:
+        data = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    base = data.pop("extends", None)
+    return _merge(_read(find_config(base), (*seen, path)), data) if base is not None else data
+
+
+def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a preset or file (which may `extends` another), with `key=value` overrides."""
+    data = _read(find_config(name_or_path))
+    for text in overrides:
+        keys, value = parse_override(text)
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        data = _merge(data, nested)
+    return _convert(Config, data, "")
+
+
+def config_from_dict(data: Mapping[str, Any]) -> Config:
+    return _convert(Config, data, "")
+
+
+def to_dict(config: Section) -> dict[str, Any]:
+    """Plain data, every key resolved."""
+    return msgspec.to_builtins(config)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
+
+    def without_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: without_none(v) for k, v in value.items() if v is not None}
+        return value
+
+    return msgspec.toml.encode(without_none(to_dict(config))).decode()

@@ -1,0 +1,88 @@
+"""What the episode loop and the actors ask of a rollout engine."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from r3async.versions import VersionSpan
+from r3async.weights.manifest import WeightManifest
+
+
+class EngineError(RuntimeError):
+    """The engine failed or returned something that can not be trained on."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """Continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
+
+    `routes_from`: first position whose routes are wanted; earlier rows are known already and are not sent again.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    routes_from: int = 0
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What one call sampled.
+
+    `token_ids` int32 `[n]`; `logprobs` float32 `[n]` of the distribution that was sampled from; `version_spans` cover
+    `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` (None if the engine has none): the
+    last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows. `stop_reason`: `stop` (a stop
+    token, which is the last token), `length`, or `abort`.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    version_spans: list[VersionSpan]
+    routed_experts: np.ndarray | None
+    stop_reason: str
+
+
+class RoutingShape(msgspec.Struct, frozen=True):
+    """Geometry of the routes an engine records: MoE layers only."""
+
+    layers: int
+    top_k: int
+    num_experts: int
+
+
+class InstallReport(msgspec.Struct, frozen=True):
+    """`update_seconds`: the whole installation. `pause_seconds`: how long no token was generated."""
+
+    version: int
+    update_seconds: float
+    pause_seconds: float
+
+
+class Engine(Protocol):
+    """An inference engine that generates while its weights change under it.
+
+    `generate` may run many times at once on one event loop. Cancelling it aborts the request in the engine.
+    """
+
+    version: int
+    """Version of the installed weights; -1 before the first `install`."""
+    routing: RoutingShape | None
+    """None for a dense model, or when routes are not recorded."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation: ...
+
+    async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        """Install published weights without aborting running requests. Raises `EngineError`; then the old version is
+        not to be trusted and the engine must be restarted."""
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
+        ...
+
+    async def stop(self) -> None: ...

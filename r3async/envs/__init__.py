@@ -1,0 +1,1 @@
+"""Games and tasks that a policy plays."""

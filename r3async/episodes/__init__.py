@@ -1,0 +1,1 @@
+"""The multi-turn loop, token-in/token-out."""

@@ -1,0 +1,234 @@
+"""The nouns: per-token columns, samples, trajectories.
+
+A per-token column is declared once, in `SCHEMA`. Every operation on token data (slice, concat, pad, encode,
+decode) is derived from that declaration, so that a column can not be forgotten by one of them: adding one is
+one line here. Arrays are NumPy, rows are tokens, and a table is never changed in place.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+UNSAMPLED_VERSION = -1
+"""`policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
+
+
+class SchemaError(ValueError):
+    """Token data that does not fit its declaration: wrong name, dtype, shape or length."""
+
+
+class Column(msgspec.Struct, frozen=True):
+    """Declaration of one per-token column.
+
+    `dtypes`: the dtypes it may have, narrowest first (values of mixed tables are widened, never wrapped).
+    `inner`: names of the dimensions after the token dimension; their sizes are free but equal within a concat.
+    `fill`: value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
+    `optional`: may be absent, on all samples of a batch or on none.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    fill: float | int | bool | str
+    inner: tuple[str, ...] = ()
+    optional: bool = False
+
+    def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> np.ndarray:
+        """`[length, *inner_shape]` of the fill value."""
+        dtype = np.dtype(dtype or self.dtypes[0])
+        if self.fill == "arange":
+            row = np.arange(inner_shape[-1], dtype=dtype)
+            return np.ascontiguousarray(np.broadcast_to(row, (length, *inner_shape)))
+        return np.full((length, *inner_shape), self.fill, dtype=dtype)
+
+
+class Schema:
+    """An ordered set of column declarations. Immutable; `with_column` makes a larger one."""
+
+    def __init__(self, columns: Iterable[Column]):
+        self.columns: dict[str, Column] = {}
+        for column in columns:
+            if column.name in self.columns:
+                raise SchemaError(f"column {column.name!r} is declared twice")
+            self.columns[column.name] = column
+        declaration = msgspec.msgpack.encode([msgspec.structs.astuple(c) for c in self.columns.values()])
+        self.fingerprint = f"{zlib.crc32(declaration):08x}"
+
+    def with_column(self, column: Column) -> Schema:
+        return Schema([*self.columns.values(), column])
+
+
+SCHEMA = Schema(
+    [
+        Column("token_ids", ("int32",), 0),
+        Column("loss_mask", ("bool",), False),
+        # Log-prob under the policy that sampled the token, after temperature: what was really sampled from.
+        Column("rollout_logprobs", ("float32",), 0.0),
+        Column("policy_version", ("int32",), UNSAMPLED_VERSION),
+        # Turn that sampled the token; -1 where not sampled.
+        Column("turn", ("int32",), -1),
+        Column("rewards", ("float32",), 0.0),
+        Column("advantages", ("float32",), 0.0, optional=True),
+        # Experts chosen when this token was fed forward; MoE layers only, in layer order.
+        Column("routed_experts", ("uint8", "uint16"), "arange", inner=("layers", "top_k"), optional=True),
+        Column("routing_recorded", ("bool",), False, optional=True),
+    ]
+)
+
+
+class TokenTable:
+    """Columns of one length `T`, checked against a schema when built.
+
+    Raises `SchemaError` for an unknown, missing, mistyped, misshapen or mis-sized column.
+    """
+
+    __slots__ = ("_columns", "_length", "schema")
+
+    def __init__(self, columns: Mapping[str, np.ndarray], schema: Schema = SCHEMA):
+        self.schema = schema
+        unknown = sorted(set(columns) - set(schema.columns))
+        if unknown:
+            raise SchemaError(f"unknown column {unknown[0]!r}; the schema has {', '.join(schema.columns)}")
+        self._columns: dict[str, np.ndarray] = {}
+        self._length = -1
+        for name, declared in schema.columns.items():
+            if name not in columns:
+                if not declared.optional:
+                    raise SchemaError(f"column {name!r} is missing")
+                continue
+            array = np.asarray(columns[name])
+            if array.dtype.name not in declared.dtypes:
+                raise SchemaError(f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}")
+            if array.ndim != 1 + len(declared.inner):
+                raise SchemaError(f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declared.inner)}]")
+            if self._length < 0:
+                self._length = len(array)
+            elif len(array) != self._length:
+                raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
+            self._columns[name] = array
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._columns[name]
+
+    def __iter__(self):
+        return iter(self._columns)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TokenTable)
+            and list(self) == list(other)
+            and all(self[n].dtype == other[n].dtype and np.array_equal(self[n], other[n]) for n in self)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TokenTable({len(self)} tokens: {', '.join(self)})"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self._columns.values())
+
+    def items(self):
+        return self._columns.items()
+
+    def slice(self, start: int, stop: int) -> TokenTable:
+        """Rows `start:stop` of every column, as views."""
+        return TokenTable({n: a[start:stop] for n, a in self.items()}, self.schema)
+
+    def with_columns(self, **columns: np.ndarray) -> TokenTable:
+        """The same table with columns added or replaced."""
+        return TokenTable({**self._columns, **columns}, self.schema)
+
+    def without(self, *names: str) -> TokenTable:
+        return TokenTable({n: a for n, a in self.items() if n not in names}, self.schema)
+
+    def padded(self, length: int, fills: Mapping[str, Any] | None = None) -> TokenTable:
+        """Rows of fill values appended until `length`. `fills` overrides a fill (the pad token id, say)."""
+        extra = length - len(self)
+        if extra < 0:
+            raise SchemaError(f"can not pad {len(self)} tokens to {length}")
+        tail = {}
+        for name, array in self.items():
+            tail[name] = self.schema.columns[name].filled(extra, array.shape[1:], array.dtype)
+            if fills and name in fills:
+                tail[name][:] = fills[name]
+        return TokenTable.concat([self, TokenTable(tail, self.schema)])
+
+    @staticmethod
+    def concat(tables: Sequence[TokenTable]) -> TokenTable:
+        """All rows in order. Narrow dtypes are widened to the widest present, never wrapped.
+
+        Raises `SchemaError` if an optional column is on some tables and not on others, or inner shapes differ.
+        """
+        if not tables:
+            raise SchemaError("nothing to concatenate")
+        schema, names = tables[0].schema, list(tables[0])
+        for i, table in enumerate(tables):
+            if list(table) != names:
+                different = sorted(set(names) ^ set(table))
+                raise SchemaError(f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})")
+        columns = {}
+        for name in names:
+            arrays = [t[name] for t in tables]
+            shapes = {a.shape[1:] for a in arrays}
+            if len(shapes) > 1:
+                raise SchemaError(f"column {name!r} has different inner shapes {sorted(shapes)}")
+            present = {a.dtype.name for a in arrays}
+            widest = next(d for d in reversed(schema.columns[name].dtypes) if d in present)
+            columns[name] = np.concatenate([a.astype(widest, copy=False) for a in arrays])
+        return TokenTable(columns, schema)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One answer of the policy: sampled tokens `start:stop` of sample `sample`, and what it earned."""
+
+    index: int
+    sample: int
+    start: int
+    stop: int
+    reward: float
+    stop_reason: str
+
+
+class Sample(msgspec.Struct):
+    """One training row: a token sequence that was fed to one model context. `temperature` scales the logits."""
+
+    sample_id: str
+    table: TokenTable
+    temperature: float = 1.0
+
+
+class Trajectory(msgspec.Struct):
+    """One finished episode. `group_index` counts leases; `episode_index` counts the G episodes of one prompt."""
+
+    trajectory_id: str
+    group_index: int
+    episode_index: int
+    task_seed: int
+    generator_id: str
+    stop_reason: str
+    turns: list[Turn]
+    samples: list[Sample]
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    preview: list[dict[str, str]] = []
+
+    @property
+    def reward(self) -> float:
+        """Mean reward over turns (0-1 where each turn's reward is)."""
+        return float(np.mean([t.reward for t in self.turns])) if self.turns else 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.table) for s in self.samples)

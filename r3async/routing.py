@@ -1,0 +1,95 @@
+"""Routes of one token sequence, recorded by position, once.
+
+The first engine call that feeds position `t` forward owns row `t`. A later call that feeds it again (the prefill
+of the next turn, a re-prefill after a weight update) may have chosen other experts; its row is dropped, because the
+log-probs that were sampled belong to the first pass (R3, arXiv 2510.11370). A position whose owner returned no row
+stays unrecorded: the learner lets that token route by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class RoutingError(ValueError):
+    """Routed experts that can not be a record of top-k choices."""
+
+
+def route_dtype(num_experts: int) -> np.dtype:
+    """uint8 up to 256 experts, uint16 beyond."""
+    if not 0 < num_experts <= 65536:
+        raise RoutingError(f"{num_experts} experts can not be held by uint16 ids")
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+def validate_rows(rows: np.ndarray, *, layers: int, top_k: int, num_experts: int) -> None:
+    """Check `[n, layers, top_k]` integer ids: shape, range, no expert twice in one row, not all zero.
+
+    Raises `RoutingError` that says what is wrong and where. All-zero rows with `top_k == 1` are legal one by one, but
+    a whole block of them over more than one row, with several experts, is what an engine returns that did not record.
+    """
+    if rows.ndim != 3 or rows.shape[1:] != (layers, top_k):
+        raise RoutingError(f"routed experts have shape {rows.shape}, expected [n, {layers}, {top_k}]")
+    if rows.dtype.kind not in "ui":
+        raise RoutingError(f"routed experts have dtype {rows.dtype}, expected unsigned integers")
+    if rows.size == 0:
+        return
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= num_experts:
+        raise RoutingError(f"expert id {high if high >= num_experts else low} is outside 0..{num_experts - 1}")
+    if num_experts > 1 and high == 0 and (top_k > 1 or rows.shape[0] * layers > 16):
+        raise RoutingError(
+            f"all {rows.shape[0]} rows are zero: the engine did not record routes "
+            "(vLLM on CPU needs enforce_eager=True for this)"
+        )
+    if top_k > 1:
+        ordered = np.sort(rows, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+        if twice.any():
+            row, layer = np.argwhere(twice)[0]
+            raise RoutingError(f"row {row}, MoE layer {layer} names an expert twice: {rows[row, layer].tolist()}")
+
+
+class RoutingTrace:
+    """Append-only routes of one growing token sequence.
+
+    Positions `0..fed` have been fed forward by some call; each is either recorded or will never be.
+    """
+
+    def __init__(self, *, layers: int, top_k: int, num_experts: int):
+        self.layers, self.top_k, self.num_experts = layers, top_k, num_experts
+        self.dtype = route_dtype(num_experts)
+        self._blocks: list[tuple[int, np.ndarray]] = []
+        self.fed = 0
+        """Positions that some call has fed forward: the engine is asked only for rows from here on."""
+
+    def record(self, first: int, rows: np.ndarray | None, fed: int) -> int:
+        """Take what one engine call returned: `rows[i]` belongs to position `first + i`; it fed positions `0..fed`.
+
+        `rows` is `[n, layers, top_k]` or None (the call returned no routes). Positions fed before keep what they have.
+        Returns how many new rows were recorded. Raises `RoutingError` for rows beyond `fed` or invalid rows.
+        """
+        if rows is not None and len(rows):
+            validate_rows(rows, layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
+            if first < 0 or first + len(rows) > fed:
+                raise RoutingError(f"rows for positions {first}..{first + len(rows)} but only {fed} were fed")
+            skip = max(0, self.fed - first)
+            fresh = rows[skip:]
+            if len(fresh):
+                self._blocks.append((first + skip, fresh))
+        else:
+            fresh = ()
+        self.fed = max(self.fed, fed)
+        return len(fresh)
+
+    def materialise(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """`routed_experts [length, layers, top_k]` and `routing_recorded [length]`; holes hold distinct ids `0..top_k-1`."""
+        experts = np.empty((length, self.layers, self.top_k), self.dtype)
+        experts[:] = np.arange(self.top_k, dtype=self.dtype)
+        recorded = np.zeros(length, bool)
+        for first, rows in self._blocks:
+            stop = min(first + len(rows), length)
+            if stop > first:
+                experts[first:stop] = rows[: stop - first]
+                recorded[first:stop] = True
+        return experts, recorded

@@ -1,0 +1,1 @@
+"""Pure state machines with an injected clock: admission slots and leases."""

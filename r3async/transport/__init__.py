@@ -1,0 +1,1 @@
+"""Trajectories from generators to the learner: at least once, trained once."""

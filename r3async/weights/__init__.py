@@ -1,0 +1,1 @@
+"""Publish, deliver and verify weights."""

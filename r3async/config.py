@@ -51,7 +51,17 @@ class InitConfig(Section):
     warm_batch: int = 64
 
     def __post_init__(self) -> None:
-        _positive(self, "hidden_size", "layers", "heads", "kv_heads", "experts", "top_k", "expert_hidden_size", "max_positions")
+        _positive(
+            self,
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "experts",
+            "top_k",
+            "expert_hidden_size",
+            "max_positions",
+        )
         if self.top_k > self.experts:
             raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
@@ -84,7 +94,9 @@ class EpisodeConfig(Section):
     """Seconds one episode may take."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
+        _positive(
+            self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout"
+        )
         if self.max_prompt_tokens >= self.max_total_tokens:
             raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
 
@@ -238,7 +250,8 @@ class Config(Section):
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
-                f"`learner.max_tokens_per_micro_batch` = {self.learner.max_tokens_per_micro_batch}: such a sample could not be trained"
+                f"`learner.max_tokens_per_micro_batch` = {self.learner.max_tokens_per_micro_batch}: "
+                "such a sample could not be trained"
             )
 
 
@@ -261,7 +274,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         except msgspec.ValidationError as error:
             raise ConfigError(f"`{path}` = {value!r}: {str(error).split(' - at')[0]}{_expected(kind)}") from error
     if not isinstance(value, Mapping):
-        raise ConfigError(f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}")
+        raise ConfigError(
+            f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"
+        )
     fields = _fields(kind)
     built = {}
     for key, inner in value.items():

@@ -102,9 +102,13 @@ class TokenTable:
                 continue
             array = np.asarray(columns[name])
             if array.dtype.name not in declared.dtypes:
-                raise SchemaError(f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}")
+                raise SchemaError(
+                    f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}"
+                )
             if array.ndim != 1 + len(declared.inner):
-                raise SchemaError(f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declared.inner)}]")
+                raise SchemaError(
+                    f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declared.inner)}]"
+                )
             if self._length < 0:
                 self._length = len(array)
             elif len(array) != self._length:
@@ -177,7 +181,9 @@ class TokenTable:
         for i, table in enumerate(tables):
             if list(table) != names:
                 different = sorted(set(names) ^ set(table))
-                raise SchemaError(f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})")
+                raise SchemaError(
+                    f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})"
+                )
         columns = {}
         for name in names:
             arrays = [t[name] for t in tables]

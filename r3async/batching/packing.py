@@ -52,7 +52,9 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
         table = TokenTable.concat([s.table for s in samples])
     except SchemaError as error:
         names = list(samples[0].table) if samples else []
-        odd = next((s.sample_id for s in samples if list(s.table) != names), samples[0].sample_id if samples else "none")
+        odd = next(
+            (s.sample_id for s in samples if list(s.table) != names), samples[0].sample_id if samples else "none"
+        )
         raise PackingError(f"sample {odd}: {error}") from error
     lengths = [len(s.table) for s in samples]
     return MicroBatch(

@@ -1,0 +1,54 @@
+"""Trajectories that arrived, gathered into groups and handed over in lease order."""
+
+from __future__ import annotations
+
+from r3async.records import Trajectory
+
+
+class GroupBuffer:
+    """Holds at most what the slots allow: groups `next_group ..`. Pure; the receiver and the learner share it."""
+
+    def __init__(self, samples_per_group: int):
+        self.samples_per_group = samples_per_group
+        self.next_group = 0
+        """The oldest group not taken yet."""
+        self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
+
+    def add(self, trajectory: Trajectory, nbytes: int) -> bool:
+        """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""
+        if not 0 <= trajectory.episode_index < self.samples_per_group:
+            raise ValueError(f"episode {trajectory.episode_index} of a group of {self.samples_per_group}")
+        if trajectory.group_index < self.next_group:
+            return False
+        group = self._groups.setdefault(trajectory.group_index, {})
+        if trajectory.episode_index in group:
+            return False
+        group[trajectory.episode_index] = (trajectory, nbytes)
+        return True
+
+    def missing(self, group_index: int) -> list[int]:
+        """Episodes of the group that have not arrived; none for a group that was trained."""
+        if group_index < self.next_group:
+            return []
+        have = self._groups.get(group_index, {})
+        return [i for i in range(self.samples_per_group) if i not in have]
+
+    def ready(self, count: int) -> bool:
+        """The next `count` groups are complete."""
+        return all(not self.missing(self.next_group + i) for i in range(count))
+
+    def ready_groups(self) -> int:
+        """Complete groups, in or out of order."""
+        return sum(len(g) == self.samples_per_group for g in self._groups.values())
+
+    def take(self, count: int) -> tuple[list[list[Trajectory]], int]:
+        """The next `count` groups, episodes in order, and their bytes on the wire."""
+        if not self.ready(count):
+            raise ValueError(f"groups {self.next_group}..{self.next_group + count - 1} are not complete")
+        groups, nbytes = [], 0
+        for _ in range(count):
+            members = self._groups.pop(self.next_group)
+            groups.append([members[i][0] for i in range(self.samples_per_group)])
+            nbytes += sum(size for _, size in members.values())
+            self.next_group += 1
+        return groups, nbytes

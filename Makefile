@@ -1,0 +1,47 @@
+# Everything a person needs first. Each target that runs something installs first; where .venv is up to date that
+# takes a fraction of a second.
+PYTHON ?= python3
+ARGS ?=
+# cpu or gpu; empty keeps what .venv was installed for (cpu at first).
+EXTRA ?=
+VENV := .venv/bin
+
+# What is set on make's command line and is not one of make's own names is an override of the configuration:
+# `make quickstart seed=1 steps=20` is `r3async train quickstart seed=1 steps=20`. ARGS is passed as it is, instead.
+OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)))
+
+.PHONY: help install quickstart test lint format clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make install      create or repair .venv and install r3async (EXTRA=gpu for CUDA)"
+	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
+	@echo "make test         install, then run the tests, for example: make test ARGS='tests/test_config.py -x'"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       let ruff format the code"
+	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
+
+install:
+	@$(PYTHON) -m tools.install $(if $(EXTRA),--extra $(EXTRA))
+
+quickstart: install
+	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)
+
+test: install
+	@$(VENV)/python -m pytest $(ARGS)
+
+lint: install
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+	@$(VENV)/mypy
+
+format: install
+	@$(VENV)/ruff check --fix-only .
+	@$(VENV)/ruff format .
+
+clean:
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@find . -path ./.venv -prune -o -path ./runs -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf .venv

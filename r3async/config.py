@@ -92,6 +92,8 @@ class EpisodeConfig(Section):
     temperature: float = 1.0
     timeout: float = 600.0
     """Seconds one episode may take."""
+    retries: int = 2
+    """Times a failed episode (an environment's error, an aborted request) is tried again before the run stops."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -105,7 +107,7 @@ class GeneratorConfig(Section):
     count: int = 1
     concurrency: int = 64
     """Episodes that one generator plays at once."""
-    engine: Literal["vllm", "scripted"] = "vllm"
+    engine: Literal["vllm"] = "vllm"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     threads: int = 1
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""

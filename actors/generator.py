@@ -1,0 +1,138 @@
+"""The generator actor: an engine, many episodes at once, and a sender."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actors.process import redirect_output
+from r3async.config import config_from_dict
+from r3async.engines.base import Engine
+from r3async.engines.vllm import VllmEngine
+from r3async.envs.base import environment_factory
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.group import GroupPlayer
+from r3async.observe.events import open_events
+from r3async.scheduling.admission import GroupLease
+from r3async.transport.sender import Sender
+from r3async.weights.manifest import WeightManifest
+
+IDLE_SECONDS = 0.05
+
+
+class GeneratorActor:
+    """Serves the conductor, which alone calls it. One process, one event loop.
+
+    After a restart by Ray the process is new: `start`, `install` and `run` are called again, in that order.
+    """
+
+    def __init__(self, generator_id: str, run_id: str, config: dict[str, Any], model_path: str, run_dir: str):
+        redirect_output(Path(run_dir) / "logs" / f"{generator_id}.log")
+        self.generator_id, self.run_id = generator_id, run_id
+        self.config = config_from_dict(config)
+        self.model_path = model_path
+        self.events = open_events(Path(run_dir), generator_id)
+        self.engine: Engine | None = None
+        self.sender: Sender | None = None
+        self._stopping = asyncio.Event()
+
+    def whereabouts(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "host": socket.gethostname()}
+
+    async def start(self, endpoint: str) -> dict[str, Any]:
+        """Load the engine and connect to the learner at `endpoint`. Returns what the conductor has to know."""
+        settings = self.config.generator
+        self.engine = VllmEngine(
+            self.model_path,
+            dtype=settings.dtype,
+            concurrency=settings.concurrency,
+            max_model_len=self.config.episode.max_total_tokens,
+            threads=settings.threads,
+            kv_cache_gib=settings.kv_cache_gib,
+            engine_args=settings.engine_args,
+        )
+        self.renderer = await asyncio.to_thread(ChatRenderer.from_model, self.model_path)
+        await self.engine.start()
+        self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
+        await self.sender.start()
+        routing = self.engine.routing
+        self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)
+        return {**self.whereabouts(), "routing": msgspec.structs.asdict(routing) if routing else None}
+
+    def _rejected(self, trajectory_id: str, reason: str) -> None:
+        self.events.error("trajectory_rejected", trajectory_id=trajectory_id, reason=reason)
+
+    async def install(self, manifest: bytes) -> dict[str, float]:
+        """Install published weights while episodes go on."""
+        assert self.engine is not None
+        weights = msgspec.msgpack.decode(manifest, type=WeightManifest)
+        report = await self.engine.install(weights, self.config.weights.install_timeout)
+        return msgspec.structs.asdict(report)
+
+    async def score(self, token_ids: list[int]) -> np.ndarray:
+        assert self.engine is not None
+        return await self.engine.score(np.asarray(token_ids, np.int32))
+
+    def encode_probe(self, text: str) -> list[int]:
+        return self.renderer.tokenizer.encode(text, add_special_tokens=False)
+
+    async def run(self, conductor: Any) -> None:
+        """Lease groups and play them until the conductor says there is nothing more to play.
+
+        Raises what an episode failed with, after its retries. Everything delivered is acknowledged when this returns.
+        """
+        assert self.engine is not None
+        assert self.sender is not None
+        player = GroupPlayer(
+            factory=environment_factory(self.config.env),
+            engine=self.engine,
+            renderer=self.renderer,
+            settings=self.config.episode,
+            generator_id=self.generator_id,
+            deliver=self.sender.send,
+            report=self.events.warning,
+        )
+        episodes = self.config.schedule.samples_per_group
+        capacity = max(1, self.config.generator.concurrency // episodes)
+        playing: set[asyncio.Task[None]] = set()
+        done: list[int] = []
+        more = True
+        try:
+            while (more or playing) and not self._stopping.is_set():
+                room = capacity - len(playing) if more else 0
+                answer = await conductor.lease.remote(self.generator_id, room, done, self.engine.stats())
+                done, more = [], answer["more"]
+                for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
+                    playing.add(asyncio.create_task(player.play(lease), name=str(lease.group_index)))
+                finished: set[asyncio.Task[None]] = set()
+                if playing:
+                    finished, playing = await asyncio.wait(
+                        playing, timeout=IDLE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    )
+                elif more:
+                    await asyncio.sleep(IDLE_SECONDS)
+                for task in finished:
+                    task.result()
+                    done.append(int(task.get_name()))
+            if done:
+                await conductor.lease.remote(self.generator_id, 0, done, self.engine.stats())
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+        await self.sender.flush(self.config.transport.ack_timeout)
+
+    async def stop(self) -> None:
+        """Cancel what is playing, close the sender, shut the engine down."""
+        self._stopping.set()
+        await asyncio.sleep(2 * IDLE_SECONDS)
+        if self.sender is not None:
+            await self.sender.close()
+        if self.engine is not None:
+            await self.engine.stop()

@@ -1,0 +1,112 @@
+"""Starts every actor of a run on a Ray cluster, local if none is named, and gives the driver a handle on it."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from actors.conductor import Conductor
+from actors.generator import GeneratorActor
+from actors.learner import LearnerActor
+from r3async.config import Config, to_dict
+
+STATUS_SECONDS = 10.0
+
+
+class Pipeline:
+    """One run. `start` returns when the actors exist; the conductor does the rest by itself.
+
+    The driver polls `status` and `finished`, asks for an orderly end with `stop`, and always calls `shutdown`.
+    """
+
+    def __init__(self, config: Config, model_path: Path, run_dir: Path):
+        self.config, self.model_path, self.run_dir = config, model_path, run_dir
+        self.run_id = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
+        self._conductor: Any = None
+        self._result: Any = None
+        self._owns_ray = False
+
+    def start(self) -> None:
+        """Connect to Ray, or start it here, and create the actors."""
+        import ray
+
+        address = self.config.cluster.address or os.environ.get("RAY_ADDRESS")
+        actors = self.config.generator.count + 2
+        if not ray.is_initialized():
+            if address:
+                ray.init(address=address, log_to_driver=True, logging_level="warning")
+            else:
+                # Local actors share few cores on purpose: logical CPUs only count actors.
+                ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="warning")
+            self._owns_ray = True
+        gpus = ray.cluster_resources().get("GPU", 0)
+        share = min(1.0, gpus / (self.config.generator.count + 1)) if gpus else 0.0
+        plain = to_dict(self.config)
+        directory = str(self.run_dir.absolute())
+
+        def remote(kind: type, threads: int, share: float, **options: Any) -> Any:
+            environment = {"OMP_NUM_THREADS": str(threads), "RAY_DEDUP_LOGS": "0"}
+            return ray.remote(kind).options(
+                num_cpus=1 if threads else 0, num_gpus=share, runtime_env={"env_vars": environment}, **options
+            )
+
+        learner = remote(LearnerActor, self.config.learner.threads, share).remote(
+            self.run_id, plain, str(self.model_path), directory
+        )
+        generators = {}
+        for index in range(self.config.generator.count):
+            name = f"generator-{index}"
+            kind = remote(
+                GeneratorActor,
+                self.config.generator.threads,
+                share,
+                max_restarts=self.config.generator.max_restarts,
+                max_task_retries=0,
+            )
+            generators[name] = kind.remote(name, self.run_id, plain, str(self.model_path), directory)
+        self._conductor = remote(Conductor, 1, 0.0, max_concurrency=1000).remote(self.run_id, plain, directory)
+        self._result = self._conductor.run.remote(learner, generators)
+
+    def status(self) -> dict[str, Any] | None:
+        """The conductor's status; None if it did not answer in time."""
+        import ray
+
+        try:
+            return ray.get(self._conductor.status.remote(), timeout=STATUS_SECONDS)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+            return None
+
+    def finished(self, timeout: float) -> bool:
+        """Whether the run has ended, waiting at most `timeout` seconds."""
+        import ray
+
+        ready, _ = ray.wait([self._result], timeout=timeout)
+        return bool(ready)
+
+    def result(self) -> dict[str, Any]:
+        """What the conductor returned. Raises `RunFailed` with the reason."""
+        import ray
+
+        from actors.conductor import RunFailed
+
+        try:
+            return ray.get(self._result, timeout=STATUS_SECONDS)
+        except ray.exceptions.RayTaskError as error:
+            raise RunFailed(str(getattr(error, "cause", error))) from None
+        except ray.exceptions.RayActorError as error:
+            raise RunFailed(f"the conductor process died: {error}") from None
+
+    def stop(self) -> None:
+        """Ask for an orderly end: the running step is finished and the model saved."""
+        self._conductor.stop.remote()
+
+    def shutdown(self) -> None:
+        """Leave Ray, ending the local cluster if this started it."""
+        import ray
+
+        if self._owns_ray and ray.is_initialized():
+            ray.shutdown()
+            time.sleep(0.1)

@@ -1,0 +1,65 @@
+"""All episodes of one lease at once, with a retry budget; finished ones leave as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from r3async.config import EpisodeConfig
+from r3async.engines.base import Engine
+from r3async.envs.base import EnvironmentFactory
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.loop import EpisodeError, EpisodeTask, PromptTooLong, play_episode
+from r3async.records import Trajectory
+from r3async.scheduling.admission import GroupLease
+
+
+class GroupPlayer:
+    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries."""
+
+    def __init__(
+        self,
+        *,
+        factory: EnvironmentFactory,
+        engine: Engine,
+        renderer: ChatRenderer,
+        settings: EpisodeConfig,
+        generator_id: str,
+        deliver: Callable[[Trajectory], Awaitable[None]],
+        report: Callable[..., object],
+    ):
+        self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
+        self._generator_id, self._deliver, self._report = generator_id, deliver, report
+
+    async def play(self, lease: GroupLease) -> None:
+        """Returns when every episode of the lease was delivered.
+
+        An episode that fails is tried again `episode.retries` times; then the last error is raised and the other
+        episodes of the lease are cancelled. A first prompt that is too long is not tried again.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for index in lease.episode_indices:
+                tasks.create_task(self._episode(EpisodeTask(lease.group_index, index, lease.task_seed)))
+
+    async def _episode(self, task: EpisodeTask) -> None:
+        for attempt in range(self._settings.retries + 1):
+            try:
+                trajectory = await play_episode(
+                    task,
+                    self._factory(),
+                    self._engine,
+                    self._renderer,
+                    self._settings,
+                    generator_id=self._generator_id,
+                )
+                break
+            except PromptTooLong:
+                raise
+            except Exception as error:
+                self._report("episode_failed", episode=task.trajectory_id, attempt=attempt + 1, error=repr(error))
+                if attempt == self._settings.retries:
+                    raise EpisodeError(
+                        f"episode {task.trajectory_id} failed {attempt + 1} times (episode.retries = "
+                        f"{self._settings.retries}); the last time: {error!r}"
+                    ) from error
+        await self._deliver(trajectory)

@@ -1,0 +1,91 @@
+"""The command line. Imports nothing heavy until a command needs it, so that a typo fails at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from r3async.config import ConfigError, find_config, load_config, preset_directory
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous reinforcement learning for mixture-of-experts language models.",
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
+]
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")], overrides: Overrides = None
+) -> None:
+    """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
+    config = load_config(preset, overrides or [])
+    from tools.train import train as run
+
+    run(config, preset)
+
+
+@app.command()
+def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
+    """List the presets, or show one."""
+    if name is not None:
+        typer.echo(find_config(name).read_text())
+        return
+    for path in sorted(preset_directory().glob("*.toml")):
+        comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+        typer.echo(f"{path.stem:<24}{comments[0] if comments else ''}")
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, what works here, what does not, and the remedy."""
+    from tools.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
+@app.command(name="init-model")
+def init_model(
+    directory: Annotated[Path, typer.Argument(help="directory to make")],
+    overrides: Overrides = None,
+    preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
+) -> None:
+    """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
+    config = load_config(preset, overrides or [])
+    from tools.init_model import init_model as make
+
+    make(directory, config, progress=lambda line: typer.echo(line, err=True))
+
+
+def main() -> None:
+    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(f"configuration error: {error}", 2)
+    except FileExistsError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        if type(error).__name__ != "RunFailed":
+            raise
+        _fail(f"the run failed: {error}", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""A tiny Qwen3-MoE to begin from: random weights, a byte-level tokenizer, warmed up on the environment's oracle.
+
+The warm-up is supervised, and short on purpose: it teaches the format of the game and little of the skill, so that
+reinforcement learning has rewards to learn from and most of the way still to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3async.config import Config, ConfigError, InitConfig
+from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, environment_factory
+from r3async.episodes.chat import ChatRenderer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+EVALUATE_EVERY = 5
+
+Progress = Callable[[str], None]
+
+
+def byte_tokenizer() -> Any:
+    """A transformers tokenizer of 256 byte symbols and the special tokens, without merges: any text, one token a byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL_TOKENS[2:],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def random_model(init: InitConfig, tokenizer: Any, seed: int) -> Any:
+    """A `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds give equal weights."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=init.hidden_size,
+        intermediate_size=2 * init.hidden_size,
+        num_hidden_layers=init.layers,
+        num_attention_heads=init.heads,
+        num_key_value_heads=init.kv_heads,
+        head_dim=init.hidden_size // init.heads,
+        num_experts=init.experts,
+        num_experts_per_tok=init.top_k,
+        moe_intermediate_size=init.expert_hidden_size,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        max_position_embeddings=init.max_positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight.normal_(0, init.gate_std)
+    return model
+
+
+class OracleData:
+    """Episodes played by the environment's own oracle."""
+
+    def __init__(self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int):
+        env = factory()
+        if not isinstance(env, HasOracle):
+            raise ConfigError(
+                f"{type(env).__name__} has no oracle() to warm a new model up with: give a trained one with model.path"
+            )
+        self._factory, self._renderer = factory, renderer
+        self._chance = random.Random(f"warm-up {seed}")
+
+    async def _episode(self) -> tuple[list[int], list[bool], list[tuple[list[int], Environment, int]]]:
+        env: Any = self._factory()
+        messages = await env.reset(self._chance.getrandbits(63))
+        ids = self._renderer.first(messages)
+        mask = [False] * len(ids)
+        turns = []
+        while True:
+            answer = env.oracle()
+            encoded = [*self._renderer.tokenizer.encode(answer, add_special_tokens=False), self._renderer.end_id]
+            turns.append((list(ids), copy.deepcopy(env), len(encoded)))
+            ids, mask = ids + encoded, mask + [True] * len(encoded)
+            result = await env.step(Action(answer))
+            if result.done:
+                return ids, mask, turns
+            following = self._renderer.following(result.messages)
+            ids, mask = ids + following, mask + [False] * len(following)
+
+    def batch(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 `[size, T]` (right-padded) and the mask of answer tokens, bool `[size, T]`."""
+
+        async def play() -> list[tuple[list[int], list[bool], Any]]:
+            return [await self._episode() for _ in range(size)]
+
+        episodes = asyncio.run(play())
+        width = max(len(ids) for ids, _, _ in episodes)
+        tokens = np.full((size, width), self._renderer.tokenizer.pad_token_id, np.int64)
+        mask = np.zeros((size, width), bool)
+        for row, (ids, answer, _) in enumerate(episodes):
+            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, answer
+        return tokens, mask
+
+    def sampled_reward(self, model: Any, episodes: int) -> float:
+        """Mean reward of answers *sampled* at temperature 1 in every turn, after the oracle's answers in the turns before."""
+        import torch
+
+        async def prompts() -> list[tuple[list[int], Environment, int]]:
+            return [turn for _ in range(episodes) for turn in (await self._episode())[2]]
+
+        turns = asyncio.run(prompts())
+        pad = self._renderer.tokenizer.pad_token_id
+        width = max(len(ids) for ids, _, _ in turns)
+        tokens = torch.full((len(turns), width), pad)
+        attention = torch.zeros((len(turns), width), dtype=torch.long)
+        for row, (ids, _, _) in enumerate(turns):
+            tokens[row, width - len(ids) :] = torch.tensor(ids)
+            attention[row, width - len(ids) :] = 1
+        with torch.no_grad():
+            out = model.generate(
+                tokens,
+                attention_mask=attention,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=2 * max(length for _, _, length in turns),
+                pad_token_id=pad,
+                eos_token_id=self._renderer.end_id,
+            )
+
+        async def score() -> list[float]:
+            rewards = []
+            for (_, env, _), row in zip(turns, out[:, width:].tolist(), strict=True):
+                ended = self._renderer.end_id in row
+                answer = row[: row.index(self._renderer.end_id)] if ended else row
+                text = self._renderer.text(answer)
+                rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
+            return rewards
+
+        return float(np.mean(asyncio.run(score())))
+
+
+def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) -> tuple[int, float]:
+    """Supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and the reward reached."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=init.warm_lr)
+    reward = data.sampled_reward(model, init.warm_batch)
+    step = 0
+    while reward < init.warm_reward and step < init.max_warm_steps:
+        tokens, mask = map(torch.from_numpy, data.batch(init.warm_batch))
+        logits = model(tokens).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]].float(), tokens[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        if step % EVALUATE_EVERY == 0:
+            reward = data.sampled_reward(model, init.warm_batch)
+            progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
+    return step, reward
+
+
+def init_model(directory: Path, config: Config, progress: Progress = lambda line: None) -> dict[str, float]:
+    """Make `directory`: safetensors, tokenizer, chat template, and `r3async_init.json` with what was done.
+
+    Written aside and renamed, so that an interrupted call leaves nothing half made. Raises `FileExistsError` if the
+    directory exists, `ConfigError` if the environment has no oracle.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists already")
+    init = config.model.init
+    factory = environment_factory(config.env)
+    progress("loading torch and transformers")
+    import torch
+
+    tokenizer = byte_tokenizer()
+    renderer = ChatRenderer(tokenizer)
+    data = OracleData(factory, renderer, config.seed)
+    model = random_model(init, tokenizer, config.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    progress(f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, top-{init.top_k}")
+    torch.manual_seed(config.seed + 1)
+    steps, reward = warm_up(model, data, init, progress)
+    made = {"parameters": parameters, "warm_steps": steps, "sampled_reward": reward}
+    scratch = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    model.save_pretrained(scratch, safe_serialization=True)
+    tokenizer.save_pretrained(scratch)
+    (scratch / "r3async_init.json").write_text(json.dumps(made))
+    scratch.rename(directory)
+    progress(f"model is ready: {steps} warm-up steps, sampled reward {reward:.2f}, in {directory}")
+    return made

@@ -1,0 +1,131 @@
+"""`r3async train`: from a configuration to a finished run directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from r3async.config import Config, ConfigError, to_toml
+
+POLL_SECONDS = 0.5
+
+
+def make_run_dir(config: Config, preset: str, root: Path = Path("runs")) -> Path:
+    """`runs/NAME`, new, with the resolved configuration in it; `runs/latest` points at it."""
+    name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    directory = root / name
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"`name` = {name!r}: {directory} exists already; choose another name or remove it")
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    (directory / "config.toml").write_text(to_toml(config))
+    latest = root / "latest"
+    scratch = root / f".latest-{os.getpid()}"
+    scratch.symlink_to(name)
+    scratch.replace(latest)
+    return directory
+
+
+class StopRequest:
+    """First Ctrl-C or SIGTERM: end in order. Second: `KeyboardInterrupt` at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def stop_signals(request: StopRequest) -> Iterator[None]:
+    """Install the handlers. Ray installs its own for SIGTERM when it starts: enter this after that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def train(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
+    """Run to the end; returns the run directory. Raises `ConfigError` or `RunFailed` with what to do about it."""
+    from r3async.envs.base import environment_factory
+    from tools.live import LiveView
+
+    environment_factory(config.env)  # a wrong environment is refused before anything starts
+    console = console or Console(file=sys.stderr)
+    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
+        raise ConfigError(f"`model.path` = {config.model.path!r} is not a model directory (no config.json in it)")
+    run_dir = make_run_dir(config, preset, root)
+    with LiveView(console, config.steps) as view:
+        view.say(f"run directory: {run_dir}")
+        try:
+            model_path = _model(config, run_dir, view)
+            _run(config, model_path, run_dir, view)
+        finally:
+            _report(run_dir, view)
+    return run_dir
+
+
+def _model(config: Config, run_dir: Path, view) -> Path:
+    if config.model.path:
+        return Path(config.model.path).absolute()
+    from tools.init_model import init_model
+
+    directory = run_dir / "init"
+    init_model(directory, config, progress=view.phase)
+    return directory.absolute()
+
+
+def _run(config: Config, model_path: Path, run_dir: Path, view) -> None:
+    from actors.pipeline import Pipeline
+
+    view.phase("starting Ray and the actors")
+    pipeline = Pipeline(config, model_path, run_dir)
+    request = StopRequest()
+    try:
+        pipeline.start()
+        with stop_signals(request):
+            told = 0.0
+            while not pipeline.finished(POLL_SECONDS):
+                status = pipeline.status()
+                if status is not None:
+                    view.show(status)
+                if request.requested and not told:
+                    told = time.monotonic()
+                    view.say("stopping: the running step is finished and the model saved (again to stop at once)")
+                    pipeline.stop()
+                if told and time.monotonic() - told > 4 * config.supervise.stop_grace_seconds:
+                    view.say("the actors did not end in time; ending them")
+                    break
+            status = pipeline.status()
+            if status is not None:
+                view.show(status)
+            result = pipeline.result()
+            if result["model"]:
+                view.say(f"trained model: {run_dir / 'model'}")
+    finally:
+        pipeline.shutdown()
+
+
+def _report(run_dir: Path, view) -> None:
+    from r3async.observe.report import write_report
+    from r3async.observe.summary import format_summary, summarize
+
+    if not (run_dir / "metrics.jsonl").exists():
+        return
+    view.say(f"report: {write_report(run_dir)}")
+    view.console.print(format_summary(summarize(run_dir)))

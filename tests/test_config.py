@@ -1,0 +1,79 @@
+"""A configuration is refused by key and with the right spelling, before anything heavy is imported."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from r3async.config import Config, ConfigError, find_config, load_config, parse_override, to_dict, to_toml
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("algorithm.rolout_kl.coef=1", ["algorithm.rolout_kl", "algorithm.rollout_kl"]),
+        ("learner.lr=abc", ["learner.lr", "float"]),
+        ("learner=3", ["learner", "section"]),
+        ("generator.dtype=fp8", ["generator.dtype", "'float32', 'bfloat16'"]),
+        ("schedule.max_staleness=-1", ["max_staleness", "0 (on-policy)"]),
+        ("episode.max_prompt_tokens=128", ["max_prompt_tokens", "max_total_tokens"]),
+        ("episode.max_total_tokens=100000", ["max_total_tokens", "max_tokens_per_micro_batch"]),
+        ("model.init.top_k=9", ["model.init", "top_k", "experts"]),
+        ("steps=0", ["steps", "greater than 0"]),
+        ("steps", ["key=value"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_the_fix(override, parts):
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="quickstart"):
+        find_config("quikstart")
+
+
+def test_overrides_are_toml_values_and_bare_words_are_strings():
+    assert parse_override("a.b=[1, 2]") == (["a", "b"], [1, 2])
+    assert parse_override("a=true") == (["a"], True)
+    assert parse_override("a=word") == (["a"], "word")
+
+
+def test_the_resolved_configuration_loads_back_equal(tmp_path):
+    config = load_config("quickstart", ["seed=3", "env.args.letters=5", "learner.betas=[0.8, 0.9]"])
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert load_config(str(path)) == config
+    assert tomllib.loads(path.read_text())["env"]["args"]["letters"] == 5
+
+
+def test_a_file_extends_a_preset_and_circles_are_refused(tmp_path):
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "quickstart"\nsteps = 7\n[schedule]\nmax_staleness = 0\n')
+    config = load_config(str(child))
+    base = load_config("quickstart")
+    assert (config.steps, config.schedule.max_staleness) == (7, 0)
+    assert config.schedule.groups_per_step == base.schedule.groups_per_step
+    child.write_text(f'extends = "{child}"\n')
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(str(child))
+
+
+def test_every_default_is_valid():
+    assert load_config("quickstart").seed == Config().seed == 0
+    assert "rollout_kl" in to_dict(Config())["algorithm"]
+
+
+def test_a_typo_on_the_command_line_imports_neither_torch_nor_ray_nor_vllm():
+    code = (
+        "import sys; sys.argv = ['r3async', 'train', 'quickstart', 'algorithm.rolout_kl.coef=1']\n"
+        "from tools.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code, sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "2 []"
+    assert "did you mean `algorithm.rollout_kl`?" in done.stderr

@@ -1,0 +1,98 @@
+"""One declaration of per-token columns, and every operation carries every column."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r3async.records import SCHEMA, Column, SchemaError, TokenTable
+
+EXTRA = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner=("width",)))
+
+
+def make_table(length, *, seed=0, layers=2, top_k=2, wide=False, schema=SCHEMA):
+    chance = np.random.default_rng(seed)
+    columns = {}
+    for name, column in schema.columns.items():
+        dtype = column.dtypes[-1 if wide else 0]
+        inner = {"layers": layers, "top_k": top_k, "width": 3}
+        shape = (length, *(inner[d] for d in column.inner))
+        columns[name] = chance.integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
+    return TokenTable(columns, schema)
+
+
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+@given(lengths, st.sampled_from([SCHEMA, EXTRA]))
+def test_slicing_a_concat_gives_back_every_column_of_every_part(sizes, schema):
+    tables = [make_table(n, seed=i, schema=schema) for i, n in enumerate(sizes)]
+    whole = TokenTable.concat(tables)
+    assert len(whole) == sum(sizes)
+    assert list(whole) == list(schema.columns)
+    at = 0
+    for table in tables:
+        assert whole.slice(at, at + len(table)) == table
+        at += len(table)
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.sampled_from([SCHEMA, EXTRA]))
+def test_padding_appends_the_declared_fill_of_every_column(length, extra, schema):
+    table = make_table(length, schema=schema)
+    padded = table.padded(length + extra, fills={"token_ids": 99})
+    assert padded.slice(0, length) == table
+    tail = padded.slice(length, length + extra)
+    for name, column in schema.columns.items():
+        fill = 99 if name == "token_ids" else column.fill
+        expected = np.arange(tail[name].shape[-1]) if fill == "arange" else fill
+        assert (tail[name] == expected).all(), name
+        assert tail[name].dtype == table[name].dtype
+
+
+def test_concat_widens_a_narrow_dtype_and_wraps_nothing():
+    narrow, wide = make_table(3), make_table(2, wide=True)
+    wide["routed_experts"][:] = 300
+    whole = TokenTable.concat([narrow, wide])
+    assert whole["routed_experts"].dtype == np.uint16
+    assert (whole["routed_experts"][3:] == 300).all()
+    assert (whole["routed_experts"][:3] == narrow["routed_experts"]).all()
+
+
+def test_a_column_on_some_tables_only_is_refused_by_name():
+    with pytest.raises(SchemaError, match="advantages"):
+        TokenTable.concat([make_table(2), make_table(2).without("advantages")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bogus": np.zeros(2)}, "unknown column 'bogus'"),
+        ({"token_ids": np.zeros(2, np.int64)}, "dtype int64"),
+        ({"token_ids": np.zeros((2, 1), np.int32)}, "shape"),
+        ({"loss_mask": np.zeros(3, bool)}, "3 rows, expected 2"),
+        ({"routed_experts": np.zeros((2, 4), np.uint8)}, "shape"),
+    ],
+)
+def test_a_table_that_does_not_fit_the_schema_is_refused(change, message):
+    with pytest.raises(SchemaError, match=message):
+        make_table(2).with_columns(**change)
+
+
+def test_a_missing_required_column_is_refused():
+    with pytest.raises(SchemaError, match="'token_ids' is missing"):
+        make_table(2).without("token_ids")
+
+
+def test_a_table_never_shrinks_by_padding():
+    with pytest.raises(SchemaError, match="can not pad"):
+        make_table(3).padded(2)
+
+
+def test_the_fingerprint_changes_with_the_declaration():
+    assert SCHEMA.fingerprint != EXTRA.fingerprint
+    assert EXTRA.fingerprint == SCHEMA.with_column(EXTRA.columns["made_up"]).fingerprint
+
+
+def test_a_column_can_not_be_declared_twice():
+    with pytest.raises(SchemaError, match="declared twice"):
+        SCHEMA.with_column(Column("token_ids", ("int32",), 0))

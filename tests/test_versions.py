@@ -1,0 +1,32 @@
+"""Version spans cover every sampled token, exactly once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r3async.versions import SpanRecorder, VersionSpan, expand
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=6), st.integers(0, 4))
+def test_each_token_has_the_version_that_was_installed_when_it_was_sampled(updates, rest):
+    recorder, expected, version = SpanRecorder(3), [], 3
+    for tokens, jump in updates:
+        expected += [version] * tokens
+        version += jump
+        recorder.stamp(len(expected), version)
+    expected += [version] * rest
+    assert expand(recorder.finish(len(expected)), len(expected)).tolist() == expected
+
+
+def test_versions_do_not_go_backwards():
+    recorder = SpanRecorder(3)
+    with pytest.raises(ValueError, match="backwards"):
+        recorder.stamp(1, 2)
+
+
+@pytest.mark.parametrize(
+    "spans", [[VersionSpan(0, 0, 2)], [VersionSpan(0, 1, 3)], [VersionSpan(0, 0, 1), VersionSpan(1, 2, 3)]]
+)
+def test_spans_with_a_gap_are_refused(spans):
+    with pytest.raises(ValueError, match="spans"):
+        expand(spans, 3)

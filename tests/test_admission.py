@@ -21,7 +21,9 @@ def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5):
     st.integers(0, 3),
     st.integers(1, 3),
     st.integers(1, 6),
-    st.lists(st.tuples(st.sampled_from(["lease", "finish", "die", "train", "install"]), st.integers(0, 7)), max_size=120),
+    st.lists(
+        st.tuples(st.sampled_from(["lease", "finish", "die", "train", "install"]), st.integers(0, 7)), max_size=120
+    ),
 )
 def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(staleness, per_step, steps, events):
     admission = make(staleness, per_step, 2, steps)

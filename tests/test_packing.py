@@ -36,7 +36,7 @@ def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap)
 
 
 def test_a_sample_longer_than_the_cap_is_refused_with_the_setting():
-    with pytest.raises(PackingError, match="learner.max_tokens_per_micro_batch = 8"):
+    with pytest.raises(PackingError, match=r"learner\.max_tokens_per_micro_batch = 8"):
         plan_micro_batches([3, 9], 8)
 
 

@@ -1,0 +1,97 @@
+"""Groups leave in lease order and complete; what can not be trained on is refused with the reason."""
+
+import numpy as np
+import pytest
+
+from r3async.buffer.groups import GroupBuffer
+from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
+from r3async.engines.base import RoutingShape
+from r3async.records import Sample, TokenTable, Trajectory, Turn
+
+ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
+
+
+def make_trajectory(group=0, episode=0, reward=1.0, **columns):
+    n = 4
+    table = {
+        "token_ids": np.arange(n, dtype=np.int32),
+        "loss_mask": np.array([False, False, True, True]),
+        "rollout_logprobs": np.full(n, -1.0, np.float32),
+        "policy_version": np.array([-1, -1, 3, 3], np.int32),
+        "turn": np.array([-1, -1, 0, 0], np.int32),
+        "rewards": np.array([0, 0, 0, reward], np.float32),
+        "routed_experts": np.tile(np.array([3, 1], np.uint8), (n, 2, 1)),
+        "routing_recorded": np.array([True, True, True, False]),
+    }
+    sample = Sample(f"g{group}e{episode}s0", TokenTable({**table, **columns}))
+    return Trajectory(
+        f"g{group}e{episode}", group, episode, 0, "gen", "env_done", [Turn(0, 0, 2, 4, reward, "stop")], [sample]
+    )
+
+
+def test_groups_leave_in_lease_order_whatever_order_they_arrive_in():
+    buffer = GroupBuffer(2)
+    for group, episode in [(1, 1), (1, 0), (0, 1), (2, 0)]:
+        assert buffer.add(make_trajectory(group, episode), 10)
+    assert not buffer.ready(1)
+    assert buffer.missing(0) == [0]
+    buffer.add(make_trajectory(0, 0), 10)
+    assert buffer.ready(2)
+    assert not buffer.ready(3)
+    groups, nbytes = buffer.take(2)
+    assert [[t.trajectory_id for t in g] for g in groups] == [["g0e0", "g0e1"], ["g1e0", "g1e1"]]
+    assert nbytes == 40
+    assert buffer.next_group == 2
+
+
+def test_an_episode_that_is_here_or_was_trained_is_not_added_again():
+    buffer = GroupBuffer(1)
+    assert buffer.add(make_trajectory(0), 1)
+    assert not buffer.add(make_trajectory(0), 1)
+    buffer.take(1)
+    assert not buffer.add(make_trajectory(0), 1)
+    assert buffer.missing(0) == []
+
+
+def test_incomplete_groups_can_not_be_taken():
+    with pytest.raises(ValueError, match="not complete"):
+        GroupBuffer(1).take(1)
+
+
+def check(trajectory, **changes):
+    limits = {"vocab_size": 10, "learner_version": 3, "max_tokens": 8, "routing": ROUTING, **changes}
+    validate_trajectory(trajectory, **limits)
+
+
+def test_a_sound_trajectory_passes_also_with_a_log_prob_that_is_not_finite():
+    check(make_trajectory())
+    check(make_trajectory(rollout_logprobs=np.array([0, 0, np.nan, -1], np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "limits", "message"),
+    [
+        (make_trajectory(), {"vocab_size": 3}, "token id outside 0..2"),
+        (make_trajectory(), {"learner_version": 2}, "versions 3..3, the learner is at 2"),
+        (make_trajectory(), {"max_tokens": 3}, "learner.max_tokens_per_micro_batch = 3"),
+        (make_trajectory(reward=float("nan")), {}, "reward that is not finite"),
+        (make_trajectory(policy_version=np.full(4, -1, np.int32)), {}, "versions -1"),
+        (make_trajectory(loss_mask=np.ones(4, bool)), {}, "first token"),
+        (make_trajectory(routed_experts=np.zeros((4, 2, 2), np.uint8)), {}, "zero"),
+        (make_trajectory(routed_experts=np.full((4, 2, 2), 5, np.uint8)), {}, "twice"),
+        (make_trajectory(routed_experts=np.tile(np.array([8, 1], np.uint8), (4, 2, 1))), {}, "outside 0..7"),
+        (make_trajectory(routed_experts=np.zeros((4, 3, 2), np.uint8)), {}, "shape"),
+    ],
+)
+def test_what_can_not_be_trained_on_is_refused_with_sample_and_reason(trajectory, limits, message):
+    with pytest.raises(InvalidTrajectory, match=message) as caught:
+        check(trajectory, **limits)
+    assert "g0e0" in str(caught.value)
+
+
+def test_a_mixture_of_experts_without_routes_is_refused():
+    trajectory = make_trajectory()
+    trajectory.samples[0].table = trajectory.samples[0].table.without("routed_experts", "routing_recorded")
+    with pytest.raises(InvalidTrajectory, match="no routes"):
+        check(trajectory)
+    check(trajectory, routing=None)

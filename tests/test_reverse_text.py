@@ -1,0 +1,57 @@
+"""The game: equal seeds pose equal tasks, and the reward is the fraction of right positions, the end included."""
+
+import pytest
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs.base import Action, environment_factory
+from r3async.envs.reverse_text import ReverseText, reversal_reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "stop", "reward"),
+    [
+        ("dcba", "stop", 1.0),
+        ("dcba", "length", 0.8),  # right letters, but it did not end
+        ("dcbax", "stop", 0.8),
+        ("dcb", "stop", 0.6),
+        ("", "stop", 0.0),
+        ("abcd", "stop", 0.2),  # only the end is right
+        ("dxbx", "stop", 0.6),
+    ],
+)
+def test_reward_is_the_fraction_of_right_positions(answer, stop, reward):
+    assert reversal_reward(Action(answer, stop), "abcd") == pytest.approx(reward)
+
+
+async def test_the_oracle_earns_one_in_every_turn_and_the_episode_ends():
+    env = ReverseText(letters=5, turns=3)
+    messages, rewards, done = await env.reset(7), [], False
+    while not done:
+        assert len(messages[0].content) == 5
+        result = await env.step(Action(env.oracle()))
+        rewards.append(result.reward)
+        messages, done = result.messages, result.done
+    assert rewards == [1.0] * 3
+
+
+async def test_equal_seeds_pose_equal_tasks_and_others_differ():
+    first, again, other = [await ReverseText().reset(seed) for seed in (1, 1, 2)]
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EnvConfig(name="reverse-txt"), "did you mean 'reverse-text'"),
+        (EnvConfig(args={"leters": 3}), "letters"),
+        (EnvConfig(args={"letters": 0}), "at least 1"),
+        (EnvConfig(name="no_such_module:Thing"), "can not be loaded"),
+    ],
+)
+def test_a_wrong_environment_is_refused_with_the_fix(config, message):
+    with pytest.raises(ConfigError, match=message):
+        environment_factory(config)
+
+
+def test_a_users_class_is_loaded_by_path():
+    assert isinstance(environment_factory(EnvConfig(name="r3async.envs.reverse_text:ReverseText"))(), ReverseText)

@@ -1,1 +1,1 @@
-"""The megatron-core learner."""
+"""Learner on megatron-core."""

@@ -1,0 +1,51 @@
+"""Estimators of KL(mu || pi) from samples of mu, the policy that generated the tokens.
+
+With `delta = log pi(x) - log mu(x)` for tokens `x ~ mu` (pi: the learner, mu: the rollout policy):
+
+| name  | value              | mean under mu | gradient under mu                                      |
+|-------|--------------------|---------------|--------------------------------------------------------|
+| `k1`  | `-delta`           | KL, unbiased  | unbiased; noisy, may be negative                       |
+| `abs` | `|delta|`          | above `|KL|`  | of constant size: drift costs the same however small   |
+| `k2`  | `delta^2 / 2`      | KL + O(delta^3) | low variance; equals KL's to first order             |
+| `k3`  | `e^delta - 1 - delta` | KL, unbiased | unbiased; never negative                              |
+
+Source: J. Schulman, "Approximating KL Divergence" (2020), with p = pi and q = mu, for KL(q, p) from samples of q.
+There the ratio is p/q, so the sign of `delta` follows from who sampled. `e^-delta - 1 + delta` is right only for
+samples of pi (the KL to a frozen reference), and is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def k1(delta: Tensor) -> Tensor:
+    """`-delta`. Unbiased for KL(mu || pi) in value and in gradient; single tokens may be negative."""
+    return -delta
+
+
+def absolute(delta: Tensor) -> Tensor:
+    """`|delta|`. Not a KL estimate: a distance whose gradient does not shrink with the drift."""
+    return delta.abs()
+
+
+def k2(delta: Tensor) -> Tensor:
+    """`delta^2 / 2`. Biased from the third order of delta on, low variance. (Elsewhere `(log ratio)^2`, which is 2 k2.)"""
+    return 0.5 * delta.square()
+
+
+def k3(delta: Tensor) -> Tensor:
+    """`e^delta - 1 - delta`. Unbiased in value and in gradient, never negative.
+
+    Computed by `expm1`, and near 0 by its series up to the fourth order (relative error below 1e-7): there the two terms
+    cancel, and in float32 would leave little of the value below 1e-5 and nothing of the gradient below 1e-7.
+    """
+    series = 0.5 * delta.square() * (1 + delta / 3 * (1 + delta / 4))
+    return torch.where(delta.abs() < 1e-2, series, torch.expm1(delta) - delta)
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+"""By the names of `algorithm.rollout_kl.estimator`. Each maps a tensor of deltas to one of the same shape and dtype."""

@@ -1,0 +1,72 @@
+"""What the learner actor asks of a training backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from r3async.batching.packing import MicroBatch
+
+
+class LearnerError(RuntimeError):
+    """The backend can not train this model or this batch; the message says why, and which setting to change."""
+
+
+class LearnerBackend(Protocol):
+    """A model and its optimizer.
+
+    Every call must come from the thread that built the backend. It need not be the main thread, but it has to be one:
+    grad mode and the number of OpenMP threads are per thread in torch.
+    """
+
+    version: int
+    """Optimizer steps taken. A step that was skipped does not count."""
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """One optimizer step over all micro-batches, which need the column `advantages`.
+
+        A token is trained if its `loss_mask` is set and its rollout log-prob is finite (others are counted and left
+        out). Without any trained token, or with a gradient that is not finite, weights and `version` stay as they are
+        and `optimizer/skipped` is 1. Raises `LearnerError`, before any forward pass, if less than
+        `routing.min_recorded_fraction` of the routes needed are there.
+
+        Metrics (means are over trained tokens, log-probs in nats):
+
+        * `loss/policy`, `loss/rollout_kl`: the two terms; they add up to the loss.
+        * `rollout_kl/k1`, `/k2`, `/k3`: KL(rollout || learner), unweighted (see `algorithms.kl`).
+        * `ratio/max`, `ratio/ess`: pi / mu uncapped: its maximum, and the effective share of the sample, 0-1.
+        * `entropy/mean`: of the learner's distribution at the sample's temperature.
+        * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes.
+        * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
+          replay off; 0 if nothing is recorded.
+        * `grad_norm` before clipping, `lr` used, `optimizer/skipped` 0 or 1.
+        * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
+        * `batch/fill`: tokens as a share of the micro-batches' token budget.
+        """
+        ...
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first of int `[T]`, at temperature 1, with own routing."""
+        ...
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """A snapshot of all weights under their Hugging Face checkpoint names, contiguous, in the compute dtype.
+
+        Later steps do not change it.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write `export()` as a Hugging Face model directory with the source model's configuration and tokenizer.
+
+        It is written aside and renamed: `directory` is complete or not there. One that exists is replaced.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the process group, if this backend made it."""
+        ...

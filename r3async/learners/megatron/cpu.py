@@ -1,0 +1,83 @@
+"""What megatron-core 0.16 needs to run where there is no CUDA, and where there is no TransformerEngine.
+
+`prepare` changes names inside `torch.cuda` and Megatron, once per process; on a CUDA machine it only supplies the names
+that Megatron leaves unbound without TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+_prepared = False
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: on CPU all work is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    record = wait = synchronize = wait_stream = wait_event = record_event = _nothing
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def prepare() -> None:
+    """Make Megatron usable on this machine. Call before building a model; calling again does nothing."""
+    global _prepared
+    if _prepared:
+        return
+    _bind_names_of_transformer_engine()
+    if not torch.cuda.is_available():
+        _stand_in_for_cuda()
+    _prepared = True
+
+
+def _bind_names_of_transformer_engine() -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    # The router's gating function tests `te_general_gemm is not None`, a name bound only if TransformerEngine imports.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Activation recompute of norms asks whether FP8 is on through names with the same defect.
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = _NoFp8
+        random.activation_recompute_forward = random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+
+
+def _stand_in_for_cuda() -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    cuda, cpu = torch.cuda, torch.device("cpu")
+    # The router moves its weight to the current device; the tensor-parallel mappings allocate on it.
+    cuda.current_device = lambda: cpu
+    # The all-to-all dispatcher makes a side stream when it is built.
+    stream = _Stream()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
+    cuda.stream = lambda s: contextlib.nullcontext()
+    # Pipeline communication synchronises the device after a batch of sends and receives.
+    cuda.synchronize = lambda *a, **k: None
+    # The all-to-all dispatcher leaves CPU tensors as they are, but the collective wants sizes as integers.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    # Activation recompute saves and restores the CUDA generator. Nothing here draws from it: dropout must be 0.
+    state = torch.zeros(16, dtype=torch.uint8)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: state
+    cuda.manual_seed = lambda seed: None
+    random._set_cuda_rng_state = lambda *a, **k: None
+    # Megatron compiles small functions with torch.compile; on CPU they recompile for every shape, eight times slower.
+    torch.compiler.set_stance("force_eager")

@@ -1,0 +1,115 @@
+"""Tiny random Qwen3-MoE models, reference forward passes with forced routes, and samples to train on."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from r3async.records import Sample, TokenTable
+
+LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 96
+
+
+def make_hf_model(directory: Path, *, seed: int = 0, std: float = 0.1, **changes: Any) -> Path:
+    """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file; returns `directory`."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 48,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    config = Qwen3MoeConfig(**(settings | changes))
+    model = Qwen3MoeForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(json.dumps({"stand": "in"}))
+    return directory
+
+
+def load_hf(directory: Path) -> Qwen3MoeForCausalLM:
+    """float32, plain attention."""
+    return Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@contextmanager
+def forced_routes(model: Qwen3MoeForCausalLM, routes: np.ndarray):
+    """Make the routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+    def forward(gate, hidden_states, chosen):
+        logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), gate.weight)
+        weights = torch.softmax(logits.float(), -1).gather(1, chosen)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype), chosen
+
+    for index, gate in enumerate(gates):
+        chosen = torch.from_numpy(routes[:, index].astype(np.int64))
+        gate.forward = MethodType(lambda gate, h, chosen=chosen: forward(gate, h, chosen), gate)
+    try:
+        yield
+    finally:
+        for gate in gates:
+            del gate.forward
+
+
+def random_routes(rng: np.random.Generator, length: int, layers: int = LAYERS) -> np.ndarray:
+    """uint8 `[length, layers, TOP_K]`, distinct within a row."""
+    return np.argsort(rng.random((length, layers, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
+
+
+def make_sample(
+    rng: np.random.Generator,
+    length: int,
+    *,
+    name: str = "s",
+    prompt: int = 3,
+    layers: int = LAYERS,
+    vocab: int = VOCAB,
+    temperature: float = 1.0,
+    routes: bool = True,
+    advantages: bool = True,
+) -> Sample:
+    """A sample whose tokens after `prompt` were sampled with plausible log-probs; the last row has no recorded route."""
+    sampled = np.arange(length) >= prompt
+    columns = {
+        "token_ids": rng.integers(0, vocab, length).astype(np.int32),
+        "loss_mask": sampled,
+        "rollout_logprobs": np.where(sampled, rng.normal(-3.0, 1.0, length), 0.0).astype(np.float32),
+        "policy_version": np.where(sampled, 0, -1).astype(np.int32),
+        "turn": np.where(sampled, 0, -1).astype(np.int32),
+        "rewards": np.zeros(length, np.float32),
+    }
+    if advantages:
+        columns["advantages"] = np.where(sampled, rng.normal(size=length), 0.0).astype(np.float32)
+    if routes:
+        columns["routed_experts"] = random_routes(rng, length, layers)
+        columns["routing_recorded"] = np.arange(length) < length - 1
+    for array in columns.values():
+        array.setflags(write=False)  # as they come off the wire
+    return Sample(name, TokenTable(columns), temperature)
+
+
+def make_samples(seed: int, lengths: list[int], **options: Any) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [make_sample(rng, length, name=f"s{i}", **options) for i, length in enumerate(lengths)]

@@ -187,7 +187,8 @@ def install(root: Path, extra: str | None, force: bool = False) -> None:
         run = PipWatcher(venv, progress, venv / LOG, lock)
         if not any(name.startswith("pip-") for name in inspect_venv(venv).distributions):
             stream([str(venv / "bin/python"), "-m", "ensurepip"], root, run.on_line, run.on_silence, lock)
-        progress.next(f"installing packages (about 4 GB; the whole of pip's output: {(venv / LOG).relative_to(root)})")
+        size = "about 4 GB; " if fresh else ""
+        progress.next(f"installing packages ({size}the whole of pip's output: {(venv / LOG).relative_to(root)})")
         pip_install(run, f"{root}[{extra},dev]", extra, progress.say, os.environ.get(TORCH_INDEX_VARIABLE))
         unwanted = unwanted_in(inspect_venv(venv), extra)
         names = ", ".join(unwanted)

@@ -135,7 +135,7 @@ class PipWatcher:
             self.to_install = line.count(",") + 1
             self.before = len(inspect_venv(self.venv).distributions)
             self.progress.say(f"unpacking {self.to_install} packages")
-        elif line.startswith(("ERROR", "Building wheel", "Uninstalling", "Found existing")):
+        elif line.startswith(("ERROR", "Building wheel")):
             self.progress.say(line[:200])
 
     def on_silence(self) -> None:

@@ -1,0 +1,221 @@
+"""Publishing weights for the engines of this host, and reading them back verified.
+
+A version is one safetensors file in shared memory, so an engine maps it instead of copying it through a socket. Every
+tensor has a checksum over its bytes: what was published is what is installed, or the run stops and names the tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from r3async.weights.manifest import TensorEntry, WeightManifest
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_SPARE_BYTES = 16 * 2**20
+
+
+class WeightError(RuntimeError):
+    """Weights that can not be published, or a published file that is not what its manifest says."""
+
+
+def default_directory() -> Path:
+    """`/dev/shm/r3async-<uid>`, or the same name in the temporary directory where there is no shared memory."""
+    shared = Path("/dev/shm")
+    base = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"r3async-{os.getuid()}"
+
+
+class Publisher:
+    """Writes versions of a policy into a folder of its own below `directory`, and keeps the last `keep` of them.
+
+    An engine may still be reading version v - 1 while v is written, hence `keep=2`; a file that an engine has mapped
+    stays readable to it after it was removed here. The folder is locked while its publisher lives; folders whose
+    publisher died without `close` are removed when the next one starts, so killed runs do not fill the memory.
+    Blocking, and not thread-safe: call it from one thread at a time.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2):
+        if keep < 1:
+            raise ValueError(f"`keep` must be at least 1, got {keep}")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.keep = keep
+        with _exclusive(directory):
+            _remove_abandoned(directory)
+            self.directory = Path(tempfile.mkdtemp(prefix="weights-", dir=directory))
+            self._lock = _lock(self.directory)
+        self._published: list[tuple[int, Path]] = []
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightManifest:
+        """Write `tensors` (Hugging Face names, any device) as `version`; floating-point ones are cast to `dtype`.
+
+        The file appears under its final name only when it is complete. Raises `WeightError` if the version is not
+        newer than the last one, if there are no tensors, or if they do not fit into the free space.
+        """
+        if self._published and version <= self._published[-1][0]:
+            raise WeightError(f"version {version} can not follow version {self._published[-1][0]}: versions only go up")
+        if not tensors:
+            raise WeightError(f"version {version} has no tensors")
+        stored = {name: dtype if t.is_floating_point() else t.dtype for name, t in tensors.items()}
+        nbytes = sum(t.numel() * stored[name].itemsize for name, t in tensors.items())
+        free = shutil.disk_usage(self.directory).free
+        if nbytes + _SPARE_BYTES > free:
+            raise WeightError(
+                f"version {version} needs {nbytes / 2**30:.2f} GiB but {self.directory} has {free / 2**30:.2f} GiB free; "
+                "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
+            )
+        path = self.directory / f"version-{version}.safetensors"
+        temporary = path.with_suffix(".partial")
+        entries: dict[str, TensorEntry] = {}
+        try:
+            with open(temporary, "wb") as file:
+                file.write(_header(tensors, stored))
+                for name, tensor in tensors.items():
+                    data = _bytes(tensor.detach().to("cpu", stored[name]))
+                    file.write(data)
+                    entries[name] = TensorEntry(_name(stored[name]), tuple(tensor.shape), zlib.crc32(data))
+            temporary.rename(path)
+        except OSError as error:
+            raise WeightError(f"version {version} could not be written to {path}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._published.append((version, path))
+        while len(self._published) > self.keep:
+            self._published.pop(0)[1].unlink(missing_ok=True)
+        return WeightManifest(version=version, path=str(path), tensors=entries, nbytes=nbytes)
+
+    def close(self) -> None:
+        """Remove every published version. Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_verified(manifest: WeightManifest, *, checksums: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a published version in the manifest's order, mapped from the file rather than copied.
+
+    Names, shapes and dtypes are checked before the first tensor is given out, the checksum of each just before it is.
+    `checksums=False` leaves out the latter, for a reader whose caller has verified the same file a moment ago.
+    Raises `WeightError` that names the file or the tensor.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    where = f"weights version {manifest.version} ({manifest.path})"
+    try:
+        file = safe_open(manifest.path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise WeightError(f"{where} can not be read: {error}") from error
+    with file:
+        names = set(file.keys())
+        if missing := sorted(set(manifest.tensors) - names):
+            raise WeightError(f"{where}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+        if unknown := sorted(names - set(manifest.tensors)):
+            raise WeightError(f"{where}: tensor {unknown[0]!r} is not in the manifest ({len(unknown)} in all)")
+        tensors = {}
+        for name, entry in manifest.tensors.items():
+            tensor = file.get_tensor(name)
+            if tuple(tensor.shape) != entry.shape or _name(tensor.dtype) != entry.dtype:
+                raise WeightError(
+                    f"{where}: tensor {name!r} is {_name(tensor.dtype)} {list(tensor.shape)}, "
+                    f"the manifest says {entry.dtype} {list(entry.shape)}"
+                )
+            tensors[name] = tensor
+        for name, tensor in tensors.items():
+            if checksums and zlib.crc32(_bytes(tensor)) != manifest.tensors[name].checksum:
+                raise WeightError(f"{where}: tensor {name!r} is corrupt: its checksum differs from the published one")
+            yield name, tensor
+
+
+def verify(manifest: WeightManifest) -> None:
+    """Check a whole published file. Blocking: about a second for 1-3 GB. Raises `WeightError`."""
+    for _ in read_verified(manifest):
+        pass
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes, without a copy if it is contiguous."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _header(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype]) -> bytes:
+    """The safetensors header: its length as a little-endian u64, then JSON, padded to 8 bytes."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        if stored[name] not in _SAFETENSORS_DTYPES:
+            raise WeightError(f"tensor {name!r} has dtype {stored[name]}, which safetensors can not hold")
+        end = offset + tensor.numel() * stored[name].itemsize
+        table[name] = {
+            "dtype": _SAFETENSORS_DTYPES[stored[name]],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextlib.contextmanager
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Publishers of one directory start one after the other; each holds this for a moment only."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> int:
+    """An open, locked descriptor of the folder; -1 if somebody else holds it or it is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return -1
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _remove_abandoned(directory: Path) -> None:
+    for folder in directory.glob("weights-*"):
+        if (descriptor := _lock(folder)) >= 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)

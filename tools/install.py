@@ -67,8 +67,31 @@ def remedy_for(lines: list[str]) -> str:
     return "Run it again; if it fails the same way, `rm -rf .venv` and read the log."
 
 
+def answers(url: str) -> bool:
+    """Whether a server answers there, with whatever. Asked before pip is, which would wait long for every package."""
+    import http.client
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(url + "/torch/", method="HEAD"), timeout=20).close()
+    except urllib.error.HTTPError as error:
+        return error.code < 500
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # pip may be set up with certificates that we do not know
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
 def pip_install(
-    run: Runner, requirement: str, extra: str, say: Callable[[str], None], index: str | None = None
+    run: Runner,
+    requirement: str,
+    extra: str,
+    say: Callable[[str], None],
+    index: str | None = None,
+    reachable: Callable[[str], bool] = answers,
 ) -> None:
     """Install `requirement` editable. On CPU, torch may need PyTorch's own index: named only when plain pip lacks it.
 
@@ -79,6 +102,11 @@ def pip_install(
     code, lines = run([*arguments, "--extra-index-url", named] if named else arguments)
     if code and extra == "cpu" and index in (None, "") and lacks_torch(lines):
         say(f"the CPU build of torch is not on the package index; trying again with {TORCH_INDEX}")
+        if not reachable(TORCH_INDEX):
+            raise InstallError(
+                f"{TORCH_INDEX} can not be reached either.\n"
+                f"  Check the network, or set {TORCH_INDEX_VARIABLE} to an index that has the CPU build of torch."
+            )
         code, lines = run([*arguments, "--extra-index-url", TORCH_INDEX])
     if code:
         tail = "\n".join(f"    {line}" for line in lines[-12:] if line.strip())

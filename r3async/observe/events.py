@@ -1,0 +1,105 @@
+"""What happened, as JSON lines: `run_dir/events.jsonl`, which all processes of a run append to.
+
+A line is one object: `time` (unix seconds), `level`, `role` (who), `event` (what, a fixed name), then its facts.
+structlog is wrapped here and configured nowhere, so other users of structlog in the process are not affected.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from r3async.observe.jsonl import LineFile, read_objects
+
+
+def _plain(value: Any) -> Any:
+    """For what msgspec does not know: NumPy and torch scalars by value, the rest as text. An event is never refused."""
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "ndim", None) == 0:
+        return item()
+    return str(value) if isinstance(value, (Path, BaseException)) else repr(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    try:
+        return _encoder.encode(event)
+    except Exception:  # text that is no UTF-8, a key that is no string, an object that contains itself
+        plain = {str(k): v if isinstance(v, (int, float)) else ascii(v).strip("'") for k, v in event.items()}
+        return json.dumps(plain).encode()
+
+
+def _render(_: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple[bytes], dict[str, Any]]:
+    line = {"time": time.time(), "level": method, "role": event.pop("role", ""), "event": event.pop("event", "")}
+    line.update(event)
+    return (_encode(line),), {}
+
+
+class _Sink:
+    """Where rendered lines go; structlog calls the method of the event's level."""
+
+    def __init__(self, file: LineFile, console: bool):
+        self._file, self._console = file, console
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._file.append(line)
+        except OSError as error:  # a full disk must not end a run by way of its log
+            sys.stderr.write(f"can not write {self._file.path}: {error}\n{line.decode(errors='replace')}\n")
+            return
+        if self._console:
+            sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
+
+    debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
+
+
+def open_events(run_dir: Path, role: str, *, console: bool = False) -> Any:
+    """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
+
+    `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
+    written before it returns; threads and processes may share the file. `console` also shows the line on stderr.
+    """
+    logger = structlog.wrap_logger(
+        _Sink(LineFile(Path(run_dir) / "events.jsonl"), console),
+        processors=[structlog.processors.format_exc_info, _render],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+        context_class=dict,
+        cache_logger_on_first_use=True,
+    )
+    return logger.bind(role=role)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of the file, in the order of their writing; torn lines are passed over."""
+    return list(read_objects(path))
+
+
+def event_details(event: dict[str, Any]) -> str:
+    """The facts of an event as `key=value …`, without those that every event has."""
+    common = ("time", "level", "role", "event", "exception")
+    return " ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in common)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return value if value and " " not in value else json.dumps(value, ensure_ascii=False)
+    return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
+
+
+def format_event(event: dict[str, Any]) -> str:
+    """One line for a terminal."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
+    text = (
+        f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {event_details(event)}"
+    )
+    return text.rstrip() + (f"\n{event['exception']}" if event.get("exception") else "")

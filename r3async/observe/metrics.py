@@ -1,0 +1,115 @@
+"""What was measured: `run_dir/metrics.jsonl`, one JSON object per optimizer step. `METRICS` says what each name means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from r3async.observe.jsonl import LineFile, read_objects
+
+
+class Metric(NamedTuple):
+    label: str
+    unit: str
+    docs: str
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("step", "", "Optimizer step, from 1."),
+    "version": Metric("version", "", "Policy version that this step made."),
+    "time": Metric("time", "unix s", "When the row was written, after the step's weights were installed."),
+    "reward/mean": Metric(
+        "reward", "", "Mean reward of the step's trajectories (a trajectory's is the mean of its turns)."
+    ),
+    "reward/max": Metric("best reward", "", "Highest reward of the step's trajectories."),
+    "episode/turns_mean": Metric("turns", "", "Mean number of turns per episode."),
+    "loss/policy": Metric("policy loss", "", "Policy loss per trained token."),
+    "loss/rollout_kl": Metric(
+        "drift loss", "", "Rollout-KL term of the loss per trained token, before its coefficient."
+    ),
+    "rollout_kl/k1": Metric(
+        "drift k1", "nats", "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative."
+    ),
+    "rollout_kl/k2": Metric("drift k2", "nats", "Mean of Δ²/2: low variance."),
+    "rollout_kl/k3": Metric("drift k3", "nats", "Mean of e^Δ - 1 - Δ: unbiased for KL(μ‖π), never negative."),
+    "ratio/max": Metric("max ratio", "", "Largest π_learner/μ_rollout of a trained token."),
+    "ratio/ess": Metric("effective samples", "fraction", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same."),
+    "entropy/mean": Metric("entropy", "nats", "Mean entropy of the learner's distribution at trained tokens."),
+    "staleness/mean": Metric("mean age", "versions", "Mean age of trained tokens: version of the step less their own."),
+    "staleness/max": Metric("max age", "versions", "Age of the oldest trained token."),
+    "routing/recorded_fraction": Metric(
+        "routes recorded", "fraction", "Share of trained tokens' inputs with recorded routes."
+    ),
+    "routing/agreement": Metric(
+        "routing agreement", "fraction", "Share of experts that learner and engine both choose."
+    ),
+    "batch/tokens": Metric("tokens", "tokens", "Tokens of the batch, prompts and observations included."),
+    "batch/trained_tokens": Metric(
+        "trained tokens", "tokens", "Tokens that the policy sampled and that entered the loss."
+    ),
+    "batch/micro_batches": Metric("micro-batches", "", "Forward and backward passes of the step."),
+    "batch/fill": Metric("fill", "fraction", "Tokens over the token budget of the micro-batches."),
+    "tokens/dropped_non_finite": Metric(
+        "dropped tokens", "tokens", "Tokens left out for a log-prob that is not finite."
+    ),
+    "grad_norm": Metric("gradient norm", "", "Global norm before clipping."),
+    "lr": Metric("learning rate", "", "Learning rate of the step."),
+    "optimizer/skipped": Metric("skipped", "", "1 if the step made no optimizer update."),
+    "learner/wait_seconds": Metric("learner waited", "s", "Time the learner waited for a full batch."),
+    "learner/step_seconds": Metric("learner step", "s", "Time of forward, backward and optimizer."),
+    "throughput/generated_tokens_per_second": Metric("generated", "tokens/s", "Tokens sampled by all engines."),
+    "throughput/trained_tokens_per_second": Metric(
+        "trained", "tokens/s", "Trained tokens over the wall time of the step."
+    ),
+    "weights/publish_seconds": Metric("publish", "s", "Time the learner took to write the step's weights."),
+    "weights/update_seconds": Metric("update", "s", "Time to deliver the step's weights to all engines."),
+    "weights/pause_seconds": Metric("pause", "s", "Longest pause of an engine for that delivery."),
+    "transport/received": Metric("received", "trajectories", "Trajectories accepted since the learner started."),
+    "transport/duplicates": Metric(
+        "duplicates", "trajectories", "Trajectories that arrived again and were not used again."
+    ),
+    "transport/rejected": Metric("rejected", "trajectories", "Messages refused because they did not validate."),
+    "buffer/ready_groups": Metric("ready groups", "groups", "Complete groups that wait for the next step."),
+    "slots/taken": Metric("slots taken", "groups", "Staleness slots in use."),
+    "generator/restarts": Metric("restarts", "", "Generator processes that were restarted so far."),
+}
+"""Every metric, in the order in which people look at them. A row may lack some, and may hold more."""
+
+
+def _number(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"a metric is a number, got {type(value).__name__}")
+    return item()
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_number)
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl`. One writer per run; a row is on its way to disk when `write` returns."""
+
+    def __init__(self, run_dir: Path):
+        self._file = LineFile(Path(run_dir) / "metrics.jsonl")
+
+    def write(self, row: Mapping[str, Any]) -> list[str]:
+        """Append one step. Non-finite values are written as null, and their names returned: they need attention.
+
+        Raises `TypeError` for a value that is no number (nor text or None).
+        """
+        plain = {k: v if isinstance(v, (int, float, str, type(None))) else _number(v) for k, v in row.items()}
+        odd = [name for name, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
+        self._file.append(_encoder.encode({**plain, **dict.fromkeys(odd)}))
+        return odd
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows in order. A torn last line (a writer that died) is left out; a missing file has no rows."""
+    return list(read_objects(Path(path)))

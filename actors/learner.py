@@ -42,6 +42,9 @@ class LearnerActor:
         self.buffer = GroupBuffer(self.config.schedule.samples_per_group)
         self.routing: RoutingShape | None = None
         self.backend: Any = None
+        self.version = 0
+        """Steps consumed. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
+        are freed by it, and generators see time pass."""
         self._vocab_size = 0
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._arrived = asyncio.Event()
@@ -53,8 +56,7 @@ class LearnerActor:
     async def start(self) -> dict[str, Any]:
         """Load the model and bind the socket. Returns the endpoint and whereabouts."""
         await self._in_torch(self._load)
-        directory = Path(self.config.weights.directory or default_directory()) / self.run_id
-        self.publisher = Publisher(directory)
+        self.publisher = Publisher(Path(self.config.weights.directory or default_directory()))
         self.receiver = Receiver(self.run_id, self.config.transport, self._arrive)
         endpoint = await self.receiver.start()
         self.events.info("learner_started", endpoint=endpoint, pid=os.getpid(), backend=self.config.learner.backend)
@@ -78,7 +80,7 @@ class LearnerActor:
             validate_trajectory(
                 trajectory,
                 vocab_size=self._vocab_size,
-                learner_version=self.backend.version,
+                learner_version=self.version,
                 max_tokens=self.config.learner.max_tokens_per_micro_batch,
                 routing=self.routing,
             )
@@ -96,7 +98,10 @@ class LearnerActor:
         return msgspec.msgpack.encode(manifest)
 
     def _publish(self) -> Any:
-        return self.publisher.publish(self.backend.version, self.backend.export(), self.config.generator.dtype)
+        import torch
+
+        dtype = getattr(torch, self.config.generator.dtype)
+        return self.publisher.publish(self.version, self.backend.export(), dtype)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         return await self._in_torch(self.backend.score, np.asarray(token_ids, np.int32))
@@ -117,13 +122,15 @@ class LearnerActor:
         waited = time.monotonic() - waited_from
         groups, _ = self.buffer.take(self.config.schedule.groups_per_step)
         trajectories = [t for g in groups for t in g]
-        version = self.backend.version
+        version = self.version
         step_from = time.monotonic()
         metrics = await self._in_torch(self._train, groups)
         trained = time.monotonic()
-        for trajectory in trajectories:
-            self.receiver.release(trajectory.trajectory_id)
-        self.receiver.forget([t.trajectory_id for t in trajectories])
+        self.version += 1
+        if metrics["optimizer/skipped"]:
+            self.events.warning("step_skipped", version=self.version, grad_norm=metrics["grad_norm"])
+        for group in groups:
+            self.receiver.forget(group[0].group_index)
         manifest = await self.publish()
         metrics |= self._episode_metrics(trajectories, version)
         metrics |= {
@@ -140,7 +147,7 @@ class LearnerActor:
             for t in trajectories
             if t.preview
         ]
-        return {"metrics": metrics, "manifest": manifest, "version": self.backend.version, "previews": previews[:2]}
+        return {"metrics": metrics, "manifest": manifest, "version": self.version, "previews": previews[:2]}
 
     async def _wait_for_groups(self) -> bool:
         count, stall = self.config.schedule.groups_per_step, self.config.supervise.stall_seconds
@@ -162,9 +169,8 @@ class LearnerActor:
         return not self._interrupted
 
     def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:
-        for group in groups:
-            group_advantages(group, self.config.algorithm.credit, self.config.algorithm.normalize_std)
-        samples = [s for g in groups for t in g for s in t.samples]
+        settings = self.config.algorithm
+        samples = [s for g in groups for s in group_advantages(g, settings.credit, settings.normalize_std)]
         return self.backend.train_step(pack(samples, self.config.learner.max_tokens_per_micro_batch))
 
     @staticmethod

@@ -1,1 +1,19 @@
 """Trajectories from generators to the learner: at least once, trained once."""
+
+from r3async.transport.ledger import Ledger
+from r3async.transport.receiver import Receiver, Refuse
+from r3async.transport.sender import Sender
+from r3async.transport.sockets import TransportError, TransportRefused
+from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
+
+__all__ = [
+    "Ledger",
+    "Receiver",
+    "Refuse",
+    "Sender",
+    "TransportError",
+    "TransportRefused",
+    "WireError",
+    "decode_trajectory",
+    "encode_trajectory",
+]

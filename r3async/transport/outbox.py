@@ -1,0 +1,90 @@
+"""What a sender has not had acknowledged yet. Pure."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from r3async.transport.wire import Frame, Parcel
+
+OFFERED_AT_ONCE = 16
+"""Enough to fill the pipe while the next ones are encoded, and few enough for a small message."""
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """One encoded trajectory, kept until it is acknowledged. The waiter is resolved when it is first handed over."""
+
+    parcel: Parcel
+    frames: list[Frame]
+    handed_over: asyncio.Future[None] | None = None
+    sent_at: float = math.nan
+    order: int = -1
+
+
+class Outbox:
+    """Trajectories that wait for credit (oldest first), and those that were sent in this session and not acknowledged."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Pending] = {}
+        self.flying: dict[str, Pending] = {}
+        self._sent = 0
+        self._last_acked = -1
+        self._progress_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.flying)
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self.waiting or trajectory_id in self.flying
+
+    def __iter__(self) -> Iterable[Pending]:
+        yield from self.flying.values()
+        yield from self.waiting.values()
+
+    def add(self, pending: Pending) -> None:
+        assert pending.parcel.trajectory_id not in self
+        self.waiting[pending.parcel.trajectory_id] = pending
+
+    def withdraw(self, trajectory_id: str) -> None:
+        """Give up a trajectory that was never sent. One that was sent may be accepted already, and stays."""
+        pending = self.waiting.get(trajectory_id)
+        if pending is not None and pending.order < 0:
+            del self.waiting[trajectory_id]
+
+    def offers(self) -> list[Parcel]:
+        """What to ask credit for, in order."""
+        return [p.parcel for p in islice(self.waiting.values(), OFFERED_AT_ONCE)]
+
+    def mark_sent(self, trajectory_id: str, now: float) -> None:
+        pending = self.waiting.pop(trajectory_id)
+        pending.sent_at, pending.order = now, self._sent
+        self._sent += 1
+        self.flying[trajectory_id] = pending
+
+    def settle(self, trajectory_id: str, now: float) -> Pending | None:
+        """The receiver has answered for good. None if there is no such trajectory (an answer that came twice)."""
+        pending = self.flying.pop(trajectory_id, None) or self.waiting.pop(trajectory_id, None)
+        if pending is not None:
+            self._last_acked = max(self._last_acked, pending.order)
+            self._progress_at = now
+        return pending
+
+    def overdue(self, now: float, patience: float) -> bool:
+        """An answer is missing. The receiver answers in order, so one for a later message shows that the oldest, or its
+        answer, was lost; before that, the clock starts again with every answer, for a slow link is not a loss."""
+        oldest = next(iter(self.flying.values()), None)
+        if oldest is None:
+            return False
+        since = oldest.sent_at if self._last_acked > oldest.order else max(oldest.sent_at, self._progress_at)
+        return now - since > patience
+
+    def reset(self) -> int:
+        """A new session: all that was sent waits again, in order, before the rest. Returns how many that is."""
+        count = len(self.flying)
+        self.waiting = {**self.flying, **self.waiting}
+        self.flying = {}
+        return count

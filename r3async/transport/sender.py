@@ -1,0 +1,295 @@
+"""A generator's end: a DEALER socket that keeps each trajectory until the learner has it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import zmq
+import zmq.asyncio
+
+from r3async.config import TransportConfig
+from r3async.records import SCHEMA, Schema, Trajectory
+from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
+from r3async.transport.sockets import (
+    TransportError,
+    TransportRefused,
+    close_context,
+    milliseconds,
+    off_loop,
+    open_socket,
+    send_now,
+)
+from r3async.transport.wire import (
+    Ack,
+    Deliver,
+    Frame,
+    Grant,
+    Hello,
+    Message,
+    Offer,
+    Parcel,
+    Refusal,
+    Reject,
+    Welcome,
+    WireError,
+    decode_control,
+    encode_control,
+    encode_trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF = 8
+
+
+class Sender:
+    """Delivers trajectories to one receiver, at least once each, while both are alive.
+
+    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is heard for
+    `settings.ack_timeout`, or an acknowledgement is missing for as long, or the receiver was restarted, the sender opens
+    a fresh connection and offers again all that is not acknowledged; the receiver drops what it has. If the sender's
+    process dies, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
+
+    `sender_id` names this end to the receiver: two live senders must not share one. `on_reject(trajectory_id, reason)`
+    is called, on the event loop, for a trajectory that the learner will never take.
+
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        sender_id: str,
+        run_id: str,
+        settings: TransportConfig,
+        *,
+        schema: Schema = SCHEMA,
+        on_reject: Callable[[str, str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.endpoint = endpoint
+        self.sender_id = sender_id
+        self.run_id = run_id
+        self.settings = settings
+        self.epoch = ""
+        """Incarnation of the receiver; empty until it was heard."""
+        self.sent = 0
+        """Trajectories handed to the connection, each time counted."""
+        self.acked = 0
+        self.rejected = 0
+        self.resent = 0
+        """Trajectories that had been sent and were offered again over a fresh connection."""
+        self.reconnects = 0
+        """Fresh connections after the first."""
+        self._on_reject = on_reject
+        self._schema = schema
+        self._clock = clock
+        self._outbox = Outbox()
+        self._settled = asyncio.Event()
+        """Nothing is unacknowledged, or nothing ever will be settled again."""
+        self._settled.set()
+        self._error: TransportError | None = None
+        self._session = ""
+        self._welcomed = False
+        self._heard_at = 0.0
+        self._backoff = 1
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def unacknowledged(self) -> int:
+        """Trajectories that wait for credit or for an acknowledgement."""
+        return len(self._outbox)
+
+    async def start(self) -> None:
+        """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
+        none; a refusal is raised by `send` and `flush`."""
+        assert self._context is None, "a sender is started once"
+        self._context = zmq.asyncio.Context()
+        try:
+            self._connect()
+        except zmq.ZMQError as error:
+            await self.close()
+            raise TransportError(f"can not connect to {self.endpoint!r}: {error}") from error
+        self._task = asyncio.create_task(self._run(), name=f"transport-sender-{self.sender_id}")
+
+    async def send(self, trajectory: Trajectory) -> None:
+        """Return when the trajectory is on its way, which may take as long as the learner takes to make room for it.
+
+        From then on it is this object's to deliver, and its arrays must not be changed. Cancelled before that, it is not
+        sent. Raises `TransportRefused` if the receiver refuses this sender, `TransportError` if it is closed, or if the
+        trajectory is too large or is being sent already, and `WireError` if it is not valid.
+        """
+        self._raise_error()
+        nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
+        frames = await off_loop(nbytes, encode_trajectory, trajectory, self._schema)
+        self._raise_error()  # Things may have changed while it was encoded.
+        nbytes = sum(map(len, frames))
+        name = trajectory.trajectory_id
+        if nbytes > self.settings.max_message_bytes:
+            raise TransportError(
+                f"trajectory {name!r} takes {nbytes} bytes, more than `transport.max_message_bytes` = "
+                f"{self.settings.max_message_bytes}: raise that, or shorten the episode"
+            )
+        if name in self._outbox:
+            raise TransportError(f"trajectory {name!r} is being sent already")
+        handed_over = asyncio.get_running_loop().create_future()
+        self._outbox.add(Pending(Parcel(name, trajectory.group_index, nbytes), frames, handed_over))
+        self._settled.clear()
+        self._offer()
+        try:
+            await handed_over
+        except asyncio.CancelledError:
+            self._outbox.withdraw(name)
+            self._note_settled()
+            self._offer()  # Or its credit would stay reserved until the next heartbeat.
+            raise
+
+    async def flush(self, timeout: float) -> int:
+        """Wait up to `timeout` seconds until all is acknowledged. Returns how many are not; raises as `send` does."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), timeout)
+        self._raise_error()
+        return len(self._outbox)
+
+    async def close(self) -> None:
+        """Disconnect at once. What is not acknowledged is given up (`flush` first), and callers that wait in `send` get
+        a `TransportError`. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task}, timeout=5)
+        self._fail(TransportError("the sender is closed"))
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+        context, self._context = self._context, None
+        if context is not None:
+            await close_context(context)
+
+    async def _run(self) -> None:
+        try:
+            while self._error is None:
+                assert self._socket is not None
+                # All that is there, before judging what is missing: this end may have been busy itself.
+                wait = milliseconds(self.settings.ack_timeout / 8)
+                while await self._socket.poll(wait):
+                    self._handle(await self._socket.recv_multipart(zmq.DONTWAIT))
+                    wait = 0
+                self._check()
+        except Exception as error:
+            # Or those who wait in `send` would wait for ever.
+            logger.exception("the trajectory sender stopped")
+            self._fail(TransportError(f"the sender stopped: {type(error).__name__}: {error}"))
+
+    def _connect(self) -> None:
+        """A fresh socket and session. Nothing is resent until it is welcomed, so trying again costs little."""
+        assert self._context is not None
+        if self._socket is not None:
+            self._socket.close()
+            self.reconnects += 1
+        self._socket = open_socket(self._context, zmq.DEALER, self.settings)
+        self._socket.setsockopt(zmq.ROUTING_ID, self.sender_id.encode())
+        self._socket.connect(self.endpoint)
+        self._session = uuid.uuid4().hex
+        self._welcomed = False
+        self._heard_at = self._clock()
+        self.resent += self._outbox.reset()
+        self._say(Hello(self._session, self.sender_id, self.run_id, self._schema.fingerprint))
+
+    def _check(self) -> None:
+        """Reconnect if the receiver is silent, or an answer is overdue."""
+        if self._error is not None:
+            return
+        now = self._clock()
+        overdue = self._outbox.overdue(now, self.settings.ack_timeout * self._backoff)
+        if overdue:
+            # A link on which the largest message takes longer than the timeout would otherwise never deliver it.
+            self._backoff = min(2 * self._backoff, MAX_BACKOFF)
+        if overdue or now - self._heard_at > self.settings.ack_timeout:
+            self._connect()
+
+    def _handle(self, frames: Sequence[Frame]) -> None:
+        try:
+            message = decode_control(frames[0])
+        except WireError:
+            return  # Not from a receiver of ours. Silence, and the answers that are missing, take their course.
+        if isinstance(message, Ack):
+            self._heard_at = self._clock()
+            for trajectory_id in message.ids:
+                self.acked += self._settle(trajectory_id)
+        elif isinstance(message, Reject):
+            if self._settle(message.trajectory_id):
+                self.rejected += 1
+                if self._on_reject is not None:
+                    self._on_reject(message.trajectory_id, message.reason)
+        elif isinstance(message, Welcome | Grant | Refusal) and message.session == self._session:
+            self._heard_at = self._clock()
+            if isinstance(message, Grant):
+                self._deliver(message.ids)
+            elif isinstance(message, Welcome):
+                self.epoch, self._welcomed = message.epoch, True
+                self._offer()
+            elif message.final:
+                self._fail(TransportRefused(f"{self.endpoint} refuses {message.reason}"))
+            else:
+                self._connect()
+
+    def _deliver(self, granted: Sequence[str]) -> None:
+        not_offered = len(self._outbox.waiting) > OFFERED_AT_ONCE
+        sent_before = self.sent
+        for trajectory_id in granted:
+            pending = self._outbox.waiting.get(trajectory_id)
+            if pending is None:
+                continue
+            message = Deliver(self._session, trajectory_id, pending.parcel.group_index)
+            if not self._say(message, pending.frames):
+                break  # The connection's queue is full: the next heartbeat repeats the grant.
+            self._outbox.mark_sent(trajectory_id, self._clock())
+            self.sent += 1
+            if pending.handed_over is not None and not pending.handed_over.done():
+                pending.handed_over.set_result(None)
+        # Only then: an offer is answered by a grant, and the two must not go on for ever.
+        if not_offered and self.sent > sent_before:
+            self._offer()
+
+    def _offer(self) -> None:
+        if self._welcomed:
+            self._say(Offer(self._session, self._outbox.offers()))
+
+    def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
+        return self._socket is not None and send_now(self._socket, [encode_control(message), *frames]) == 0
+
+    def _settle(self, trajectory_id: str) -> bool:
+        pending = self._outbox.settle(trajectory_id, self._clock())
+        if pending is None:
+            return False
+        self._backoff = 1
+        if pending.handed_over is not None and not pending.handed_over.done():
+            pending.handed_over.set_result(None)
+        self._note_settled()
+        return True
+
+    def _note_settled(self) -> None:
+        if not len(self._outbox):
+            self._settled.set()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            # A new one each time: an exception that is raised twice gathers the tracebacks of both.
+            raise type(self._error)(*self._error.args)
+
+    def _fail(self, error: TransportError) -> None:
+        """For good: everyone who waits is told, now and later. The first reason stands."""
+        if self._error is None:
+            self._error = error
+        self._settled.set()
+        for pending in self._outbox.waiting.values():
+            if pending.handed_over is not None and not pending.handed_over.done():
+                pending.handed_over.set_exception(type(self._error)(*self._error.args))

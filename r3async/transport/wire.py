@@ -1,0 +1,313 @@
+"""What goes over the wire: trajectories as a header and raw frames, and the small control messages around them.
+
+A trajectory is `[header, frame, frame, ...]`: a msgpack header (schema fingerprint, checksum, every field of the
+trajectory, and in place of each token table its layout) and one raw little-endian frame per column of each sample, in
+the order of the layouts. Which columns there are, their dtypes and their dimensions come from the `Schema` alone, so a
+column added there travels without a change here.
+
+Neither direction copies a payload: encoded frames are views of the trajectory's arrays, decoded arrays are read-only
+views of the frames. Both checksum the payload, so call them off the event loop when it is large.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from r3async.records import SCHEMA, Schema, TokenTable, Trajectory
+
+WIRE_VERSION = 1
+"""Changes when an older peer would misread a message. Both ends must have the same."""
+MAX_HEADER = 4 * 2**20
+"""Bytes of a trajectory's header. The preview text is the part of it that grows."""
+MAX_CONTROL = 64 * 2**10
+MAX_ID = 256
+MAX_DIM = 2**24
+"""Size of one dimension of a column."""
+
+Frame = Any
+"""Contiguous bytes: `bytes`, `memoryview`, or a `zmq.Frame`."""
+
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """Bytes (or a trajectory to be encoded) that do not fit the wire format; the message says where and why."""
+
+
+class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How to read one column's frame. A bool column is declared `bool` and travels as one byte, 0 or 1, a token."""
+
+    column: str
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_DIM)], ...], Meta(min_length=1)]
+
+
+class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
+    """First frame of a trajectory. `crc32` covers the body and then every column frame, in order."""
+
+    wire: int
+    schema: str
+    crc32: int
+    body: msgspec.Raw
+
+
+def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[bytes | memoryview]:
+    """Header and column frames of a trajectory whose tables have `schema`.
+
+    The frames alias its arrays: do not change them while the frames are in use. Raises `WireError` for what
+    `decode_trajectory` would refuse at the other end.
+    """
+    _check_values(trajectory)
+    buffers: list[memoryview] = []
+
+    def lay_out(value: Any) -> Any:
+        if isinstance(value, np.generic):  # Environments return NumPy scalars as rewards.
+            return value.item()
+        if not isinstance(value, TokenTable):
+            raise WireError(f"a {type(value).__name__} can not be sent")
+        if value.schema.fingerprint != schema.fingerprint:
+            raise WireError(f"a table has schema {value.schema.fingerprint}, the connection has {schema.fingerprint}")
+        buffers.extend(_raw(array) for _, array in value.items())
+        return [Layout(name, array.dtype.name, array.shape) for name, array in value.items()]
+
+    try:
+        body = msgspec.msgpack.encode(trajectory, enc_hook=lay_out)
+    except WireError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise WireError(f"trajectory {trajectory.trajectory_id!r} can not be encoded: {error}") from error
+    checksum = _checksum([body, *buffers])
+    header = msgspec.msgpack.encode(Header(WIRE_VERSION, schema.fingerprint, checksum, msgspec.Raw(body)))
+    if len(header) > MAX_HEADER:
+        raise WireError(f"the header takes {len(header)} bytes, more than {MAX_HEADER}: shorten the preview")
+    return [header, *buffers]
+
+
+def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_header: int = MAX_HEADER) -> Trajectory:
+    """The trajectory in `frames`. Its arrays are read-only views that keep the frames alive.
+
+    Raises `WireError`, and nothing else, for whatever bytes are not exactly one valid trajectory of `schema`. A
+    log-prob that is not finite is valid here: dropping that token is the learner's decision.
+    """
+    views = [_view(frame) for frame in frames]
+    if not views:
+        raise WireError("a trajectory has at least a header frame")
+    if len(views[0]) > max_header:
+        raise WireError(f"the header takes {len(views[0])} bytes, more than {max_header}")
+    header = _decode(views[0], Header, "header")
+    if header.wire != WIRE_VERSION:
+        raise WireError(f"wire version {header.wire}, expected {WIRE_VERSION}")
+    if header.schema != schema.fingerprint:
+        raise WireError(
+            f"schema {header.schema!r}, expected {schema.fingerprint!r}: both ends must run the same columns"
+        )
+
+    buffers = views[1:]
+    used = 0
+
+    def read_table(kind: type, value: Any) -> TokenTable:
+        nonlocal used
+        columns: dict[str, np.ndarray] = {}
+        try:
+            layouts = msgspec.convert(value, list[Layout])
+        except msgspec.ValidationError as error:
+            raise WireError(f"table layout: {error}") from error  # So that msgspec adds where the table is.
+        for layout in layouts:
+            if layout.column in columns:
+                raise WireError(f"column {layout.column!r} comes twice")
+            if used == len(buffers):
+                raise WireError(f"only {len(buffers)} column frames, no frame for column {layout.column!r}")
+            columns[layout.column] = _array(layout, buffers[used], schema)
+            used += 1
+        return TokenTable(columns, schema)
+
+    trajectory = _decode(header.body, Trajectory, "trajectory", read_table)
+    if used != len(buffers):
+        raise WireError(f"{len(buffers)} column frames, but the header describes {used}")
+    checksum = _checksum([header.body, *buffers])
+    if checksum != header.crc32:
+        raise WireError(f"checksum {checksum:08x}, but the header says {header.crc32:08x}")
+    _check_values(trajectory)
+    return trajectory
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8).data
+
+
+def _array(layout: Layout, buffer: memoryview, schema: Schema) -> np.ndarray:
+    """One column's frame as an array. A dtype is only ever made from a name that the schema declares."""
+    declared = schema.columns.get(layout.column)
+    if declared is None:
+        raise WireError(f"unknown column {layout.column!r}; the schema has {', '.join(schema.columns)}")
+    if layout.dtype not in declared.dtypes:
+        raise WireError(f"column {layout.column!r} has dtype {layout.dtype!r}, expected {' or '.join(declared.dtypes)}")
+    if len(layout.shape) != 1 + len(declared.inner):
+        raise WireError(f"column {layout.column!r} has {len(layout.shape)} dimensions, not {1 + len(declared.inner)}")
+    dtype = np.dtype(layout.dtype).newbyteorder("<")
+    size = math.prod(layout.shape) * dtype.itemsize
+    if size != len(buffer):
+        raise WireError(
+            f"column {layout.column!r} of shape {list(layout.shape)} takes {size} bytes, its frame has {len(buffer)}"
+        )
+    array = np.frombuffer(buffer, dtype).reshape(layout.shape)
+    # ZeroMQ hands out small messages as slices of one receive buffer, at any address.
+    return array if array.flags.aligned else array.copy()
+
+
+def _check_values(trajectory: Trajectory) -> None:
+    """What types can not say. Raises `WireError`."""
+    if not 0 < len(trajectory.trajectory_id) <= MAX_ID:
+        raise WireError(f"a trajectory id has 1 to {MAX_ID} characters, not {len(trajectory.trajectory_id)}")
+    for name in ("started_at", "finished_at"):
+        _check_finite(getattr(trajectory, name), name)
+    for i, sample in enumerate(trajectory.samples):
+        _check_finite(sample.temperature, f"the temperature of sample {i}")
+        for name, array in sample.table.items():
+            if array.dtype == bool and array.view(np.uint8).max(initial=0) > 1:
+                raise WireError(f"bool column {name!r} of sample {i} has a byte that is neither 0 nor 1")
+        if "rewards" in sample.table:
+            _check_finite(sample.table["rewards"], f"a reward in sample {i}")
+    for turn in trajectory.turns:
+        _check_finite(turn.reward, f"the reward of turn {turn.index}")
+        if not 0 <= turn.sample < len(trajectory.samples):
+            raise WireError(f"turn {turn.index} is of sample {turn.sample}, there are {len(trajectory.samples)}")
+        length = len(trajectory.samples[turn.sample].table)
+        if not 0 <= turn.start <= turn.stop <= length:
+            raise WireError(f"turn {turn.index} is tokens {turn.start}:{turn.stop} of a sample of {length}")
+
+
+def _check_finite(value: float | np.ndarray, what: str) -> None:
+    if not np.isfinite(value).all():
+        raise WireError(f"{what} is not finite")
+
+
+def _checksum(buffers: Iterable[Frame]) -> int:
+    value = 0
+    for buffer in buffers:
+        value = zlib.crc32(buffer, value)
+    return value
+
+
+def _view(frame: Frame) -> memoryview:
+    try:
+        view = memoryview(frame)
+        # An empty view can not be cast.
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a frame is contiguous bytes, not {type(frame).__name__}: {error}") from error
+
+
+def _decode(data: Any, kind: type[T], what: str, hook: Callable[[type, Any], Any] | None = None) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        # msgspec raises its own errors for most malformed data, and Python's for bad UTF-8 and deep nesting.
+        raise WireError(f"malformed {what}: {error}") from error
+
+
+# Control messages. Those of a sender carry its session, a random name for one HELLO: what was queued before a
+# reconnection is told apart by it. Maps, not arrays, so that a field can be added without misreading.
+
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
+Session = Annotated[str, Meta(max_length=64)]
+
+
+class Control(msgspec.Struct, tag_field="kind", tag=str.lower):
+    """Base of control messages: one msgpack frame, told apart by `kind`."""
+
+
+class Hello(Control):
+    """Sender: a new session. Answered by `Welcome`, or by a final `Refusal`."""
+
+    session: Session
+    sender_id: Id
+    run_id: str
+    schema: str
+    wire: int = WIRE_VERSION
+
+
+class Welcome(Control):
+    """Receiver: the session stands. Repeated as a heartbeat; a new `epoch` is a restarted receiver."""
+
+    session: Session
+    epoch: str
+    credit_bytes: int
+
+
+class Refusal(Control):
+    """Receiver: not this session. If `final`, no session of this sender; otherwise it may say HELLO again."""
+
+    session: Session
+    reason: str
+    final: bool
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """A trajectory that is ready to be sent. `nbytes` counts its header and column frames."""
+
+    trajectory_id: Id
+    group_index: int
+    nbytes: Annotated[int, Meta(ge=0)]
+
+
+class Offer(Control):
+    """Sender: all it wants to send next, in order, replacing its earlier offers. Empty: a sign of life."""
+
+    session: Session
+    parcels: Annotated[list[Parcel], Meta(max_length=64)]
+
+
+class Grant(Control):
+    """Receiver: credit is reserved for these trajectories (all of this session's, so a lost one is made good)."""
+
+    session: Session
+    ids: list[str]
+
+
+class Deliver(Control):
+    """Sender: the trajectory itself, in the frames that follow."""
+
+    session: Session
+    trajectory_id: Id
+    group_index: int
+
+
+class Ack(Control):
+    """Receiver: it has these now; the sender forgets them."""
+
+    ids: list[str]
+
+
+class Reject(Control):
+    """Receiver: it will never take this one. The id is empty if the message was too broken to have one."""
+
+    trajectory_id: str
+    reason: str
+
+
+Message = Hello | Welcome | Refusal | Offer | Grant | Deliver | Ack | Reject
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode_control(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_control(frame: Frame) -> Message:
+    """A control message. Raises `WireError`, and nothing else, for any other bytes."""
+    view = _view(frame)
+    if len(view) > MAX_CONTROL:
+        raise WireError(f"a control message of {len(view)} bytes, more than {MAX_CONTROL}")
+    try:
+        return _decoder.decode(view)
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise WireError(f"malformed control message: {error}") from error

@@ -1,0 +1,341 @@
+"""The wire format: everything that is sent arrives, and nothing else is ever taken for a trajectory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.transport import wire
+from r3async.transport.wire import Header, WireError, decode_control, decode_trajectory, encode_trajectory
+
+FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def make_table(
+    seed: int, length: int, inner: int = 2, schema: Schema = SCHEMA, optional: bool = True, wide: bool = False
+) -> TokenTable:
+    """Random values in every column that the schema declares, whatever they are."""
+    rng = np.random.default_rng(seed)
+    columns = {}
+    for column in schema.columns.values():
+        if column.optional and not optional:
+            continue
+        dtype = np.dtype(column.dtypes[-1 if wide else 0])
+        shape = (length, *(inner + i for i in range(len(column.inner))))
+        if dtype.kind == "f":
+            columns[column.name] = rng.standard_normal(shape).astype(dtype)
+        else:
+            columns[column.name] = rng.integers(0, 2 if dtype.kind == "b" else 200, shape).astype(dtype)
+    return TokenTable(columns, schema)
+
+
+def make_trajectory(name: str = "t0", tables: list[TokenTable] | None = None, **changes: Any) -> Trajectory:
+    tables = [make_table(0, 7), make_table(1, 3)] if tables is None else tables
+    fields: dict[str, Any] = {
+        "trajectory_id": name,
+        "group_index": 4,
+        "episode_index": 1,
+        "task_seed": 99,
+        "generator_id": "g0",
+        "stop_reason": "eos",
+        "turns": [Turn(i, i, 1, len(t), 0.5, "eos") for i, t in enumerate(tables) if len(t)],
+        "samples": [Sample(f"{name}/{i}", table, 0.7) for i, table in enumerate(tables)],
+        "started_at": 1.5,
+        "finished_at": 2.5,
+        "preview": [{"role": "user", "content": "hé 你"}],
+    }
+    return Trajectory(**(fields | changes))
+
+
+def as_bytes(frames: list[Any]) -> list[bytes]:
+    return [bytes(f) for f in frames]
+
+
+def forge(frames: list[bytes], change: Any) -> list[bytes]:
+    """The same message with its body changed, and a checksum to match: what a defective peer could send."""
+    header = msgspec.msgpack.decode(frames[0], type=Header)
+    body = change(msgspec.msgpack.decode(header.body))
+    body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    checksum = wire._checksum([body, *frames[1:]])
+    new = Header(header.wire, header.schema, checksum, msgspec.Raw(body))
+    return [msgspec.msgpack.encode(new), *frames[1:]]
+
+
+@FAST
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=4),
+    inner=st.integers(1, 5),
+    optional=st.booleans(),
+    wide=st.booleans(),
+    name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64),
+    preview=st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=2), max_size=3),
+    numbers=st.tuples(st.integers(0, 2**40), st.integers(-(2**63), 2**63 - 1), st.floats(-1e6, 1e6)),
+)
+def test_round_trip(lengths, inner, optional, wide, name, preview, numbers):
+    tables = [make_table(i, n, inner, optional=optional, wide=wide) for i, n in enumerate(lengths)]
+    group, seed, when = numbers
+    sent = make_trajectory(name, tables, group_index=group, task_seed=seed, preview=preview, finished_at=when)
+    frames = encode_trajectory(sent)
+    assert len(frames) == 1 + sum(len(list(t)) for t in tables)
+    for received in (decode_trajectory(frames), decode_trajectory(as_bytes(frames))):
+        assert received == sent
+        for a, b in zip(sent.samples, received.samples, strict=True):
+            assert {n: c.dtype for n, c in a.table.items()} == {n: c.dtype for n, c in b.table.items()}
+
+
+def test_a_column_added_to_the_schema_travels():
+    schema = SCHEMA.with_column(Column("entropy", ("float16",), 0.0)).with_column(
+        Column("seen", ("bool",), False, inner=("a", "b"), optional=True)
+    )
+    sent = make_trajectory(tables=[make_table(0, 6, schema=schema)])
+    received = decode_trajectory(as_bytes(encode_trajectory(sent, schema)), schema)
+    assert received == sent
+    assert received.samples[0].table["entropy"].dtype == np.float16
+    assert received.samples[0].table["seen"].shape == (6, 2, 3)
+    with pytest.raises(WireError, match="both ends must run the same columns"):
+        decode_trajectory(encode_trajectory(sent, schema), SCHEMA)
+    with pytest.raises(WireError, match="the connection has"):
+        encode_trajectory(sent, SCHEMA)
+
+
+def test_payload_is_raw_and_not_copied():
+    sent = make_trajectory(tables=[make_table(0, 1000, 8)])
+    frames = encode_trajectory(sent)
+    arrays = [array for _, array in sent.samples[0].table.items()]
+    assert len(frames[0]) < 2000
+    assert [len(f) for f in frames[1:]] == [a.nbytes for a in arrays]
+    for array, frame in zip(arrays, frames[1:], strict=True):
+        assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
+    received = decode_trajectory(frames)
+    for array, (_, other) in zip(arrays, received.samples[0].table.items(), strict=True):
+        assert np.shares_memory(array, other)
+        assert not decode_trajectory(as_bytes(frames)).samples[0].table["token_ids"].flags.writeable
+
+
+def test_frames_of_zeromq_and_odd_addresses():
+    sent = make_trajectory()
+    assert decode_trajectory([zmq.Frame(f) for f in as_bytes(encode_trajectory(sent))]) == sent
+    shifted = [memoryview(b"x" + f)[1:] for f in as_bytes(encode_trajectory(sent))]
+    received = decode_trajectory(shifted)
+    assert received == sent
+    assert all(array.flags.aligned for s in received.samples for _, array in s.table.items())
+
+
+def test_slices_foreign_byte_order_and_numpy_scalars_are_encoded():
+    table = make_table(0, 20)
+    strided = TokenTable({n: a[::2] for n, a in table.items()})
+    swapped = table.with_columns(token_ids=table["token_ids"].astype(">i4"))
+    sent = make_trajectory(tables=[strided, swapped], turns=[Turn(0, 0, 1, 2, np.float32(0.25), "eos")])
+    received = decode_trajectory(as_bytes(encode_trajectory(sent)))
+    assert received.samples[0].table == strided
+    assert received.samples[1].table == table
+    assert received.turns[0].reward == 0.25
+
+
+def test_log_probs_that_are_not_finite_arrive():
+    table = make_table(0, 4)
+    bad = np.array([np.nan, -np.inf, np.inf, -1], np.float32)
+    sent = make_trajectory(tables=[table.with_columns(rollout_logprobs=bad, loss_mask=np.ones(4, bool))])
+    received = decode_trajectory(encode_trajectory(sent))
+    np.testing.assert_array_equal(received.samples[0].table["rollout_logprobs"], bad)
+
+
+def edit(*path: Any, value: Any) -> Any:
+    """Set one place of the decoded body."""
+
+    def change(body: Any) -> Any:
+        place = body
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        return body
+
+    return change
+
+
+ROUTES = list(SCHEMA.columns).index("routed_experts")
+TABLE = ("samples", 0, "table")
+FORGED = {
+    "unknown column": (edit(*TABLE, 0, 0, value="surprise"), "unknown column 'surprise'"),
+    "column twice": (edit(*TABLE, 4, 0, value="token_ids"), "'token_ids' comes twice"),
+    "other dtype": (edit(*TABLE, 0, 1, value="float32"), "dtype 'float32', expected int32"),
+    "object dtype": (edit(*TABLE, 0, 1, value="object"), "dtype 'object', expected int32"),
+    "other length": (edit(*TABLE, 0, 2, value=[6]), "takes 24 bytes, its frame has 28"),
+    "other inner shape": (edit(*TABLE, ROUTES, 2, value=[7, 6]), "2 dimensions, not 3"),
+    "rows differ": (edit(*TABLE, ROUTES, 2, value=[6, 7, 1]), "6 rows, expected 7"),
+    "negative dimension": (edit(*TABLE, 0, 2, value=[-7]), r">= 0 .* at `\$.samples\[0\].table"),
+    "huge dimensions": (edit(*TABLE, ROUTES, 2, value=[2**24, 2**24, 2**24]), "takes 4722366482869645213696 bytes"),
+    "dimension over the limit": (edit(*TABLE, 0, 2, value=[2**40]), "<= 16777216"),
+    "no dimension": (edit(*TABLE, 0, 2, value=[]), "length >= 1"),
+    "a column too many": (edit("samples", 1, "table", value=[]), "column 'token_ids' is missing"),
+    "a missing sample": (lambda b: b | {"samples": b["samples"][:1], "turns": []}, "18 column frames.*describes 9"),
+    "a table of text": (edit(*TABLE, value="rows"), r"got `str` .*at `\$.samples\[0\].table"),
+    "text for a reward": (edit("turns", 0, "reward", value="0.5"), r"`\$.turns\[0\].reward"),
+    "true for a number": (edit("group_index", value=True), "group_index"),
+    "nan reward": (edit("turns", 0, "reward", value=math.nan), "reward of turn 0 is not finite"),
+    "infinite reward": (edit("turns", 0, "reward", value=-math.inf), "reward of turn 0 is not finite"),
+    "nan temperature": (edit("samples", 1, "temperature", value=math.nan), "temperature of sample 1"),
+    "nan time": (edit("finished_at", value=math.nan), "finished_at is not finite"),
+    "turn of no sample": (edit("turns", 0, "sample", value=2), "turn 0 is of sample 2, there are 2"),
+    "turn past the end": (edit("turns", 1, "stop", value=4), "turn 1 is tokens 1:4 of a sample of 3"),
+    "no id": (edit("trajectory_id", value=""), "1 to 256 characters"),
+    "long id": (edit("trajectory_id", value="x" * 257), "1 to 256 characters"),
+    "a list": (lambda b: [1, 2], "Expected `object`, got `array`"),
+    "missing field": (lambda b: {k: v for k, v in b.items() if k != "samples"}, "field `samples`"),
+    "deep nesting": (lambda b: b"\x81\xa7samples" + b"\x91" * 100_000, "malformed"),
+    "deep table": (
+        lambda b: b"\x81\xa7samples\x91\x81\xa5table" + b"\x91" * 100_000,
+        "recursion depth",
+    ),
+    "length of 4 G": (lambda b: b"\x81\xa7samples\xdd\xff\xff\xff\xff", "malformed header: Input data was truncated"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_refused_body(case):
+    change, reason = FORGED[case]
+    frames = as_bytes(encode_trajectory(make_trajectory()))
+    assert decode_trajectory(forge(frames, lambda b: b)) == make_trajectory()
+    with pytest.raises(WireError, match=reason):
+        decode_trajectory(forge(frames, change))
+
+
+def test_refused_frames():
+    frames = as_bytes(encode_trajectory(make_trajectory()))
+    flipped = bytes([frames[1][0] ^ 1]) + frames[1][1:]
+    not_bool = b"\x02" + frames[2][1:]
+    cases = [
+        ([], "at least a header"),
+        ([b"\xc1\x00"], "malformed header"),
+        ([b"", *frames[1:]], "malformed header"),
+        ([frames[0][:-3], *frames[1:]], "malformed header"),
+        ([frames[0] + b"zz", *frames[1:]], "malformed header"),
+        ([b"\x00" * (wire.MAX_HEADER + 1), *frames[1:]], "more than 4194304"),
+        (frames[:-1], "only 17 column frames, no frame for column 'routing_recorded'"),
+        ([*frames, b"x"], "19 column frames, but the header describes 18"),
+        ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
+        ([frames[0], flipped, *frames[2:]], "checksum"),
+        (forge([*frames[:2], not_bool, *frames[3:]], lambda b: b), "'loss_mask' of sample 0 has a byte"),
+        ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
+        ([frames[0].replace(b"\xa4wire\x01", b"\xa4wire\x02"), *frames[1:]], "wire version 2, expected 1"),
+        (["text"], "contiguous bytes, not str"),
+        ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
+    ]
+    for bad, reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(bad)
+    with pytest.raises(WireError, match="more than 10"):
+        decode_trajectory(frames, max_header=10)
+
+
+def test_what_would_be_refused_is_not_encoded():
+    table = make_table(0, 3)
+    bad = [
+        (make_trajectory("x" * 300), "256 characters"),
+        (make_trajectory(turns=[Turn(3, 0, 0, 1, math.nan, "eos")]), "reward of turn 3"),
+        (make_trajectory(tables=[table.with_columns(rewards=np.full(3, np.inf, np.float32))]), "reward in sample 0"),
+        (make_trajectory(preview=[{"a": "\ud800"}]), "can not be encoded"),
+        (make_trajectory(task_seed=2**70), "can not be encoded"),
+        (make_trajectory(preview=[{"a": object()}]), "a object can not be sent"),
+        (make_trajectory(preview=[{"a": "x" * wire.MAX_HEADER}]), "shorten the preview"),
+    ]
+    for trajectory, reason in bad:
+        with pytest.raises(WireError, match=reason):
+            encode_trajectory(trajectory)
+
+
+ORIGINAL = make_trajectory()
+ORIGINAL_FRAMES = as_bytes(encode_trajectory(ORIGINAL))
+
+
+@st.composite
+def mutated(draw) -> list[bytes]:
+    """The frames of a trajectory with bytes changed, cut or added, or frames dropped, doubled or swapped."""
+    frames = list(ORIGINAL_FRAMES)
+    for _ in range(draw(st.integers(1, 3))):
+        if not frames:
+            break
+        i = 0 if draw(st.booleans()) else draw(st.integers(0, len(frames) - 1))
+        frame = frames[i]
+        at = draw(st.integers(0, len(frame)))
+        kind = draw(st.sampled_from(["byte", "cut", "insert", "drop", "double", "swap", "replace"]))
+        if kind == "byte":
+            frames[i] = frame[:at] + bytes([draw(st.integers(0, 255))]) + frame[at + 1 :]
+        elif kind == "cut":
+            frames[i] = frame[:at]
+        elif kind == "insert":
+            frames[i] = frame[:at] + draw(st.binary(max_size=9)) + frame[at:]
+        elif kind == "drop":
+            del frames[i]
+        elif kind == "double":
+            frames.insert(i, frame)
+        elif kind == "swap":
+            j = draw(st.integers(0, len(frames) - 1))
+            frames[i], frames[j] = frames[j], frames[i]
+        else:
+            frames[i] = draw(st.binary(max_size=60))
+    return frames
+
+
+@settings(FAST, max_examples=600)
+@given(frames=mutated())
+def test_no_mutation_is_taken_for_another_trajectory(frames):
+    with contextlib.suppress(WireError):
+        assert decode_trajectory(frames) == ORIGINAL
+
+
+@settings(FAST, max_examples=600)
+@given(data=st.data())
+def test_no_body_raises_anything_but_wire_error(data):
+    """Past the checksum: the body itself is mutated, and signed again."""
+    body = bytes(msgspec.msgpack.decode(ORIGINAL_FRAMES[0], type=Header).body)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body = body[:at] + data.draw(st.binary(max_size=3)) + body[at + data.draw(st.integers(0, 3)) :] or b"\x00"
+    try:
+        decoded = decode_trajectory(forge(ORIGINAL_FRAMES, lambda _: body))
+    except WireError:
+        return
+    encode_trajectory(decoded)
+
+
+@FAST
+@given(st.binary(max_size=200) | st.sampled_from([b"\x91" * 60_000, b"\xdf" + b"\xff" * 4, b"\xa2\xff\xff"]))
+def test_control_messages_refuse_garbage(data):
+    with pytest.raises(WireError):
+        decode_control(data)
+
+
+@FAST
+@given(data=st.data())
+def test_control_messages_mutated(data):
+    message = wire.Offer("session", [wire.Parcel("t1", 3, 100), wire.Parcel("t2", 4, 0)])
+    raw = wire.encode_control(message)
+    assert decode_control(raw) == message
+    at = data.draw(st.integers(0, len(raw) - 1))
+    with contextlib.suppress(WireError):
+        decode_control(raw[:at] + data.draw(st.binary(max_size=4)) + raw[at + 1 :])
+
+
+def test_control_messages_have_limits_and_may_grow():
+    grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
+    assert decode_control(grown) == wire.Ack(["a"])
+    for bad in (
+        wire.Hello("s", "", "run", "schema"),
+        wire.Hello("s" * 65, "g0", "run", "schema"),
+        wire.Deliver("s", "x" * 257, 0),
+        wire.Offer("s", [wire.Parcel("x", 0, -1)]),
+        wire.Offer("s", [wire.Parcel("x", 0, 1)] * 65),
+        wire.Ack(["x" * 200] * 400),
+    ):
+        with pytest.raises(WireError):
+            decode_control(wire.encode_control(bad))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron.core.tensor_parallel import checkpoint
 
 from r3async.batching.packing import collate, pack
 from r3async.config import Config, config_from_dict
@@ -232,6 +231,13 @@ def test_replaying_own_routes_changes_no_bit(learner):
         assert torch.equal(logits(learner, replayed), plain)
     assert agreement.share == 1.0
     assert agreement.compared == replayed.tokens * hm.LAYERS
+    every_other = [
+        replace_columns(s, routing_recorded=np.arange(len(s.table)) % 2 == 0) for s in with_routes(samples, routes)
+    ]
+    with learner.replay.bound(collate(every_other)) as agreement:
+        assert torch.equal(logits(learner, collate(every_other)), plain)
+    assert agreement.share == 1.0
+    assert agreement.compared < replayed.tokens * hm.LAYERS
 
 
 def test_unrecorded_rows_route_by_themselves(learner):
@@ -275,7 +281,13 @@ def test_nothing_is_left_behind_after_an_exception(learner):
     micro_batch = collate(hm.make_samples(6, LENGTHS))
     plain = logits(learner, micro_batch)
     last = learner.model.decoder.layers[-1]
-    handle = last.mlp.experts.register_forward_pre_hook(lambda *a: (_ for _ in ()).throw(RuntimeError("broken expert")))
+    calls = iter([None, RuntimeError("broken expert")])  # the second micro-batch's forward
+
+    def break_once(*args) -> None:
+        if error := next(calls):
+            raise error
+
+    handle = last.mlp.experts.register_forward_pre_hook(break_once)
     before = weights(learner)
     with pytest.raises(RuntimeError, match="broken expert"):
         learner.train_step([collate(hm.make_samples(7, [8])), micro_batch])
@@ -337,6 +349,8 @@ def test_routes_are_bound_by_layer_number(tmp_path):
 
 
 def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
+    from megatron.core.tensor_parallel import checkpoint
+
     micro_batch = collate(hm.make_samples(11, LENGTHS))
 
     def grads() -> dict[str, torch.Tensor]:
@@ -537,10 +551,16 @@ def test_log_probs_in_chunks_equal_those_at_once():
     hidden = torch.randn(23, 16, generator=generator, requires_grad=True)
     targets = torch.randint(50, (23,), generator=generator)
     temperatures = torch.rand(23, generator=generator) + 0.5
-    results = []
+    results, rows = [], []
+
+    def logits_of(some: torch.Tensor) -> torch.Tensor:
+        rows.append(len(some))
+        return some @ matrix.T
+
     for elements in (10**6, 200):
-        logprobs, entropies = token_logprobs(lambda h: h @ matrix.T, hidden, targets, temperatures, 50, elements)
+        logprobs, entropies = token_logprobs(logits_of, hidden, targets, temperatures, 50, elements)
         results.append((logprobs, entropies, *torch.autograd.grad(logprobs.square().sum(), [hidden, matrix])))
+    assert sorted(rows) == sorted([23] + 2 * [4, 4, 4, 4, 4, 3])  # the chunks once forward and once backward
     for at_once, chunked in zip(*results, strict=True):
         assert (at_once - chunked).norm() < 1e-5 * at_once.norm()
     exact = torch.distributions.Categorical(logits=(hidden @ matrix.T) / temperatures[:, None])
@@ -569,9 +589,8 @@ def test_master_weights_keep_small_updates():
     assert optimizers[0].lr == pytest.approx(2.5e-5)
     for _ in range(40):
         for optimizer, parameter in zip(optimizers, (low, high), strict=True):
-            for _ in range(2):
-                loss = parameter.float().sum()
-                loss.backward()
+            for factor in (1.5, -0.5):
+                (factor * parameter.float()).sum().backward()
                 optimizer.accumulate()
             norm.grad = torch.zeros(3)
             optimizer.step()

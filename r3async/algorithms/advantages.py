@@ -10,17 +10,17 @@ import numpy as np
 from r3async.records import Sample, Trajectory
 
 
-def relative(rewards: np.ndarray, *, normalize_std: bool, eps: float = 1e-3) -> np.ndarray:
+def relative(rewards: Sequence[float] | np.ndarray, *, normalize_std: bool, eps: float = 1e-3) -> np.ndarray:
     """float64 `[n]`: `r - mean(r)`, divided by `std(r) + eps` if `normalize_std` (std with n - 1 in the denominator).
 
     GRPO (arXiv 2402.03300) divides; Dr. GRPO (arXiv 2503.20783) does not. A group without contrast (fewer than two
     rewards, or all equal) is exactly 0.
     """
-    rewards = np.asarray(rewards, np.float64)
-    if len(rewards) < 2 or rewards.max() == rewards.min():
-        return np.zeros(len(rewards))
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + eps) if normalize_std else centred
+    values = np.asarray(rewards, np.float64)
+    if len(values) < 2 or values.max() == values.min():
+        return np.zeros(len(values))
+    centred = values - values.mean()
+    return centred / (values.std(ddof=1) + eps) if normalize_std else centred
 
 
 def group_advantages(

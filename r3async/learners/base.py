@@ -23,8 +23,10 @@ class LearnerBackend(Protocol):
     grad mode and the number of OpenMP threads are per thread in torch.
     """
 
-    version: int
-    """Optimizer steps taken. A step that was skipped does not count."""
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken. A step that was skipped does not count."""
+        ...
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer step over all micro-batches, which need the column `advantages`.

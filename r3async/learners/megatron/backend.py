@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from r3async.algorithms.objective import EMPTY_METRICS, ObjectiveSums, objective
@@ -21,22 +22,17 @@ from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.base import LearnerError
 from r3async.learners.megatron import cpu
-
-cpu.prepare()  # before the modules below, which import Megatron's layers
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-
-from r3async.learners.megatron.hf import (  # noqa: E402
+from r3async.learners.megatron.hf import (
     Checkpoint,
     export_weights,
     load_weights,
     read_shape,
     transformer_config,
 )
-from r3async.learners.megatron.logprobs import token_logprobs  # noqa: E402
-from r3async.learners.megatron.modules import build_model, make_plan  # noqa: E402
-from r3async.learners.megatron.replay import RoutingReplay  # noqa: E402
-from r3async.learners.optimizer import MasterAdamW  # noqa: E402
+from r3async.learners.megatron.logprobs import token_logprobs
+from r3async.learners.megatron.modules import build_model, make_plan
+from r3async.learners.megatron.replay import RoutingReplay
+from r3async.learners.optimizer import MasterAdamW
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,7 @@ class MegatronLearner:
     """
 
     def __init__(self, config: Config, model_path: Path):
+        cpu.prepare()
         self._config, self._source = config, Path(model_path)
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -102,6 +99,11 @@ class MegatronLearner:
     def version(self) -> int:
         """Optimizer steps taken."""
         return self._optimizer.steps
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are `0..vocab_size - 1`."""
+        return self._shape.vocab_size
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer step; see `LearnerBackend.train_step`."""

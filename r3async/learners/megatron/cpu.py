@@ -1,7 +1,7 @@
 """What megatron-core 0.16 needs to run where there is no CUDA, and where there is no TransformerEngine.
 
-`prepare` changes names inside `torch.cuda` and Megatron, once per process; on a CUDA machine it only supplies the names
-that Megatron leaves unbound without TransformerEngine.
+`prepare` changes names inside `torch.cuda`, `torch.compiler` and Megatron, once and for the whole process; on a CUDA
+machine it only supplies the names that Megatron leaves unbound without TransformerEngine.
 """
 
 from __future__ import annotations

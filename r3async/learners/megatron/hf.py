@@ -138,6 +138,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        cuda_graph_scope=[],  # its default is deprecated, with a warning
         # Weights are made on the host, uninitialised, and then loaded.
         use_cpu_initialization=True,
         perform_initialization=False,

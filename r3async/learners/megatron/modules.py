@@ -178,13 +178,8 @@ class PackedAttention(torch.nn.Module):
         query, key = _Rotate.apply(query, plan.cos, plan.sin), _Rotate.apply(key, plan.cos, plan.sin)
         if plan.padded is not None:
             query, key, value = (_Rearrange.apply(x, plan.padded, plan.slots) for x in (query, key, value))
-        sizes = [count * width for count, width in plan.buckets]
-        attended = [
-            self._attend(*parts, count, width)
-            for (count, width), *parts in zip(
-                plan.buckets, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-            )
-        ]
+        parts = (x.split([count * width for count, width in plan.buckets]) for x in (query, key, value))
+        attended = [self._attend(*qkv, *shape) for *qkv, shape in zip(*parts, plan.buckets, strict=True)]
         out = attended[0] if len(attended) == 1 else torch.cat(attended)
         return out if plan.slots is None else _Restore.apply(out, plan.slots)
 

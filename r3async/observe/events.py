@@ -33,9 +33,12 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 def _encode(event: dict[str, Any]) -> bytes:
     try:
-        return _encoder.encode(event)
+        line = _encoder.encode(event)
+        if not line.isascii():
+            line.decode()  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
+        return line
     except Exception:  # text that is no UTF-8, a key that is no string, an object that contains itself
-        plain = {str(k): v if isinstance(v, (int, float)) else ascii(v).strip("'") for k, v in event.items()}
+        plain = {str(key): value if key == "time" else ascii(value).strip("'") for key, value in event.items()}
         return json.dumps(plain).encode()
 
 

@@ -1,0 +1,149 @@
+"""Which curves a report draws, and their data and axes as the page's script wants them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Line(msgspec.Struct, frozen=True):
+    metric: str
+    label: str
+    color: str
+    dash: str = ""
+    points: bool = False
+    """Drawn as points, and without a say in the axis."""
+
+
+class Chart(msgspec.Struct, frozen=True):
+    title: str
+    lines: tuple[Line, ...]
+    caption: str = ""
+    unit: str = ""
+    format: str = ".3~g"
+    log: bool = False
+    share: bool = False
+    """A fraction: the axis ends at 100 %."""
+    bound: bool = False
+    """Draw `schedule.max_staleness`."""
+
+
+CHARTS = (
+    Chart(
+        "Reward", (Line("reward/max", "best", "green", "dot"), Line("reward/mean", "mean", "blue")), "per trajectory"
+    ),
+    Chart(
+        "Drift",
+        (
+            Line("rollout_kl/k1", "k1", "orange", points=True),
+            Line("rollout_kl/k2", "k2", "violet", "dash"),
+            Line("rollout_kl/k3", "k3", "blue"),
+        ),
+        "KL(rollout ‖ learner) of trained tokens; k1 is drawn where it is positive",
+        "nats",
+        ".2e",
+        log=True,
+    ),
+    Chart(
+        "Staleness",
+        (Line("staleness/max", "oldest token", "orange"), Line("staleness/mean", "mean", "blue")),
+        "versions between sampling a token and training it",
+        bound=True,
+    ),
+    Chart(
+        "Routing",
+        (Line("routing/recorded_fraction", "recorded", "green"), Line("routing/agreement", "agreement", "blue")),
+        "routes that came with the tokens, and experts that learner and engine both choose",
+        format=".2%",
+        share=True,
+    ),
+    Chart("Policy loss", (Line("loss/policy", "policy loss", "blue"),), "per trained token"),
+    Chart("Gradient norm", (Line("grad_norm", "norm", "blue"),), "before clipping"),
+    Chart(
+        "Throughput",
+        (
+            Line("throughput/generated_tokens_per_second", "generated", "green"),
+            Line("throughput/trained_tokens_per_second", "trained", "blue"),
+        ),
+        "of wall time",
+        "tokens/s",
+        ",.0f",
+    ),
+    Chart(
+        "Weight updates",
+        (Line("weights/update_seconds", "delivery", "blue"), Line("weights/pause_seconds", "engine pause", "orange")),
+        "time to bring a new version into the engines",
+        "s",
+        ".3f",
+    ),
+    Chart("Entropy", (Line("entropy/mean", "entropy", "blue"),), "of the learner at trained tokens", "nats"),
+    Chart(
+        "Learner time",
+        (Line("learner/step_seconds", "training", "blue"), Line("learner/wait_seconds", "waiting for data", "orange")),
+        "per step",
+        "s",
+        ".2f",
+    ),
+)
+
+
+def finite(value: Any) -> float | None:
+    """A number short enough for a page; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def describe_charts(
+    rows: Sequence[dict[str, Any]], bound: int | None
+) -> tuple[list[dict[str, Any]], dict[str, list[float | None]]]:
+    """The charts that have data, as the page's script wants them, and the columns they draw."""
+    charts: list[dict[str, Any]] = []
+    series: dict[str, list[float | None]] = {}
+    for chart in CHARTS:
+        lines = []
+        for line in chart.lines:
+            column = [finite(row.get(line.metric)) for row in rows]
+            if chart.log:
+                column = [v if v is not None and v > 0 else None for v in column]
+            if any(v is not None for v in column):
+                series[line.metric] = column
+                lines.append(line)
+        if lines:
+            leading = [line for line in lines if not line.points] or lines
+            values = [v for line in leading for v in series[line.metric] if v is not None]
+            charts.append(_chart(chart, lines, values, bound, f"chart-{len(charts)}"))
+    return charts, series
+
+
+def _chart(chart: Chart, lines: list[Line], values: list[float], bound: int | None, key: str) -> dict[str, Any]:
+    shown_bound = bound if chart.bound else None
+    low, high = min(values), max(values)
+    limits = None
+    if chart.bound:
+        limits = [-0.08 * max(high, bound or 0, 1), max(high, bound or 0, 1) * 1.15]
+    elif chart.share:
+        # What matters is the distance to 100 %: the axis starts near the data, not at 0.
+        floor = min(low, 0.99) - 0.05 * (1 - min(low, 0.99))
+        limits = [max(floor, -0.02), 1 + 0.06 * (1 - floor)]
+    elif chart.log:
+        room = 0.15 if high > 2 * low else 0.5
+        limits = [math.log10(low) - room, math.log10(high) + room]
+    elif low >= 0:
+        limits = [0, (high or 1) * 1.08]
+    return {
+        "id": key,
+        "title": chart.title,
+        "caption": chart.caption,
+        "unit": chart.unit,
+        "format": chart.format,
+        "ticks": ".0%" if chart.share and low < 0.95 else ".1%" if chart.share else "~s" if high >= 1000 else "",
+        "log": chart.log,
+        "decades": max(1.0, math.log10(high / low)) if chart.log else 0,
+        "range": limits,
+        "bound": shown_bound,
+        "lines": [msgspec.to_builtins(line) for line in lines],
+    }

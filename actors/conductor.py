@@ -12,9 +12,11 @@ import msgspec
 import numpy as np
 
 from actors.process import redirect_output
+from r3async.buffer.groups import largest_buffer
 from r3async.config import Config, config_from_dict
+from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
-from r3async.observe.metrics import MetricsWriter
+from r3async.observe.steps import StepBook
 from r3async.scheduling.admission import Admission
 from r3async.weights.probe import compare_probe, probe_text, probe_tolerance
 
@@ -48,7 +50,7 @@ class Conductor:
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir = run_id, Path(run_dir)
         self.events = open_events(self.run_dir, "conductor")
-        self.metrics = MetricsWriter(self.run_dir)
+        self.book = StepBook(self.run_dir, self.events.error)
         schedule = self.config.schedule
         self.admission = Admission(
             max_staleness=schedule.max_staleness,
@@ -63,26 +65,21 @@ class Conductor:
         self._endpoint = ""
         self._manifest: tuple[int, bytes] = (-1, b"")
         self._published = asyncio.Event()
-        self._rows: list[dict[str, Any]] = []
         self._failure: BaseException | None = None
         self._stopping = False
         self._phase = "starting"
-        self._last: dict[str, Any] = {}
         self._started = time.time()
-        self._row_time, self._row_tokens = time.monotonic(), 0
 
     def _task_seed(self, group_index: int) -> int:
         return random.Random(f"{self.config.seed}/{group_index}").getrandbits(63)
 
     # -- called by generators ------------------------------------------------------------------------------------
 
-    async def lease(self, generator_id: str, room: int, done: list[int], stats: dict[str, float]) -> dict[str, Any]:
-        """Report finished groups and take up to `room` new leases. `more` is False when nothing will ever be left."""
+    async def lease(self, generator_id: str, room: int, stats: dict[str, float]) -> dict[str, Any]:
+        """Take up to `room` new leases. `more` is False when nothing will ever be left."""
         generator = self.generators[generator_id]
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
-        for group in done:
-            self.admission.complete(group)
         leases = []
         while len(leases) < room and not self._stopping and self.admission.can_lease():
             leases.append(self.admission.lease(generator_id))
@@ -96,7 +93,7 @@ class Conductor:
         return {
             "phase": self._phase,
             "steps": self.config.steps,
-            "last": self._last,
+            "last": self.book.last,
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": [
@@ -124,7 +121,7 @@ class Conductor:
             await self._start()
             await self._probe()
             self._phase = "training"
-            self._row_time = time.monotonic()
+            self.book.restart_clock()
             background = [asyncio.create_task(self._deliver_forever())]
             background += [asyncio.create_task(self._supervise(g)) for g in self.generators.values()]
             steps = await self._train_steps(background)
@@ -140,6 +137,7 @@ class Conductor:
             raise RunFailed(cause) from error
         finally:
             self._stopping = True
+            self._phase = "ending the actors"
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -148,24 +146,32 @@ class Conductor:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _root_cause(error: BaseException) -> str:
+    def _root_cause(self, error: BaseException) -> str:
         """The innermost message a person can use: Ray wraps an actor's exception, a task group wraps its members'."""
+        from ray.exceptions import RayActorError
+
         while True:
             inner = getattr(error, "cause", None) or (
                 error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
             )
+            if isinstance(error, RayActorError):
+                return (
+                    f"an actor process died ({str(error).splitlines()[0]}); its last words are in {self.run_dir}/logs"
+                )
             if not isinstance(inner, BaseException):
                 return f"{type(error).__name__}: {error}" if not isinstance(error, RunFailed) else str(error)
             error = inner
 
     async def _start(self) -> None:
-        self._phase = "loading learner"
-        timeout = self.config.learner.start_timeout
-        info = await asyncio.wait_for(self.learner.start.remote(), timeout)
+        self._phase = "loading learner and engine"
+        learner = asyncio.ensure_future(
+            asyncio.wait_for(self.learner.start.remote(), self.config.learner.start_timeout)
+        )
+        loading = [asyncio.ensure_future(self._load(g)) for g in self.generators.values()]
+        learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
+        info, *infos = await asyncio.gather(learner, *loading)
         self._endpoint = info["endpoint"]
-        self._phase = "loading engine"
-        infos = await asyncio.gather(*(self._start_generator(g) for g in self.generators.values()))
+        await asyncio.gather(*(self._connect(g) for g in self.generators.values()))
         hosts = {i["host"] for i in infos} | {info["host"]}
         if len(hosts) > 1:
             raise RunFailed(
@@ -174,16 +180,24 @@ class Conductor:
             )
         self._routing = infos[0]["routing"]
         await self.learner.expect_routes.remote(self._routing)
+        need = largest_buffer(self.config, RoutingShape(**self._routing) if self._routing else None)
+        if need > self.config.transport.credit_bytes:
+            raise RunFailed(
+                f"transport.credit_bytes = {self.config.transport.credit_bytes} can not hold the {self.admission.slots} "
+                f"groups that schedule.max_staleness and schedule.groups_per_step allow: set it to at least {need}"
+            )
         if self._routing is None and self.config.routing.replay == "rollout":
             raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
 
-    async def _start_generator(self, generator: Generator) -> dict[str, Any]:
+    async def _load(self, generator: Generator) -> dict[str, Any]:
+        """Load the engine; it has no weights worth the name and no connection yet."""
         generator.state = "starting"
-        info = await asyncio.wait_for(
-            generator.handle.start.remote(self._endpoint), self.config.generator.start_timeout
-        )
+        info = await asyncio.wait_for(generator.handle.start.remote(), self.config.generator.start_timeout)
         generator.pid = info["pid"]
         return info
+
+    async def _connect(self, generator: Generator) -> None:
+        await asyncio.wait_for(generator.handle.connect.remote(self._endpoint), RPC_SECONDS)
 
     async def _probe(self) -> None:
         """Deliver version 0 the way every later one goes, then compare what learner and engines think of a fixed text."""
@@ -233,9 +247,8 @@ class Conductor:
             if result is None:
                 break
             steps += 1
-            self._rows.append({"step": steps, "version": result["version"], **result["metrics"]})
+            self.book.add(steps, result["version"], result["metrics"], result["previews"])
             self._manifest = (result["version"], result["manifest"])
-            self._previews(steps, result["previews"])
             self._published.set()
         await self._settle()
         return steps
@@ -243,10 +256,10 @@ class Conductor:
     async def _settle(self) -> None:
         """Let the last weights be delivered, so that every step has its row."""
         deadline = time.monotonic() + RPC_SECONDS
-        while self._rows and time.monotonic() < deadline:
+        while not self.book.empty and time.monotonic() < deadline:
             self._published.set()
             await asyncio.sleep(0.05)
-        self._write_rows(self._manifest[0], 0.0, 0.0)
+        self._delivered(self._manifest[0], 0.0, 0.0)
 
     async def _deliver_forever(self) -> None:
         """Install the newest published weights in every live generator; free slots; write the rows of what was trained."""
@@ -254,7 +267,7 @@ class Conductor:
             await self._published.wait()
             self._published.clear()
             version = self._manifest[0]
-            if not any(r["version"] <= version for r in self._rows):
+            if not self.book.waits_for(version):
                 continue
             before = time.monotonic()
             live = [g for g in self.generators.values() if g.state == "healthy" and g.version < version]
@@ -270,37 +283,16 @@ class Conductor:
             if not any(g.version >= version for g in self.generators.values()):
                 continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
             self.admission.installed(version)
-            self._write_rows(version, time.monotonic() - before, max(pauses))
+            self._delivered(version, time.monotonic() - before, max(pauses))
 
-    def _write_rows(self, version: int, update_seconds: float, pause_seconds: float) -> None:
-        ready, self._rows = (
-            [r for r in self._rows if r["version"] <= version],
-            [r for r in self._rows if r["version"] > version],
-        )
-        for row in ready:
-            now, generated = time.monotonic(), self._generated_tokens()
-            seconds = max(now - self._row_time, 1e-9)
-            row |= {
-                "time": time.time(),
-                "throughput/generated_tokens_per_second": max(0, generated - self._row_tokens) / seconds,
-                "throughput/trained_tokens_per_second": row["batch/trained_tokens"] / seconds,
-                "weights/update_seconds": update_seconds,
-                "weights/pause_seconds": pause_seconds,
-                "generator/restarts": sum(g.restarts for g in self.generators.values()),
-                "slots/taken": self.admission.slots_taken,
-            }
-            self._row_time, self._row_tokens = now, generated
-            odd = self.metrics.write(row)
-            if odd:
-                self.events.error("metric_not_finite", step=row["step"], metrics=odd)
-            self._last = row
-
-    def _previews(self, step: int, previews: list[dict[str, Any]]) -> None:
-        with (self.run_dir / "episodes.jsonl").open("ab") as file:
-            for preview in previews:
-                pairs = list(zip(preview["messages"][::2], preview["messages"][1::2], preview["rewards"], strict=False))
-                turns = [{"user": u["content"], "assistant": a["content"], "reward": r} for u, a, r in pairs]
-                file.write(msgspec.json.encode({"step": step, "reward": preview["reward"], "turns": turns}) + b"\n")
+    def _delivered(self, version: int, update_seconds: float, pause_seconds: float) -> None:
+        figures = {
+            "weights/update_seconds": update_seconds,
+            "weights/pause_seconds": pause_seconds,
+            "generator/restarts": sum(g.restarts for g in self.generators.values()),
+            "slots/taken": self.admission.slots_taken,
+        }
+        self.book.delivered(version, self._generated_tokens(), figures)
 
     def _generated_tokens(self) -> int:
         return sum(g.finished_tokens + g.generated_tokens for g in self.generators.values())
@@ -335,7 +327,7 @@ class Conductor:
         generator.state, generator.version = "dead", -1
         generator.finished_tokens += generator.generated_tokens
         generator.generated_tokens = 0
-        missing = await self.learner.missing.remote(self.admission.open_leases(generator.generator_id))
+        missing = await self.learner.missing.remote(self.admission.leases(generator.generator_id))
         back = self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))
         self.events.warning(
             "generator_died",
@@ -355,7 +347,8 @@ class Conductor:
         generator.restarts += 1
         began = time.monotonic()
         await self._wait_until_alive(generator, began + self.config.generator.start_timeout)
-        await self._start_generator(generator)
+        await self._load(generator)
+        await self._connect(generator)
         await self._install(generator)
         generator.state = "healthy"
         self._published.set()

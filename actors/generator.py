@@ -21,6 +21,7 @@ from r3async.episodes.group import GroupPlayer
 from r3async.observe.events import open_events
 from r3async.scheduling.admission import GroupLease
 from r3async.transport.sender import Sender
+from r3async.transport.sockets import TransportError
 from r3async.weights.manifest import WeightManifest
 
 IDLE_SECONDS = 0.05
@@ -29,7 +30,7 @@ IDLE_SECONDS = 0.05
 class GeneratorActor:
     """Serves the conductor, which alone calls it. One process, one event loop.
 
-    After a restart by Ray the process is new: `start`, `install` and `run` are called again, in that order.
+    After a restart by Ray the process is new: `start`, `connect`, `install` and `run` are called again, in that order.
     """
 
     def __init__(self, generator_id: str, run_id: str, config: dict[str, Any], model_path: str, run_dir: str):
@@ -41,12 +42,13 @@ class GeneratorActor:
         self.engine: Engine | None = None
         self.sender: Sender | None = None
         self._stopping = asyncio.Event()
+        self._rejection = ""
 
     def whereabouts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "host": socket.gethostname()}
 
-    async def start(self, endpoint: str) -> dict[str, Any]:
-        """Load the engine and connect to the learner at `endpoint`. Returns what the conductor has to know."""
+    async def start(self) -> dict[str, Any]:
+        """Load the engine. Returns what the conductor has to know."""
         settings = self.config.generator
         self.engine = VllmEngine(
             self.model_path,
@@ -59,14 +61,19 @@ class GeneratorActor:
         )
         self.renderer = await asyncio.to_thread(ChatRenderer.from_model, self.model_path)
         await self.engine.start()
-        self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
-        await self.sender.start()
         routing = self.engine.routing
         self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)
         return {**self.whereabouts(), "routing": msgspec.structs.asdict(routing) if routing else None}
 
+    async def connect(self, endpoint: str) -> None:
+        """Open the way to the learner."""
+        self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
+        await self.sender.start()
+
     def _rejected(self, trajectory_id: str, reason: str) -> None:
+        """The learner will never take it, so its group can never be trained: the run has to stop and say why."""
         self.events.error("trajectory_rejected", trajectory_id=trajectory_id, reason=reason)
+        self._rejection = f"the learner rejected trajectory {trajectory_id}: {reason}"
 
     async def install(self, manifest: bytes) -> dict[str, float]:
         """Install published weights while episodes go on."""
@@ -85,7 +92,8 @@ class GeneratorActor:
     async def run(self, conductor: Any) -> None:
         """Lease groups and play them until the conductor says there is nothing more to play.
 
-        Raises what an episode failed with, after its retries. Everything delivered is acknowledged when this returns.
+        Raises what an episode failed with, after its retries. `TransportError` if the learner
+        rejects a trajectory.
         """
         assert self.engine is not None
         assert self.sender is not None
@@ -101,15 +109,14 @@ class GeneratorActor:
         episodes = self.config.schedule.samples_per_group
         capacity = max(1, self.config.generator.concurrency // episodes)
         playing: set[asyncio.Task[None]] = set()
-        done: list[int] = []
         more = True
         try:
             while (more or playing) and not self._stopping.is_set():
                 room = capacity - len(playing) if more else 0
-                answer = await conductor.lease.remote(self.generator_id, room, done, self.engine.stats())
-                done, more = [], answer["more"]
+                answer = await conductor.lease.remote(self.generator_id, room, self.engine.stats())
+                more = answer["more"]
                 for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
-                    playing.add(asyncio.create_task(player.play(lease), name=str(lease.group_index)))
+                    playing.add(asyncio.create_task(player.play(lease)))
                 finished: set[asyncio.Task[None]] = set()
                 if playing:
                     finished, playing = await asyncio.wait(
@@ -119,9 +126,8 @@ class GeneratorActor:
                     await asyncio.sleep(IDLE_SECONDS)
                 for task in finished:
                     task.result()
-                    done.append(int(task.get_name()))
-            if done:
-                await conductor.lease.remote(self.generator_id, 0, done, self.engine.stats())
+                if self._rejection:
+                    raise TransportError(self._rejection)
         finally:
             for task in playing:
                 task.cancel()

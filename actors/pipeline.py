@@ -37,10 +37,10 @@ class Pipeline:
         actors = self.config.generator.count + 2
         if not ray.is_initialized():
             if address:
-                ray.init(address=address, log_to_driver=True, logging_level="warning")
+                ray.init(address=address, log_to_driver=True, logging_level="error")
             else:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
-                ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="warning")
+                ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
             self._owns_ray = True
         gpus = ray.cluster_resources().get("GPU", 0)
         share = min(1.0, gpus / (self.config.generator.count + 1)) if gpus else 0.0

@@ -22,13 +22,14 @@ def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5):
     st.integers(1, 3),
     st.integers(1, 6),
     st.lists(
-        st.tuples(st.sampled_from(["lease", "finish", "die", "train", "install"]), st.integers(0, 7)), max_size=120
+        st.tuples(st.sampled_from(["lease", "finish", "arrive", "die", "train", "install"]), st.integers(0, 7)),
+        max_size=120,
     ),
 )
 def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(staleness, per_step, steps, events):
     admission = make(staleness, per_step, 2, steps)
     leased_at, arrived, installed, trained_version = {}, {}, 0, 0
-    holder = {}
+    holder, sent = {}, {}
 
     def try_lease(owner):
         if admission.can_lease():
@@ -40,8 +41,11 @@ def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(staleness, per_s
         mine = sorted(g for g, (who, _) in holder.items() if who == owner)
         if mine:
             _, episodes = holder.pop(mine[0])
-            arrived.setdefault(mine[0], set()).update(episodes)
-            admission.complete(mine[0])
+            sent[mine[0]] = (owner, episodes)
+
+    def arrive(owner):
+        for g in [g for g, (who, _) in sent.items() if who == owner][:1]:
+            arrived.setdefault(g, set()).update(sent.pop(g)[1])
 
     def train():
         nonlocal trained_version
@@ -62,6 +66,8 @@ def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(staleness, per_s
             if partly:
                 arrived.setdefault(g, set()).add(holder[g][1][0])
             del holder[g]
+        for g in [g for g, (who, _) in sent.items() if who == owner]:
+            del sent[g]  # finished, and lost with its sender before the learner had it
         admission.lose(owner, lambda g: [i for i in (0, 1) if i not in arrived.get(g, set())])
 
     for kind, number in events:
@@ -70,6 +76,8 @@ def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(staleness, per_s
             try_lease(owner)
         elif kind == "finish":
             finish(owner)
+        elif kind == "arrive":
+            arrive(owner)
         elif kind == "die":
             die(owner, number > 3)
         elif kind == "train":
@@ -81,6 +89,7 @@ def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(staleness, per_s
         for owner in ("g0", "g1"):
             try_lease(owner)
             finish(owner)
+            arrive(owner)
         train()
         install()
     assert trained_version == steps
@@ -92,9 +101,7 @@ def test_staleness_zero_waits_for_the_installation_of_each_step():
     groups = [admission.lease("g").group_index for _ in range(2)]
     assert groups == [0, 1]
     assert not admission.can_lease()
-    for group in groups:
-        admission.complete(group)
-    assert not admission.can_lease()  # played, but nothing trained from it is installed
+    assert not admission.can_lease()
     admission.installed(1)
     assert admission.lease("g").group_index == 2
 
@@ -103,8 +110,9 @@ def test_a_lost_lease_is_given_again_for_the_missing_episodes_only_and_first():
     admission = make()
     for _ in range(3):
         admission.lease("a")
-    admission.complete(0)
+    assert admission.leases("a") == [0, 1, 2]
     assert admission.lose("a", lambda g: [1] if g == 1 else []) == [1]
+    assert admission.leases("a") == []
     again = admission.lease("b")
     assert (again.group_index, again.episode_indices, again.task_seed) == (1, (1,), 1001)
 
@@ -114,3 +122,17 @@ def test_a_version_can_not_be_uninstalled():
     admission.installed(2)
     with pytest.raises(ValueError, match="after 2"):
         admission.installed(1)
+
+
+def test_a_group_that_was_played_but_never_arrived_is_played_again():
+    admission = make()
+    admission.lease("a")  # played to its end, sent, and lost with its sender
+    assert admission.lose("a", lambda g: [0, 1]) == [0]
+    assert admission.lease("b").episode_indices == (0, 1)
+
+
+def test_a_group_is_nobodys_once_weights_trained_from_it_are_installed():
+    admission = make()
+    admission.lease("a")
+    admission.installed(1)
+    assert admission.leases("a") == []

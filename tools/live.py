@@ -59,7 +59,7 @@ class LiveView:
 
     def say(self, line: str) -> None:
         """A line that stays, whatever the view."""
-        self._console.print(line, highlight=False, markup=False)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
         """What happens now, before the first step and after the last."""
@@ -67,7 +67,7 @@ class LiveView:
             self._progress.update(self._task, description=text)
         now = time.monotonic()
         if not self._progress and (text != self._shown_phase or now - self._shown_at > PLAIN_EVERY_SECONDS):
-            self._console.print(f"[{time.strftime('%H:%M:%S')}] {text}", highlight=False, markup=False)
+            self._console.print(f"[{time.strftime('%H:%M:%S')}] {text}", highlight=False, markup=False, soft_wrap=True)
             self._shown_phase, self._shown_at = text, now
         self._shown_phase = text
 
@@ -86,4 +86,6 @@ class LiveView:
             if self._progress:
                 self._progress.update(self._task, completed=row["step"], description=line)
             else:
-                self._console.print(f"step {row['step']:>4}/{self._steps}  {line}", highlight=False, markup=False)
+                self._console.print(
+                    f"step {row['step']:>4}/{self._steps}  {line}", highlight=False, markup=False, soft_wrap=True
+                )

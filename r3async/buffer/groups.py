@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from r3async.records import Trajectory
+import numpy as np
+
+from r3async.config import Config
+from r3async.engines.base import RoutingShape
+from r3async.records import SCHEMA, Trajectory
+
+HEADER_BYTES = 4096
+"""Allowed for what is not token data in one trajectory."""
+
+
+def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
+    """Bytes of all trajectories that the slots allow, each as long as it may be.
+
+    Groups are consumed in lease order. With less credit than this, later groups could hold all of it while the oldest one
+    waits to be sent, and nothing would ever move again.
+    """
+    sizes = {"layers": routing.layers if routing else 0, "top_k": routing.top_k if routing else 0}
+    wide = routing is not None and routing.num_experts > 256
+    per_token = 0
+    for column in SCHEMA.columns.values():
+        count = 1
+        for dimension in column.inner:
+            count *= sizes[dimension]
+        per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
+    schedule = config.schedule
+    episodes = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.samples_per_group
+    return episodes * (config.episode.max_total_tokens * per_token + HEADER_BYTES)
 
 
 class GroupBuffer:

@@ -5,7 +5,8 @@ its slot is free again only when weights trained from it are *installed in the e
 `i // P` (from version `i // P`) and can be leased only once version `i // P - S` is installed, so no token trained is
 older than `S` versions. With `S = 0` training is exactly on-policy.
 
-Pure: no clock, no sockets. Owners are generators; a lease lost with its owner returns to the pool.
+A lease stays its owner's until weights trained from it are installed: an owner that has finished a group may still die
+with trajectories that the learner never got. Pure: no clock, no sockets. Owners are generators.
 """
 
 from __future__ import annotations
@@ -46,21 +47,16 @@ class Admission:
         self._next_group = 0
         self._installed = 0
         self._returned: list[tuple[int, tuple[int, ...]]] = []
-        self._open: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._owner: dict[int, str] = {}
 
     @property
     def slots_taken(self) -> int:
         return self._next_group - min(self._next_group, self._installed * self.groups_per_step)
 
     @property
-    def open_groups(self) -> int:
-        """Groups being played now."""
-        return len(self._open)
-
-    @property
     def exhausted(self) -> bool:
-        """Nothing is left to lease, now or later."""
-        return not self._returned and not self._open and self._next_group >= self.total_groups
+        """Nothing is left to lease, now or later, whoever dies."""
+        return self._installed * self.groups_per_step >= self.total_groups
 
     def can_lease(self) -> bool:
         return bool(self._returned) or (self._next_group < self.total_groups and self.slots_taken < self.slots)
@@ -74,30 +70,28 @@ class Admission:
         else:
             group, episodes = self._next_group, tuple(range(self.samples_per_group))
             self._next_group += 1
-        self._open[group] = (owner, episodes)
+        self._owner[group] = owner
         return GroupLease(group, self._task_seed(group), episodes)
 
-    def complete(self, group_index: int) -> None:
-        """All episodes of the lease are at the learner. Unknown groups are ignored: a late word of a lost owner."""
-        self._open.pop(group_index, None)
+    def leases(self, owner: str) -> list[int]:
+        """Groups leased to `owner` that are not trained and installed yet."""
+        return sorted(g for g, who in self._owner.items() if who == owner)
 
     def lose(self, owner: str, missing: Callable[[int], Sequence[int]]) -> list[int]:
-        """The owner died: its open leases return, for the episodes that are still missing. Returns those groups."""
-        lost = sorted(g for g, (who, _) in self._open.items() if who == owner)
+        """The owner died: its leases return, for the episodes that the learner still lacks. Returns those groups."""
         back = []
-        for group in lost:
-            del self._open[group]
+        for group in self.leases(owner):
+            del self._owner[group]
             episodes = tuple(missing(group))
             if episodes:
                 heapq.heappush(self._returned, (group, episodes))
                 back.append(group)
         return back
 
-    def open_leases(self, owner: str) -> list[int]:
-        return sorted(g for g, (who, _) in self._open.items() if who == owner)
-
     def installed(self, version: int) -> None:
         """Every live engine has `version`. Raises `ValueError` if versions go backwards."""
         if version < self._installed:
             raise ValueError(f"version {version} installed after {self._installed}")
         self._installed = version
+        for group in [g for g in self._owner if g < version * self.groups_per_step]:
+            del self._owner[group]

@@ -1,0 +1,62 @@
+"""Commands as a person types them: what can be mended is one line on stderr and exit code 2."""
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from r3async.config import ConfigError, load_config
+from tools.train import StopRequest, make_run_dir, stop_signals
+
+
+def cli(*words, cwd):
+    command = [sys.executable, "-m", "tools.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+
+
+def test_presets_are_listed_and_shown(tmp_path):
+    assert cli("presets", cwd=tmp_path).stdout.startswith("quickstart")
+    shown = cli("presets", "quickstart", cwd=tmp_path).stdout
+    assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "quikstart"], "did you mean 'quickstart'"),
+        (["train", "nowhere.toml"], "no such file: nowhere.toml"),
+        (["train", "quickstart", "env.name=revers-text"], "did you mean 'reverse-text'"),
+        (["train", "quickstart", "model.path=/nowhere"], "`model.path` = '/nowhere' is not a model directory"),
+        (["init-model", "."], "exists already"),
+    ],
+)
+def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_path):
+    done = cli(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_is_new_holds_the_configuration_and_is_the_latest(tmp_path):
+    first = make_run_dir(load_config("quickstart", ["name=a"]), "quickstart", tmp_path)
+    second = make_run_dir(load_config("quickstart"), "quickstart", tmp_path)
+    assert second.name.startswith("quickstart-")
+    assert (tmp_path / "latest").resolve() == second.resolve()
+    assert load_config(str(first / "config.toml")).name == "a"
+    with pytest.raises(ConfigError, match="exists already"):
+        make_run_dir(load_config("quickstart", ["name=a"]), "quickstart", tmp_path)
+
+
+def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    request = StopRequest()
+    with stop_signals(request):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,50 @@
+"""The live view says what happens, in a pipe and on a terminal."""
+
+import io
+
+from rich.console import Console
+
+from tools.live import LiveView, describe_step
+
+ROW = {
+    "step": 3,
+    "reward/mean": 0.5,
+    "rollout_kl/k3": 1e-3,
+    "staleness/mean": 0.75,
+    "staleness/max": 1,
+    "routing/agreement": 0.98,
+    "throughput/generated_tokens_per_second": 3210.0,
+    "throughput/trained_tokens_per_second": None,
+}
+
+
+def status(phase="training", row=None, restarts=0):
+    return {"phase": phase, "last": row or {}, "generators": [{"restarts": restarts}]}
+
+
+def test_a_step_is_one_readable_line_also_when_a_number_is_missing():
+    line = describe_step(ROW)
+    for part in ("reward 0.500", "k3 1.0e-03", "age 0.75/1", "agree 0.980", "gen 3,210 tok/s", "train nan tok/s"):
+        assert part in line
+
+
+def test_a_pipe_gets_plain_lines_once_per_step_and_phase():
+    screen = io.StringIO()
+    with LiveView(Console(file=screen), 10) as view:
+        for _ in range(3):
+            view.show(status("loading engine"))
+        for _ in range(3):
+            view.show(status(row=ROW))
+        view.show(status(row={**ROW, "step": 4}, restarts=1))
+    lines = screen.getvalue().splitlines()
+    assert sum("loading engine" in line for line in lines) == 1
+    assert [line.split("/")[0].split()[-1] for line in lines if line.startswith("step")] == ["3", "4"]
+    assert sum("is being restarted" in line for line in lines) == 1
+    assert max(map(len, lines)) > 80  # never folded
+
+
+def test_a_terminal_gets_a_line_that_changes():
+    screen = io.StringIO()
+    with LiveView(Console(file=screen, force_terminal=True, width=160), 10) as view:
+        view.show(status(row=ROW))
+    assert "reward 0.500" in screen.getvalue()

@@ -1,40 +1,29 @@
-"""The Megatron learner against transformers and NumPy, and its routing replay against every way to go stale."""
+"""The Megatron learner against transformers: logits, gradients, checkpoints, and whole training steps."""
 
 from __future__ import annotations
 
 import json
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from r3async.batching.packing import collate, pack
-from r3async.config import Config, config_from_dict
+from r3async.config import Config
 from r3async.learners.base import LearnerBackend, LearnerError
 from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.megatron.hf import links, read_shape
-from r3async.learners.megatron.logprobs import token_logprobs
-from r3async.learners.megatron.modules import TorchRMSNorm, make_plan, plan_buckets
-from r3async.learners.optimizer import MasterAdamW
 from r3async.records import Sample
-from r3async.routing import RoutingError
 from tests import helpers_models as hm
-
-LENGTHS = [9, 40, 5, 17, 40, 6]
-
-
-def settings(**changes) -> Config:
-    data = {
-        "learner": {"dtype": "float32", "lr": 1e-2},
-        "algorithm": {"rollout_kl": {"coef": 0.1}},
-        "routing": {"min_recorded_fraction": 0.0},
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        data[section][name] = value
-    return config_from_dict(data)
+from tests.helpers_learner import (
+    LENGTHS,
+    fully_recorded,
+    gradients,
+    hf_gradients,
+    logits,
+    replace_columns,
+    settings,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,88 +31,9 @@ def model_path(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def learner(model_path):
     return MegatronLearner(settings(), model_path)
-
-
-def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    return learner.export()
-
-
-def logits(learner: MegatronLearner, micro_batch) -> torch.Tensor:
-    shape = learner._shape
-    plan = make_plan(
-        micro_batch.cu_seqlens,
-        head_dim=shape.head_dim,
-        rope_theta=shape.rope_theta,
-        dtype=learner._dtype,
-        device=torch.device("cpu"),
-    )
-    ids = torch.from_numpy(micro_batch.table["token_ids"].astype(np.int64))
-    return learner.model.logits(learner.model(ids[None], None, None, packed_seq_params=plan)[:, 0])
-
-
-def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    """Gradients of all parameters, under Hugging Face names."""
-    return {
-        name: part
-        for link in links(learner.model, learner._shape)
-        for name, part in zip(link.names, link.split(link.parameter.grad), strict=True)
-    }
-
-
-def hf_gradients(model) -> dict[str, torch.Tensor]:
-    """Gradients under checkpoint names: one tensor per expert and projection."""
-    out = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            for e, both in enumerate(parameter.grad):
-                prefix = name.removesuffix("gate_up_proj")
-                out[f"{prefix}{e}.gate_proj.weight"], out[f"{prefix}{e}.up_proj.weight"] = both.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            for e, down in enumerate(parameter.grad):
-                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
-        else:
-            out[name] = parameter.grad
-    return out
-
-
-def fully_recorded(samples: list[Sample]) -> list[Sample]:
-    return [replace_columns(s, routing_recorded=np.ones(len(s.table), bool)) for s in samples]
-
-
-def replace_columns(sample: Sample, **columns) -> Sample:
-    return Sample(sample.sample_id, sample.table.with_columns(**columns), sample.temperature)
-
-
-def own_routes(learner: MegatronLearner, micro_batch) -> np.ndarray:
-    """What the learner chooses by itself: uint8 `[N, L, K]`, read from its routers' maps."""
-    seen = []
-    routers = [layer.mlp.router for layer in learner.model.decoder.layers if hasattr(layer.mlp, "router")]
-    handles = [r.register_forward_hook(lambda m, i, out: seen.append(out[1])) for r in routers]
-    with torch.no_grad():
-        logits(learner, micro_batch)
-    for handle in handles:
-        handle.remove()
-    return np.stack([m.nonzero()[:, 1].reshape(len(m), -1).numpy() for m in seen], axis=1).astype(np.uint8)
-
-
-def with_routes(samples: list[Sample], routes: np.ndarray) -> list[Sample]:
-    out, at = [], 0
-    for sample in samples:
-        rows = routes[at : at + len(sample.table)]
-        out.append(replace_columns(sample, routed_experts=rows, routing_recorded=np.ones(len(rows), bool)))
-        at += len(rows)
-    return out
-
-
-# -- parity with transformers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,163 +127,6 @@ def test_export_is_a_snapshot(learner):
     assert all(torch.equal(before[name], kept[name]) for name in kept)
     after = learner.export()
     assert all(not torch.equal(after[name], kept[name]) for name in kept if "experts" not in name)
-
-
-# -- routing replay --------------------------------------------------------------------------------------------------
-
-
-def test_replaying_own_routes_changes_no_bit(learner):
-    samples = hm.make_samples(3, LENGTHS)
-    plain = logits(learner, collate(samples))
-    routes = own_routes(learner, collate(samples))
-    replayed = collate(with_routes(samples, routes[:, :, ::-1]))  # the order of a row's columns says nothing
-    with learner.replay.bound(replayed) as agreement:
-        assert torch.equal(logits(learner, replayed), plain)
-    assert agreement.share == 1.0
-    assert agreement.compared == replayed.tokens * hm.LAYERS
-    every_other = [
-        replace_columns(s, routing_recorded=np.arange(len(s.table)) % 2 == 0) for s in with_routes(samples, routes)
-    ]
-    with learner.replay.bound(collate(every_other)) as agreement:
-        assert torch.equal(logits(learner, collate(every_other)), plain)
-    assert agreement.share == 1.0
-    assert agreement.compared < replayed.tokens * hm.LAYERS
-
-
-def test_unrecorded_rows_route_by_themselves(learner):
-    samples = hm.make_samples(4, LENGTHS)
-    micro_batch = collate(samples)
-    plain = logits(learner, micro_batch)
-    nothing = collate([replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples])
-    with learner.replay.bound(nothing) as agreement:
-        assert torch.equal(logits(learner, nothing), plain)
-    assert agreement.compared == 0
-    assert agreement.share == 0.0
-    without = collate([Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples])
-    with learner.replay.bound(without):
-        assert torch.equal(logits(learner, without), plain)
-
-    # A record from position 4 on changes nothing before it, and something behind it.
-    late = [replace_columns(s, routing_recorded=np.arange(len(s.table)) >= 4) for s in samples]
-    with learner.replay.bound(collate(late)):
-        mixed = logits(learner, collate(late))
-    early = micro_batch.positions < 4
-    assert torch.equal(mixed[early], plain[early])
-    assert not torch.equal(mixed[~early], plain[~early])
-
-
-def test_agreement_is_measured_with_replay_on_and_off(model_path):
-    samples = fully_recorded(hm.make_samples(5, [12, 30]))
-    for mode in ("rollout", "off"):
-        learner = MegatronLearner(settings(routing__replay=mode), model_path)
-        routes = own_routes(learner, collate(samples))
-        routes[:21, 0] = routes[:21, 0] + 1 & 7  # half of the 42 rows of one of three layers: some other set
-        same = (np.sort(routes, -1) == np.sort(own_routes(learner, collate(samples)), -1)).all(-1)[:, 0].sum()
-        metrics = learner.train_step([collate(with_routes(samples, routes))])
-        if mode == "off":
-            assert metrics["routing/agreement"] == pytest.approx((42 * 2 + same) / 126)
-        else:  # replaying other experts in the first layer changes what the later ones see
-            assert metrics["routing/agreement"] <= (42 * 2 + same) / 126
-        assert metrics["routing/recorded_fraction"] == 1.0
-
-
-def test_nothing_is_left_behind_after_an_exception(learner):
-    micro_batch = collate(hm.make_samples(6, LENGTHS))
-    plain = logits(learner, micro_batch)
-    last = learner.model.decoder.layers[-1]
-    calls = iter([None, RuntimeError("broken expert")])  # the second micro-batch's forward
-
-    def break_once(*args) -> None:
-        if error := next(calls):
-            raise error
-
-    handle = last.mlp.experts.register_forward_pre_hook(break_once)
-    before = weights(learner)
-    with pytest.raises(RuntimeError, match="broken expert"):
-        learner.train_step([collate(hm.make_samples(7, [8])), micro_batch])
-    handle.remove()
-    assert all(hook.target is None for _, hook in learner.replay._routers)
-    assert all(p.grad is None for p in learner.model.parameters())
-    assert torch.equal(logits(learner, micro_batch), plain)
-    assert all(torch.equal(before[n], t) for n, t in weights(learner).items())
-    assert learner.version == 0
-
-
-def test_replay_can_not_outlive_or_overlap_its_micro_batch(learner):
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    samples = hm.make_samples(8, LENGTHS)
-    micro_batch = collate(samples)
-    plain = logits(learner, micro_batch)
-    with learner.replay.bound(micro_batch):
-        assert not torch.equal(logits(learner, micro_batch), plain)
-        with pytest.raises(RoutingError, match="still bound"), learner.replay.bound(micro_batch):
-            pass
-        assert not torch.equal(logits(learner, micro_batch), plain)
-    assert torch.equal(logits(learner, micro_batch), plain)
-    assert RouterReplay.global_router_replay_instances == []  # nothing that Megatron's class-wide calls could reach
-
-
-@pytest.mark.parametrize("other", [[30], [5, 5]])
-def test_more_or_fewer_rows_than_tokens_raise(learner, other):
-    bound, fed = collate(hm.make_samples(9, [20])), collate(hm.make_samples(9, other))
-    with pytest.raises(
-        RoutingError, match=rf"layer 1: routes of shape \(20, 2\) are bound, but the router got {sum(other)}"
-    ):
-        with learner.replay.bound(bound):
-            logits(learner, fed)
-    assert all(hook.target is None for _, hook in learner.replay._routers)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda rows: rows[:, :2], "expected .n, 3, 2"),
-        (lambda rows: np.where(rows == rows[2, 1, 0], np.uint8(8), rows), "expert id 8"),
-        (lambda rows: np.repeat(rows[..., :1], 2, axis=-1), "twice"),
-    ],
-    ids=["layers", "range", "duplicate"],
-)
-def test_invalid_records_are_refused_before_the_forward(learner, spoil, message):
-    (sample,) = hm.make_samples(10, [12])
-    rows = spoil(sample.table["routed_experts"].copy())
-    bad = collate([replace_columns(sample, routed_experts=rows)])
-    with pytest.raises(RoutingError, match=message), learner.replay.bound(bad):
-        pytest.fail("entered")
-
-
-def test_routes_are_bound_by_layer_number(tmp_path):
-    path = hm.make_hf_model(tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[0, 2])
-    learner = MegatronLearner(settings(), path)
-    assert [(i, hook.layer_number) for i, hook in learner.replay._routers] == [(0, 2), (1, 4)]
-
-
-def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
-    from megatron.core.tensor_parallel import checkpoint
-
-    micro_batch = collate(hm.make_samples(11, LENGTHS))
-
-    def grads() -> dict[str, torch.Tensor]:
-        with learner.replay.bound(micro_batch):
-            logits(learner, micro_batch).square().sum().backward()
-        taken = {n: g.clone() for n, g in gradients(learner).items()}
-        learner._optimizer.clear()
-        return taken
-
-    plain = grads()
-    for layer in learner.model.decoder.layers:
-        forward = layer.mlp.forward
-        monkeypatch.setattr(
-            layer.mlp,
-            "forward",
-            lambda h, padding_mask=None, forward=forward: (checkpoint(lambda x: forward(x)[0], False, h), None),
-        )
-    recomputed = grads()
-    for name, expected in plain.items():
-        assert (recomputed[name] - expected).norm() <= 1e-6 * expected.norm(), name
-
-
-# -- the training step -----------------------------------------------------------------------------------------------
 
 
 def reference_step(path, samples: list[Sample], config: Config) -> tuple[float, float, float]:
@@ -474,13 +227,13 @@ def test_recorded_fraction_is_that_of_the_inputs(model_path):
 
 def test_a_step_without_trained_tokens_changes_nothing(learner):
     samples = [replace_columns(s, loss_mask=np.zeros(len(s.table), bool)) for s in hm.make_samples(16, [8, 8])]
-    before = weights(learner)
+    before = learner.export()
     metrics = learner.train_step(pack(samples, 64))
     assert metrics["batch/trained_tokens"] == 0
     assert metrics["optimizer/skipped"] == 1
     assert all(np.isfinite(v) for v in metrics.values())
     assert learner.version == 0
-    assert all(torch.equal(before[n], t) for n, t in weights(learner).items())
+    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -489,12 +242,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_path, dtype):
     (sample,) = hm.make_samples(17, [12])
     advantages = sample.table["advantages"].copy()
     advantages[6] = np.inf
-    before = weights(learner)
+    before = learner.export()
     metrics = learner.train_step([collate([replace_columns(sample, advantages=advantages)])])
     assert metrics["optimizer/skipped"] == 1
     assert not np.isfinite(metrics["grad_norm"])
     assert learner.version == 0
-    assert all(torch.equal(before[n], t) for n, t in weights(learner).items())
+    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
     assert learner.train_step([collate([sample])])["optimizer/skipped"] == 0
 
 
@@ -525,100 +278,3 @@ def test_training_raises_the_probability_of_what_was_good(model_path):
     thread.join()
     assert learner.version == 5
     assert learner.score(ids)[2:].mean() > before + 0.5
-
-
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_rms_norm_and_its_gradient_equal_torch():
-    x = torch.randn(37, 2, 24, generator=torch.Generator().manual_seed(1)) * 3 + 1
-    norm = TorchRMSNorm(SimpleNamespace(params_dtype=torch.float64, sequence_parallel=False), 24, eps=1e-3)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-1, 2, 24))
-    results = []
-    for dtype in (torch.float32, torch.float64):  # float64 takes torch's own path
-        norm.to(dtype)
-        given = x.to(dtype).requires_grad_()
-        out = norm(given)
-        results.append((out, *torch.autograd.grad(out.pow(3).sum(), [given, norm.weight])))
-    for ours, exact in zip(*results, strict=True):
-        assert (ours - exact).norm() < 1e-6 * exact.norm()
-
-
-def test_log_probs_in_chunks_equal_those_at_once():
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(50, 16, generator=generator, requires_grad=True)
-    hidden = torch.randn(23, 16, generator=generator, requires_grad=True)
-    targets = torch.randint(50, (23,), generator=generator)
-    temperatures = torch.rand(23, generator=generator) + 0.5
-    results, rows = [], []
-
-    def logits_of(some: torch.Tensor) -> torch.Tensor:
-        rows.append(len(some))
-        return some @ matrix.T
-
-    for elements in (10**6, 200):
-        logprobs, entropies = token_logprobs(logits_of, hidden, targets, temperatures, 50, elements)
-        results.append((logprobs, entropies, *torch.autograd.grad(logprobs.square().sum(), [hidden, matrix])))
-    assert sorted(rows) == sorted([23] + 2 * [4, 4, 4, 4, 4, 3])  # the chunks once forward and once backward
-    for at_once, chunked in zip(*results, strict=True):
-        assert (at_once - chunked).norm() < 1e-5 * at_once.norm()
-    exact = torch.distributions.Categorical(logits=(hidden @ matrix.T) / temperatures[:, None])
-    assert torch.allclose(results[0][0], exact.log_prob(targets), atol=1e-5)
-    assert torch.allclose(results[0][1], exact.entropy(), atol=1e-5)
-
-
-def test_buckets_hold_every_sample_once_with_little_padding():
-    lengths = np.random.default_rng(0).integers(1, 3000, 200)
-    buckets = plan_buckets(lengths)
-    assert sorted(np.concatenate(buckets).tolist()) == list(range(200))
-    for members in buckets:
-        longest = lengths[members].max()
-        assert lengths[members[0]] == longest
-        assert (longest - lengths[members] <= max(16, longest // 4)).all()
-    assert len(buckets) < 30
-
-
-def test_master_weights_keep_small_updates():
-    config = settings().learner
-    config.lr, config.warmup_steps, config.max_grad_norm, config.weight_decay = 1e-4, 4, 1e9, 0.5
-    start = torch.ones(2, 2)
-    low, high = torch.nn.Parameter(start.bfloat16()), torch.nn.Parameter(start.clone())
-    norm = torch.nn.Parameter(torch.ones(3))
-    optimizers = [MasterAdamW([low], config), MasterAdamW([high, norm], config)]
-    assert optimizers[0].lr == pytest.approx(2.5e-5)
-    for _ in range(40):
-        for optimizer, parameter in zip(optimizers, (low, high), strict=True):
-            for factor in (1.5, -0.5):
-                (factor * parameter.float()).sum().backward()
-                optimizer.accumulate()
-            norm.grad = torch.zeros(3)
-            optimizer.step()
-    assert torch.equal(low, high.bfloat16())
-    assert high.max() < 0.997  # one step of 1e-4 is lost in bfloat16, forty are not
-    assert torch.equal(norm, torch.ones(3))  # no weight decay without a gradient on one-dimensional parameters
-
-
-def test_unsupported_models_are_refused_with_the_reason(tmp_path):
-    path = hm.make_hf_model(tmp_path / "m")
-    described = json.loads((path / "config.json").read_text())
-
-    def rewrite(**changes) -> None:
-        (path / "config.json").write_text(json.dumps(described | changes))
-
-    for changes, message in [
-        ({"model_type": "mixtral"}, "model type 'mixtral' is not supported"),
-        ({"attention_bias": True}, "`attention_bias` = True"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "`rope_type` = 'linear'"),
-        ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight, .* and "),
-        ({"num_hidden_layers": 2}, "has tensors that Qwen3-MoE has not: model.layers.2.input_layernorm.weight"),
-        (
-            {"moe_intermediate_size": 40},
-            r"experts.0.gate_proj.weight .*: shape \(96, 64\), config.json means \(80, 64\)",
-        ),
-    ]:
-        rewrite(**changes)
-        with pytest.raises(LearnerError, match=message):
-            MegatronLearner(settings(), path)
-    with pytest.raises(LearnerError, match="has no config"):
-        read_shape(tmp_path)

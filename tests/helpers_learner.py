@@ -1,0 +1,94 @@
+"""Looking into a `MegatronLearner`: its logits, gradients and own routes; and samples with columns replaced."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from r3async.config import Config, config_from_dict
+from r3async.learners.megatron.backend import MegatronLearner
+from r3async.learners.megatron.hf import links
+from r3async.learners.megatron.modules import make_plan
+from r3async.records import Sample
+
+LENGTHS = [9, 40, 5, 17, 40, 6]
+"""Tokens of the samples of most tests: two buckets, not in order."""
+
+
+def settings(**changes) -> Config:
+    data = {
+        "learner": {"dtype": "float32", "lr": 1e-2},
+        "algorithm": {"rollout_kl": {"coef": 0.1}},
+        "routing": {"min_recorded_fraction": 0.0},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        data[section][name] = value
+    return config_from_dict(data)
+
+
+def logits(learner: MegatronLearner, micro_batch) -> torch.Tensor:
+    shape = learner._shape
+    plan = make_plan(
+        micro_batch.cu_seqlens,
+        head_dim=shape.head_dim,
+        rope_theta=shape.rope_theta,
+        dtype=learner._dtype,
+        device=torch.device("cpu"),
+    )
+    ids = torch.from_numpy(micro_batch.table["token_ids"].astype(np.int64))
+    return learner.model.logits(learner.model(ids[None], None, None, packed_seq_params=plan)[:, 0])
+
+
+def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """Gradients of all parameters, under Hugging Face names."""
+    return {
+        name: part
+        for link in links(learner.model, learner._shape)
+        for name, part in zip(link.names, link.split(link.parameter.grad), strict=True)
+    }
+
+
+def hf_gradients(model) -> dict[str, torch.Tensor]:
+    """Gradients under checkpoint names: one tensor per expert and projection."""
+    out = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(parameter.grad):
+                prefix = name.removesuffix("gate_up_proj")
+                out[f"{prefix}{e}.gate_proj.weight"], out[f"{prefix}{e}.up_proj.weight"] = both.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(parameter.grad):
+                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
+        else:
+            out[name] = parameter.grad
+    return out
+
+
+def fully_recorded(samples: list[Sample]) -> list[Sample]:
+    return [replace_columns(s, routing_recorded=np.ones(len(s.table), bool)) for s in samples]
+
+
+def replace_columns(sample: Sample, **columns) -> Sample:
+    return Sample(sample.sample_id, sample.table.with_columns(**columns), sample.temperature)
+
+
+def own_routes(learner: MegatronLearner, micro_batch) -> np.ndarray:
+    """What the learner chooses by itself: uint8 `[N, L, K]`, read from its routers' maps."""
+    seen = []
+    routers = [layer.mlp.router for layer in learner.model.decoder.layers if hasattr(layer.mlp, "router")]
+    handles = [r.register_forward_hook(lambda m, i, out: seen.append(out[1])) for r in routers]
+    with torch.no_grad():
+        logits(learner, micro_batch)
+    for handle in handles:
+        handle.remove()
+    return np.stack([m.nonzero()[:, 1].reshape(len(m), -1).numpy() for m in seen], axis=1).astype(np.uint8)
+
+
+def with_routes(samples: list[Sample], routes: np.ndarray) -> list[Sample]:
+    out, at = [], 0
+    for sample in samples:
+        rows = routes[at : at + len(sample.table)]
+        out.append(replace_columns(sample, routed_experts=rows, routing_recorded=np.ones(len(rows), bool)))
+        at += len(rows)
+    return out

@@ -88,12 +88,12 @@ class Conductor:
 
     # -- called by the driver ------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """For the live line; cheap."""
+    def status(self, since: int) -> dict[str, Any]:
+        """For the live line; cheap. `rows` are the metrics of the steps after step `since`."""
         return {
             "phase": self._phase,
             "steps": self.config.steps,
-            "last": self.book.last,
+            "rows": self.book.since(since),
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": [

@@ -70,12 +70,12 @@ class Pipeline:
         self._conductor = remote(Conductor, 1, 0.0, max_concurrency=1000).remote(self.run_id, plain, directory)
         self._result = self._conductor.run.remote(learner, generators)
 
-    def status(self) -> dict[str, Any] | None:
-        """The conductor's status; None if it did not answer in time."""
+    def status(self, since: int = 0) -> dict[str, Any] | None:
+        """The conductor's status, with the rows of steps after `since`; None if it did not answer in time."""
         import ray
 
         try:
-            return ray.get(self._conductor.status.remote(), timeout=STATUS_SECONDS)
+            return ray.get(self._conductor.status.remote(since), timeout=STATUS_SECONDS)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
             return None
 

@@ -19,12 +19,12 @@ ROW = {
 
 
 def status(phase="training", row=None, restarts=0):
-    return {"phase": phase, "last": row or {}, "generators": [{"restarts": restarts}]}
+    return {"phase": phase, "rows": [row] if row else [], "generators": [{"restarts": restarts}]}
 
 
 def test_a_step_is_one_readable_line_also_when_a_number_is_missing():
     line = describe_step(ROW)
-    for part in ("reward 0.500", "k3 1.0e-03", "age 0.75/1", "agree 0.980", "gen 3,210 tok/s", "train nan tok/s"):
+    for part in ("reward 0.500", "drift 1e-03", "age 0.8/1", "agree 0.98", "3.2k>nank"):
         assert part in line
 
 
@@ -38,9 +38,9 @@ def test_a_pipe_gets_plain_lines_once_per_step_and_phase():
         view.show(status(row={**ROW, "step": 4}, restarts=1))
     lines = screen.getvalue().splitlines()
     assert sum("loading engine" in line for line in lines) == 1
-    assert [line.split("/")[0].split()[-1] for line in lines if line.startswith("step")] == ["3", "4"]
+    assert [line.split("/")[0].strip() for line in lines if "reward" in line] == ["3", "4"]
     assert sum("is being restarted" in line for line in lines) == 1
-    assert max(map(len, lines)) > 80  # never folded
+    assert all(len(line) <= 80 for line in lines if "reward" in line)
 
 
 def test_a_terminal_gets_a_line_that_changes():

@@ -22,13 +22,14 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     assert book.waits_for(1)
     book.delivered(1, 100, {"weights/update_seconds": 0.5})  # 20
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1]
-    assert book.last["throughput/generated_tokens_per_second"] == 10.0
-    assert book.last["throughput/trained_tokens_per_second"] == 5.0
-    assert book.last["weights/update_seconds"] == 0.5
+    assert book.since(0)[-1]["throughput/generated_tokens_per_second"] == 10.0
+    assert book.since(0)[-1]["throughput/trained_tokens_per_second"] == 5.0
+    assert book.since(0)[-1]["weights/update_seconds"] == 0.5
     assert not book.empty
     book.delivered(5, 160, {})  # 25
     assert book.empty
-    assert book.last["throughput/generated_tokens_per_second"] == 12.0
+    assert book.since(0)[-1]["throughput/generated_tokens_per_second"] == 12.0
     assert [event for event, _ in reports] == ["metric_not_finite"]
+    assert [row["step"] for row in book.since(1)] == [2]
     episode = json.loads((tmp_path / "episodes.jsonl").read_text())
     assert episode == {"step": 1, "reward": 1.0, "turns": [{"user": "ab", "assistant": "ba", "reward": 1.0}]}

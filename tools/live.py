@@ -12,28 +12,32 @@ PLAIN_EVERY_SECONDS = 5.0
 
 
 def describe_step(row: dict[str, Any]) -> str:
-    """One readable line of a metrics row."""
+    """One readable line of a metrics row. `tok/s` is generated > trained."""
 
     def number(name: str) -> float:
         value = row.get(name)
         return float("nan") if value is None else float(value)
 
+    def thousands(name: str) -> str:
+        return f"{number(name) / 1000:.1f}k"
+
     return (
-        f"reward {number('reward/mean'):.3f}  drift k3 {number('rollout_kl/k3'):.1e}  "
-        f"age {number('staleness/mean'):.2f}/{number('staleness/max'):.0f}  "
-        f"agree {number('routing/agreement'):.3f}  "
-        f"gen {number('throughput/generated_tokens_per_second'):,.0f} tok/s  "
-        f"train {number('throughput/trained_tokens_per_second'):,.0f} tok/s"
+        f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
+        f"age {number('staleness/mean'):.1f}/{number('staleness/max'):.0f}  "
+        f"agree {number('routing/agreement'):.2f}  "
+        f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
+        f"{thousands('throughput/trained_tokens_per_second')}"
     )
 
 
 class LiveView:
-    """A progress line on a terminal; plain lines, one a step, in a pipe or file."""
+    """One line a step; below them, on a terminal, a line that moves: what happens now, how far, how long."""
 
     def __init__(self, console: Console, steps: int):
-        self.console = self._console = console
+        self.console = console
         self._steps = steps
-        self._shown_step, self._shown_phase, self._shown_at = 0, "", 0.0
+        self.step = 0
+        self._shown_phase, self._shown_at = "", 0.0
         self._restarts = 0
         self._progress: Progress | None = None
         if console.is_terminal:
@@ -59,7 +63,7 @@ class LiveView:
 
     def say(self, line: str) -> None:
         """A line that stays, whatever the view."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
         """What happens now, before the first step and after the last."""
@@ -67,25 +71,21 @@ class LiveView:
             self._progress.update(self._task, description=text)
         now = time.monotonic()
         if not self._progress and (text != self._shown_phase or now - self._shown_at > PLAIN_EVERY_SECONDS):
-            self._console.print(f"[{time.strftime('%H:%M:%S')}] {text}", highlight=False, markup=False, soft_wrap=True)
+            self.say(f"[{time.strftime('%H:%M:%S')}] {text}")
             self._shown_phase, self._shown_at = text, now
-        self._shown_phase = text
 
     def show(self, status: dict[str, Any]) -> None:
         """A status of the conductor."""
-        row = status["last"]
         restarts = sum(g["restarts"] for g in status["generators"])
         if restarts > self._restarts:
             self._restarts = restarts
             self.say(f"a generator died and is being restarted (restarts so far: {restarts}); the run goes on")
-        if not row or status["phase"] != "training":
+        if status["phase"] != "training" or not self.step:
             self.phase(status["phase"])
-        if row and row["step"] != self._shown_step:
-            self._shown_step = row["step"]
-            line = describe_step(row)
+        for row in status["rows"]:
+            if row["step"] <= self.step:
+                continue
+            self.step = row["step"]
+            self.say(f"{row['step']:>4}/{self._steps}  {describe_step(row)}")
             if self._progress:
-                self._progress.update(self._task, completed=row["step"], description=line)
-            else:
-                self._console.print(
-                    f"step {row['step']:>4}/{self._steps}  {line}", highlight=False, markup=False, soft_wrap=True
-                )
+                self._progress.update(self._task, completed=row["step"], description=status["phase"])

@@ -101,7 +101,7 @@ def _run(config: Config, model_path: Path, run_dir: Path, view) -> None:
         with stop_signals(request):
             told = 0.0
             while not pipeline.finished(POLL_SECONDS):
-                status = pipeline.status()
+                status = pipeline.status(view.step)
                 if status is not None:
                     view.show(status)
                 if request.requested and not told:
@@ -111,7 +111,7 @@ def _run(config: Config, model_path: Path, run_dir: Path, view) -> None:
                 if told and time.monotonic() - told > 4 * config.supervise.stop_grace_seconds:
                     view.say("the actors did not end in time; ending them")
                     break
-            status = pipeline.status()
+            status = pipeline.status(view.step)
             if status is not None:
                 view.show(status)
             result = pipeline.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import msgspec
 
 from r3async.observe.metrics import MetricsWriter
+
+RECENT = 256
 
 
 class StepBook:
@@ -24,8 +27,11 @@ class StepBook:
         self._report, self._clock = report, clock
         self._pending: list[dict[str, Any]] = []
         self._written_at, self._tokens = clock(), 0
-        self.last: dict[str, Any] = {}
-        """The newest row."""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+
+    def since(self, step: int) -> list[dict[str, Any]]:
+        """Rows after `step`, as far back as the last `RECENT`."""
+        return [row for row in self._recent if row["step"] > step]
 
     def restart_clock(self) -> None:
         """Rates of the next row count from now."""
@@ -66,4 +72,4 @@ class StepBook:
             odd = self._writer.write(row)
             if odd:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
-            self.last = row
+            self._recent.append(row)

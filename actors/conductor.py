@@ -17,7 +17,7 @@ from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
 from r3async.observe.steps import StepBook
-from r3async.scheduling.admission import Admission
+from r3async.scheduling.admission import Admission, GroupLease
 from r3async.weights.probe import compare_probe, probe_text, probe_tolerance
 
 RPC_SECONDS = 30.0
@@ -80,7 +80,7 @@ class Conductor:
         generator = self.generators[generator_id]
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
-        leases = []
+        leases: list[GroupLease] = []
         while len(leases) < room and not self._stopping and self.admission.can_lease():
             leases.append(self.admission.lease(generator_id))
         more = not self._stopping and not self.admission.exhausted

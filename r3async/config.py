@@ -311,7 +311,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     return [part.strip() for part in path.split(".")], value
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)

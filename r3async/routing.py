@@ -69,18 +69,17 @@ class RoutingTrace:
         `rows` is `[n, layers, top_k]` or None (the call returned no routes). Positions fed before keep what they have.
         Returns how many new rows were recorded. Raises `RoutingError` for rows beyond `fed` or invalid rows.
         """
+        recorded = 0
         if rows is not None and len(rows):
             validate_rows(rows, layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
             if first < 0 or first + len(rows) > fed:
                 raise RoutingError(f"rows for positions {first}..{first + len(rows)} but only {fed} were fed")
             skip = max(0, self.fed - first)
-            fresh = rows[skip:]
-            if len(fresh):
-                self._blocks.append((first + skip, fresh))
-        else:
-            fresh = ()
+            recorded = max(0, len(rows) - skip)
+            if recorded:
+                self._blocks.append((first + skip, rows[skip:]))
         self.fed = max(self.fed, fed)
-        return len(fresh)
+        return recorded
 
     def materialise(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """`routed_experts [length, layers, top_k]` and `routing_recorded [length]`; holes hold distinct ids `0..top_k-1`."""

@@ -1,149 +1,36 @@
-"""Delivery over real sockets: at least once, accepted once, within bounds, through whatever dies."""
+"""Delivery over real sockets: at least once, accepted once, within bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import zmq
-import zmq.asyncio
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Column, Sample, TokenTable, Trajectory
 from r3async.transport import Ledger, Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
+from r3async.transport import receiver as receiver_module
 from r3async.transport import sender as sender_module
-from r3async.transport.credit import CreditPool
-from r3async.transport.outbox import Outbox, Pending
-
-FAST = TransportConfig(ack_timeout=0.3)
-LIMIT = 10.0
-"""Seconds that any wait of a test may take."""
-
-
-def make_trajectory(
-    index: int | str, length: int = 50, *, group: int | None = None, samples: list[Sample] | None = None
-) -> Trajectory:
-    rng = np.random.default_rng(length)
-    table = TokenTable({c.name: c.filled(length, (4, 2)[: len(c.inner)]) for c in SCHEMA.columns.values()})
-    table = table.with_columns(token_ids=rng.integers(0, 1000, length, dtype=np.int32))
-    group = group if group is not None else int(index) // 4
-    return Trajectory(f"t{index}", group, 0, 1, "g0", "eos", [], samples or [Sample("s", table)])
-
-
-def wire_size(trajectory: Trajectory) -> int:
-    return sum(map(len, wire.encode_trajectory(trajectory)))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-async def until(condition: Callable[[], Any], limit: float = LIMIT) -> None:
-    async with asyncio.timeout(limit):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-class Inbox:
-    """A consumer that counts what it was given and, unless told to hold, releases it at once."""
-
-    def __init__(self, *, hold: bool = False):
-        self.hold = hold
-        self.seen: Counter[str] = Counter()
-        self.trajectories: list[Trajectory] = []
-        self.receiver: Receiver | None = None
-        self.highest = 0
-
-    def __call__(self, trajectory: Trajectory, nbytes: int) -> None:
-        self.seen[trajectory.trajectory_id] += 1
-        self.trajectories.append(trajectory)
-        assert self.receiver is not None
-        self.highest = max(self.highest, self.receiver.bytes_held)
-        if not self.hold:
-            self.receiver.release(trajectory.trajectory_id)
-
-    def once(self, names: set[str]) -> bool:
-        return self.seen == dict.fromkeys(names, 1)
-
-
-@contextlib.asynccontextmanager
-async def receiving(
-    inbox: Inbox, config: TransportConfig = FAST, kind: type[Receiver] = Receiver, run_id: str = "run", **options: Any
-) -> AsyncIterator[tuple[Receiver, str]]:
-    receiver = inbox.receiver = kind(run_id, config, inbox, **options)
-    try:
-        yield receiver, await asyncio.wait_for(receiver.start(), LIMIT)
-    finally:
-        await asyncio.wait_for(receiver.close(), LIMIT)
-
-
-@contextlib.asynccontextmanager
-async def sending(
-    endpoint: str, config: TransportConfig = FAST, name: str = "g0", run_id: str = "run", **options: Any
-) -> AsyncIterator[Sender]:
-    sender = Sender(endpoint, name, run_id, config, **options)
-    try:
-        await asyncio.wait_for(sender.start(), LIMIT)
-        yield sender
-    finally:
-        await asyncio.wait_for(sender.close(), LIMIT)
-
-
-async def send_all(sender: Sender, trajectories: list[Trajectory]) -> None:
-    for trajectory in trajectories:
-        await asyncio.wait_for(sender.send(trajectory), LIMIT)
-
-
-@contextlib.asynccontextmanager
-async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
-    """A peer that sends what it likes: `await peer(*frames)`, answers are messages, or None if there is none in time."""
-    context = zmq.asyncio.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.setsockopt(zmq.ROUTING_ID, name)
-    dealer.connect(endpoint)
-
-    class Peer:
-        async def send(self, *frames: Any) -> None:
-            parts = [wire.encode_control(f) if isinstance(f, wire.Control) else f for f in frames]
-            await asyncio.wait_for(dealer.send_multipart(parts), LIMIT)
-
-        async def answer(self, timeout: float = LIMIT) -> Any:
-            """The next message that is not a heartbeat."""
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    while True:
-                        message = wire.decode_control((await dealer.recv_multipart())[0])
-                        if not isinstance(message, wire.Welcome):
-                            return message
-            return None
-
-    try:
-        yield Peer()
-    finally:
-        dealer.close()
-        context.term()
-
-
-HELLO = wire.Hello("session", "raw", "run", SCHEMA.fingerprint)
+from tests.helpers_transport import (
+    FAST,
+    HELLO,
+    LIMIT,
+    Inbox,
+    free_port,
+    make_trajectory,
+    raw_dealer,
+    receiving,
+    send_all,
+    sending,
+    until,
+    wire_size,
+)
 
 
 async def test_round_trip():
@@ -175,6 +62,44 @@ async def test_many_senders_share_the_credit_and_all_is_delivered():
         assert inbox.highest <= config.credit_bytes
         assert receiver.senders == 4
         assert receiver._pool.used == 0
+
+
+async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch):
+    """More than one offer can list: the rest is offered at once, not at the next heartbeat, and only when it helps."""
+    said: Counter[str] = Counter()
+    say = Sender._say
+
+    def count(self: Sender, message: wire.Message, *args: Any) -> bool:
+        said[type(message).__name__] += 1
+        return say(self, message, *args)
+
+    monkeypatch.setattr(Sender, "_say", count)
+    config = TransportConfig(ack_timeout=8)  # Heartbeats every two seconds.
+    inbox = Inbox()
+    async with receiving(inbox, config) as (_, endpoint), sending(endpoint, config) as sender:
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*(sender.send(make_trajectory(i)) for i in range(160)))
+        assert await sender.flush(LIMIT) == 0
+    assert inbox.once({f"t{i}" for i in range(160)})
+    assert said["Deliver"] == 160
+    assert said["Offer"] < 2 * 160
+
+
+async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
+    late = [0.0]
+    inbox = Inbox()
+    async with (
+        receiving(inbox, clock=lambda: time.monotonic() + late[0]) as (receiver, endpoint),
+        sending(endpoint) as sender,
+    ):
+        await send_all(sender, [make_trajectory(1)])
+        assert await sender.flush(LIMIT) == 0
+        late[0] = 1000.0
+        await asyncio.sleep(0.5)
+        await send_all(sender, [make_trajectory(2)])
+        assert await sender.flush(LIMIT) == 0
+        assert receiver.senders == 1
+        assert sender.reconnects == 0
 
 
 async def test_sender_may_come_first():
@@ -238,7 +163,7 @@ async def test_lost_acknowledgement():
     async with receiving(inbox, kind=Forgetful) as (receiver, endpoint), sending(endpoint) as sender:
         await send_all(sender, [make_trajectory(i) for i in range(5)])
         assert await sender.flush(LIMIT) == 0
-        assert receiver.duplicates == 2
+        assert receiver.duplicates >= 2  # An offer may be repeated before the answer to the first is here.
         assert sender.resent == 2
         assert sender.reconnects == 1
         assert inbox.once({f"t{i}" for i in range(5)})
@@ -527,8 +452,6 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    from r3async.transport import receiver as receiver_module
-
     spy(sender_module, "encode_trajectory", "encode")
     spy(receiver_module, "decode_trajectory", "decode")
     inbox = Inbox()
@@ -536,240 +459,3 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
         await send_all(sender, [make_trajectory(0, 10), make_trajectory(1, 20_000)])
         assert await sender.flush(LIMIT) == 0
     assert here == {"encode": [True, False], "decode": [True, False]}
-
-
-RECEIVER = """
-import asyncio, os, sys, time
-from r3async.config import TransportConfig
-from r3async.transport import Ledger, Receiver
-
-async def main(path, port):
-    ledger = Ledger()
-    spool = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    for line in os.read(spool, 2**20).decode().split("\\n")[:-1]:
-        group, name = line.split()
-        ledger.add(int(group), name)
-
-    def take(trajectory, nbytes):
-        os.write(spool, f"{trajectory.group_index} {trajectory.trajectory_id}\\n".encode())
-        time.sleep(0.002)  # Written, and not acknowledged yet: the moment that a kill should hit.
-        receiver.release(trajectory.trajectory_id)
-
-    receiver = Receiver("run", TransportConfig(ack_timeout=0.3), take, port=int(port), ledger=ledger)
-    await receiver.start()
-    await asyncio.sleep(60)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-SENDER = """
-import asyncio, sys
-sys.path.insert(0, "tests")
-from test_transport import FAST, Sender, make_trajectory
-
-async def main(endpoint, count):
-    sender = Sender(endpoint, "g0", "run", FAST)
-    await sender.start()
-    for index in range(int(count)):
-        await sender.send(make_trajectory(index))
-        await asyncio.sleep(0.003)
-    assert await sender.flush(20) == 0
-    await sender.close()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@contextlib.contextmanager
-def process(code: str, *args: Any):
-    root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    child = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=root, env=environment)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait(LIMIT)
-
-
-async def test_receiver_process_is_killed_and_restarted(tmp_path):
-    spool = tmp_path / "spool"
-    port = free_port()
-    count = 400
-
-    def accepted() -> list[str]:
-        return [line.split()[1] for line in spool.read_text().splitlines()] if spool.exists() else []
-
-    async with sending(f"tcp://127.0.0.1:{port}") as sender:
-        feed = asyncio.gather(*(sender.send(make_trajectory(i)) for i in range(count)))
-        for goal in (count // 4, count // 2):
-            with process(RECEIVER, spool, port) as child:
-                await until(lambda: len(accepted()) >= goal)  # noqa: B023
-                os.kill(child.pid, signal.SIGKILL)
-        with process(RECEIVER, spool, port):
-            await asyncio.wait_for(feed, LIMIT)
-            assert await sender.flush(LIMIT) == 0
-        assert sender.resent
-        assert sender.reconnects
-    assert Counter(accepted()) == {f"t{i}": 1 for i in range(count)}
-
-
-async def test_sender_process_is_killed_and_restarted():
-    """The work it had not finished is done again, under the same ids."""
-    inbox = Inbox()
-    async with receiving(inbox) as (receiver, endpoint):
-        for goal in (20, 60):
-            with process(SENDER, endpoint, 100) as child:
-                await until(lambda: len(inbox.seen) >= goal)  # noqa: B023
-                os.kill(child.pid, signal.SIGKILL)
-        with process(SENDER, endpoint, 100) as child:
-            await until(lambda: child.poll() is not None, 20)
-            assert child.returncode == 0
-        assert inbox.once({f"t{i}" for i in range(100)})
-        assert receiver.duplicates >= 80
-        assert receiver._pool.used == 0
-
-
-FLOODED = """
-import asyncio, subprocess, sys, time
-from r3async.config import TransportConfig
-from r3async.transport import Receiver
-
-FLOOD = '''
-import sys, zmq
-dealer = zmq.Context().socket(zmq.DEALER)
-dealer.linger, dealer.sndhwm = 0, 0
-dealer.connect(sys.argv[1])
-dealer.send(b"first")
-dealer.recv()
-for _ in range(60000):
-    dealer.send(b"x" * 400)
-dealer.poll(400)
-'''
-
-async def main():
-    receiver = Receiver("run", TransportConfig(ack_timeout=0.2), print)
-    child = subprocess.Popen([sys.executable, "-c", FLOOD, await receiver.start()])
-    while not receiver.rejected:
-        await asyncio.sleep(0.01)
-    read = receiver.rejected
-    time.sleep(1.5)  # The event loop does not read: the queue fills, the peer leaves, timers run.
-    child.wait(5)
-    assert receiver.rejected == read
-    await asyncio.sleep(0.3)
-    assert receiver.rejected > read + 10
-    await receiver.close()
-
-asyncio.run(main())
-"""
-
-
-async def test_a_flood_while_the_event_loop_is_busy_does_not_abort_the_process():
-    with process(FLOODED) as child:
-        await until(lambda: child.poll() is not None, 20)
-        assert child.returncode == 0
-
-
-# The protocol's state, without sockets.
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_credit_pool_keeps_its_bound_and_never_sticks(data):
-    pool = CreditPool(100)
-    numbers = itertools.count()
-    sizes: dict[tuple[bytes, str], int] = {}
-    held: dict[str, int] = {}
-    for _ in range(data.draw(st.integers(1, 30))):
-        sender = data.draw(st.sampled_from([b"a", b"b", b"c"]))
-        granted = pool.granted(sender)
-        action = data.draw(st.sampled_from(["offer", "offer", "arrive", "release", "drop", "withdraw"]))
-        if action in ("offer", "withdraw"):
-            mine = {m: n for (s, m), n in sizes.items() if s == sender}
-            if action == "offer":
-                mine[f"m{next(numbers)}"] = data.draw(st.integers(0, 160))
-            elif mine:
-                mine.pop(data.draw(st.sampled_from(sorted(mine))))
-            sizes = {k: n for k, n in sizes.items() if k[0] != sender} | {(sender, m): n for m, n in mine.items()}
-            pool.offer(sender, mine)
-        elif action == "arrive" and granted:
-            assert pool.arrive(sender, granted[0], sizes[sender, granted[0]])
-            held[granted[0]] = sizes.pop((sender, granted[0]))
-        elif action == "release" and held:
-            message = data.draw(st.sampled_from(sorted(held)))
-            del held[message]
-            pool.release(message)
-        elif action == "drop":
-            pool.drop(sender)
-            sizes = {k: n for k, n in sizes.items() if k[0] != sender}
-        pool.grant()
-        given_out = [n for (s, m), n in sizes.items() if m in pool.granted(s)]
-        assert pool.held == sum(held.values())
-        assert pool.reserved == sum(given_out)
-        # A message of no bytes may come beside one that passes alone.
-        positive = [n for n in [*given_out, *held.values()] if n]
-        assert pool.used <= pool.total or len(positive) == 1
-        assert pool.used or not set(sizes) - {(s, m) for s, m in sizes if m in pool.granted(s)}
-
-
-def test_credit_pool_refuses_what_was_not_granted():
-    pool = CreditPool(100)
-    pool.offer(b"a", {"x": 60, "y": 60})
-    assert pool.grant() == [b"a"]
-    assert pool.granted(b"a") == ["x"]
-    assert not pool.arrive(b"a", "y", 60)
-    assert not pool.arrive(b"b", "x", 60)
-    assert not pool.arrive(b"a", "x", 61)
-    assert pool.used == 0
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(-2, 12), st.sampled_from("xyz")), max_size=40))
-def test_ledger_against_sets(steps):
-    ledger = Ledger()
-    accepted: set[tuple[int, str]] = set()
-    over: set[int] = set()
-    for forget, group, name in steps:
-        if forget:
-            assert ledger.forget(group) == {n for g, n in accepted if g == group and group not in over}
-            over.add(group)
-        else:
-            ledger.add(group, name)
-            accepted.add((group, name))
-        for other in (ledger, Ledger.restore(ledger.snapshot())):
-            for g, n in itertools.product(range(-3, 14), "xyz"):
-                assert ((g, n) in other) == (g in over or (g, n) in accepted)
-    assert len(ledger.snapshot()["forgotten"]) == sum(g - 1 not in over for g in over)
-
-
-def test_ledger_is_small_after_a_long_run():
-    ledger = Ledger()
-    for group in range(10_000):
-        for episode in range(4):
-            ledger.add(group, f"{group}-{episode}")
-        ledger.forget(group ^ 1)  # A little out of order, as groups end.
-    assert ledger.snapshot() == {"live": [], "forgotten": [[0, 10_000]]}
-    assert (17, "17-3") in ledger
-
-
-def test_outbox_knows_when_an_answer_is_missing():
-    outbox = Outbox()
-    for name in "abc":
-        outbox.add(Pending(wire.Parcel(name, 0, 1), []))
-    assert [p.trajectory_id for p in outbox.offers()] == ["a", "b", "c"]
-    assert not outbox.overdue(1e9, 1)
-    for now, name in enumerate("abc"):
-        outbox.mark_sent(name, now)
-    assert not outbox.overdue(1.0, 1)
-    assert outbox.overdue(1.1, 1)
-    outbox.settle("a", 5.0)
-    assert not outbox.overdue(5.9, 1)  # Answers come, if slowly.
-    outbox.settle("c", 5.5)
-    assert outbox.overdue(5.6, 1)  # One that overtook b: b's is lost.
-    assert outbox.settle("a", 6.0) is None
-    outbox.add(Pending(wire.Parcel("d", 0, 1), []))
-    assert outbox.reset() == 1
-    assert [p.trajectory_id for p in outbox.offers()] == ["b", "d"]
-    outbox.withdraw("b")  # It was sent once, and may be accepted.
-    outbox.withdraw("d")
-    assert list(outbox.waiting) == ["b"]

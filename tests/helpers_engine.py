@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from r3async.engines.vllm_worker import WorkerExtension
+
 VOCABULARY = 264
 END = 257
 
@@ -95,3 +97,37 @@ class Reference:
         self._chosen.clear()
         self.model(torch.as_tensor(ids, dtype=torch.long)[None])
         return np.sort(torch.stack([c.reshape(len(ids), -1) for c in self._chosen], 1).numpy(), -1)
+
+
+@torch.no_grad()
+def replay(models: dict[int, Reference], prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray):
+    """What transformers gives if the weights change between tokens and earlier keys and values are kept.
+
+    Token i of the answer is sampled by `models[versions[i]]`, which feeds the token before it (for the first token:
+    the whole prompt) onto the cache that the earlier versions left. Returns its log-probs, float32 `[n]`, and the
+    sorted routes of all positions but the last, `[P + n - 1, MoE layers, top_k]`.
+    """
+    from transformers import DynamicCache
+
+    ids = torch.as_tensor(np.concatenate([prompt, tokens]), dtype=torch.long)
+    cache, logprobs, chosen, start = DynamicCache(), [], [], 0
+    bounds = [i for i in range(1, len(tokens)) if versions[i] != versions[i - 1]] + [len(tokens)]
+    for bound in bounds:
+        reference, stop = models[int(versions[bound - 1])], len(prompt) + bound - 1
+        reference._chosen.clear()
+        logits = reference.model(ids[None, start:stop], past_key_values=cache, use_cache=True).logits[0].float()
+        logprobs.append(torch.log_softmax(logits, -1).gather(-1, ids[start + 1 : stop + 1, None])[:, 0])
+        chosen.append(torch.stack([c.reshape(stop - start, -1) for c in reference._chosen], 1))
+        start = stop
+    return torch.cat(logprobs)[-len(tokens) :].numpy(), np.sort(torch.cat(chosen).numpy(), -1)
+
+
+class BrokenExtension(WorkerExtension):
+    """vLLM as it is: experts stay in checkpoint layout after a reload. The second reload dies half-way."""
+
+    reloads = 0
+
+    def r3_after_load(self) -> None:
+        self.reloads += 1
+        if self.reloads == 2:
+            raise RuntimeError("lost half-way")

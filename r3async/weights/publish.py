@@ -6,7 +6,6 @@ tensor has a checksum over its bytes: what was published is what is installed, o
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -62,10 +61,11 @@ class Publisher:
             raise ValueError(f"`keep` must be at least 1, got {keep}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.keep = keep
-        with _exclusive(directory):
-            _remove_abandoned(directory)
-            self.directory = Path(tempfile.mkdtemp(prefix="weights-", dir=directory))
-            self._lock = _lock(self.directory)
+        _remove_abandoned(directory)
+        new = Path(tempfile.mkdtemp(prefix="new-", dir=directory))
+        self._lock = _lock(new)
+        # Locked before it has the name that others look for.
+        self.directory = new.rename(directory / f"weights-{new.name.removeprefix('new-')}")
         self._published: list[tuple[int, Path]] = []
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightManifest:
@@ -187,17 +187,6 @@ def _header(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtyp
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-@contextlib.contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
-    """Publishers of one directory start one after the other; each holds this for a moment only."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock(folder: Path) -> int:

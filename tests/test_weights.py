@@ -1,0 +1,167 @@
+"""Publishing weights: complete or absent, checked byte by byte, and gone when their publisher is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3async.weights import publish
+from r3async.weights.manifest import TensorEntry, WeightManifest
+from r3async.weights.publish import Publisher, WeightError, read_verified, verify
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(6, 8, generator=generator)
+    return {
+        "matrix": matrix,
+        "transposed": matrix.T,
+        "tied": matrix,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "steps": torch.arange(3),
+    }
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    with Publisher(tmp_path) as publisher:
+        yield publisher
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_read_is_what_was_published(publisher, dtype):
+    manifest = publisher.publish(3, tensors(), dtype)
+    read = dict(read_verified(manifest))
+    for name, tensor in tensors().items():
+        expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        assert read[name].dtype == expected.dtype
+        assert torch.equal(read[name], expected)
+    assert list(read) == list(tensors())
+    assert manifest.nbytes == sum(t.nbytes for t in read.values())
+    assert manifest.version == 3
+
+
+def test_the_file_is_ordinary_safetensors(publisher):
+    manifest = publisher.publish(0, tensors(), torch.float32)
+    loaded = load_file(manifest.path)
+    assert torch.equal(loaded["transposed"], tensors()["transposed"])
+    assert loaded["scalar"].shape == ()
+
+
+def test_a_manifest_survives_the_wire(publisher):
+    manifest = publisher.publish(0, tensors(), torch.bfloat16)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest) == manifest
+
+
+def test_the_last_versions_are_kept(publisher):
+    manifests = [publisher.publish(v, tensors(), torch.float32) for v in (0, 1, 5)]
+    assert sorted(p.name for p in publisher.directory.iterdir()) == ["version-1.safetensors", "version-5.safetensors"]
+    verify(manifests[1])
+    with pytest.raises(WeightError, match=r"version 0 .*can not be read"):
+        verify(manifests[0])
+
+
+def test_a_mapped_version_outlives_its_file(publisher):
+    held = dict(read_verified(publisher.publish(0, tensors(), torch.float32)))
+    for version in (1, 2, 3):
+        publisher.publish(version, {"matrix": torch.zeros(6, 8)}, torch.float32)
+    assert torch.equal(held["matrix"], tensors()["matrix"])
+
+
+@pytest.mark.parametrize("version", [4, 3])
+def test_versions_only_go_up(publisher, version):
+    publisher.publish(4, tensors(), torch.float32)
+    with pytest.raises(WeightError, match=f"version {version} can not follow version 4"):
+        publisher.publish(version, tensors(), torch.float32)
+
+
+def test_every_flipped_byte_is_found_and_its_tensor_named(publisher):
+    manifest = publisher.publish(0, tensors(), torch.float32)
+    content = bytearray(Path(manifest.path).read_bytes())
+    data = len(content) - manifest.nbytes
+    at, damaged = data, []
+    for name, entry in manifest.tensors.items():
+        size = torch.Size(entry.shape).numel() * getattr(torch, entry.dtype).itemsize
+        if size:
+            content[at + size // 2] ^= 1
+            Path(manifest.path).write_bytes(content)
+            with pytest.raises(WeightError, match=f"tensor '{name}' is corrupt"):
+                verify(manifest)
+            content[at + size // 2] ^= 1
+            damaged.append(name)
+        at += size
+    assert damaged == ["matrix", "transposed", "tied", "scalar", "steps"]
+
+
+def test_a_truncated_file_is_refused(publisher):
+    manifest = publisher.publish(0, tensors(), torch.float32)
+    path = Path(manifest.path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(WeightError, match="can not be read"):
+        verify(manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("matrix"), "tensor 'matrix' is not in the manifest"),
+        (lambda t: t.update(other=TensorEntry("float32", (1,), 0)), "tensor 'other' is missing"),
+        (lambda t: t.update(matrix=TensorEntry("float32", (8, 6), 0)), "tensor 'matrix' is float32"),
+        (lambda t: t.update(matrix=TensorEntry("float16", (6, 8), 0)), "the manifest says float16"),
+    ],
+)
+def test_a_file_that_differs_from_its_manifest_is_refused_before_any_tensor(publisher, change, message):
+    manifest = publisher.publish(0, tensors(), torch.float32)
+    entries = dict(manifest.tensors)
+    change(entries)
+    with pytest.raises(WeightError, match=message):
+        next(read_verified(msgspec.structs.replace(manifest, tensors=entries), checksums=False))
+
+
+def test_too_little_space_is_an_error_that_says_how_much_is_missing(publisher, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(publish.shutil, "disk_usage", lambda path: usage(2**30, 2**30 - 1024, 1024))
+    with pytest.raises(WeightError, match=r"needs 0\.00 GiB .*weights\.directory"):
+        publisher.publish(0, tensors(), torch.float32)
+    assert not list(publisher.directory.iterdir())
+
+
+def test_a_failed_write_leaves_nothing_behind(publisher):
+    broken = {"good": torch.zeros(4), "bad": torch.zeros(4, dtype=torch.complex64)}
+    with pytest.raises(WeightError, match="tensor 'bad' has dtype"):
+        publisher.publish(0, broken, torch.float32)
+    with pytest.raises(WeightError, match="no tensors"):
+        publisher.publish(0, {}, torch.float32)
+    assert not list(publisher.directory.iterdir())
+    publisher.publish(0, tensors(), torch.float32)
+
+
+def test_close_removes_everything(tmp_path):
+    publisher = Publisher(tmp_path)
+    publisher.publish(0, tensors(), torch.float32)
+    publisher.close()
+    publisher.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publishers_share_a_directory_and_the_dead_are_cleared_away(tmp_path):
+    killed = (
+        "import os, signal, sys, torch; from pathlib import Path; from r3async.weights.publish import Publisher\n"
+        "Publisher(Path(sys.argv[1])).publish(0, {'x': torch.zeros(4)}, torch.float32); os.kill(os.getpid(), 9)"
+    )
+    with Publisher(tmp_path) as living:
+        manifest = living.publish(0, tensors(), torch.float32)
+        result = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=60, check=False)
+        assert result.returncode == -9
+        assert len(list(tmp_path.iterdir())) == 2
+        with Publisher(tmp_path) as second:
+            assert set(tmp_path.iterdir()) == {living.directory, second.directory}
+            verify(manifest)

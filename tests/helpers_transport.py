@@ -18,6 +18,8 @@ from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import Receiver, Sender, wire
 
 FAST = TransportConfig(ack_timeout=0.3)
+SLOW = TransportConfig(ack_timeout=60.0)
+"""No heartbeat or timeout falls within a test's limit, so nothing is made good by one."""
 LIMIT = 10.0
 """Seconds that any wait of a test may take."""
 

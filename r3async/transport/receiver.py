@@ -205,11 +205,9 @@ class Receiver:
             self.rejected += 1
             self._send(identity, Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True))
             return
-        # What an earlier session was granted and has not sent, it never will.
-        self._pool.drop(identity)
+        # The welcome is answered by an offer, which ends what an earlier session was granted and does not send now.
         self._peers[identity] = Peer(hello.session, self._clock())
         self._welcome(identity)
-        self._grant()
 
     def _known(self, identity: bytes, session: str) -> bool:
         """The message is of the sender's current session. One of an earlier session is left over, and resent anyway."""

@@ -126,11 +126,14 @@ class VllmEngine:
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         with _environment() as environment:
             environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
-            environment["R3ASYNC_ENGINE_OWNER"] = str(os.getpid())
+            # A forked child would share this process's threads' locks, and not read OMP_NUM_THREADS any more.
+            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
             import vllm
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
+
+            from r3async.engines.vllm_worker import OwnedConfig
 
             if current_platform.is_cpu():
                 environment["OMP_NUM_THREADS"] = str(self._threads)
@@ -141,7 +144,9 @@ class VllmEngine:
                 self._args.setdefault("kv_cache_memory_bytes", self._kv_cache_bytes)
             self._vllm = vllm
             self._parameter_names = checkpoint_names(Path(self._args["model"]))
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args))
+            config = AsyncEngineArgs(**self._args).create_engine_config()
+            config.additional_config = OwnedConfig(os.getpid(), config.additional_config)
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=self._args["disable_log_stats"])
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.

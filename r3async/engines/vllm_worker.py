@@ -10,15 +10,14 @@ import os
 import select
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import torch
 
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import read_verified
-
-OWNER_VARIABLE = "R3ASYNC_ENGINE_OWNER"
-"""Environment variable by which `VllmEngine.start` tells its child processes whom they belong to (a pid)."""
 
 
 def repack_cpu_experts(model: torch.nn.Module) -> int:
@@ -63,6 +62,27 @@ class WorkerExtension:
         repack_cpu_experts(self.model_runner.model)  # type: ignore[attr-defined]
 
 
+class OwnedConfig(dict[str, Any]):
+    """vLLM's `additional_config`; every process that it is unpickled in ends with process `owner`.
+
+    vLLM hands its whole configuration to each process it spawns, before that process does anything else. A hook in
+    the worker would come too late: an owner that is killed during the start would leave its engine waiting.
+    """
+
+    def __init__(self, owner: int, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _owned_config, (self.owner, dict(self))
+
+
+def _owned_config(owner: int, values: dict[str, Any]) -> OwnedConfig:
+    if owner != os.getpid():
+        exit_with(owner)
+    return OwnedConfig(owner, values)
+
+
 def exit_with(owner: int) -> None:
     """Start a daemon thread that ends this process as soon as process `owner` has ended, however that happened.
 
@@ -100,8 +120,3 @@ def _exists(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-# As early as possible: loading a large model takes minutes, and the owner may be killed meanwhile.
-if (_owner := os.environ.get(OWNER_VARIABLE)) and int(_owner) != os.getpid():
-    exit_with(int(_owner))

@@ -44,6 +44,8 @@ class InitConfig(Section):
     gate_std: float = 0.1
     """Standard deviation of the router weights: larger is a sharper router."""
     max_positions: int = 1024
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions. Small ones tell near positions apart more easily; large ones reach further."""
     warm_reward: float = 0.4
     """Supervised steps stop when the mean sampled reward reaches this."""
     max_warm_steps: int = 2000

@@ -71,6 +71,7 @@ def random_model(init: InitConfig, tokenizer: Any, seed: int) -> Any:
         decoder_sparse_step=1,
         norm_topk_prob=True,
         max_position_embeddings=init.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": init.rope_theta},
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,122 @@
+"""The whole run: Ray, vLLM, ZeroMQ, Megatron. Short, and real."""
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from actors.conductor import RunFailed
+from r3async.config import load_config
+from r3async.engines.vllm_worker import WorkerExtension
+from r3async.observe.metrics import METRICS, read_metrics
+from r3async.observe.summary import summarize
+from tools.init_model import init_model
+from tools.train import train
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400)]
+
+SMALL = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+ISSUE_METRICS = """step version time reward/mean reward/max episode/turns_mean loss/policy loss/rollout_kl rollout_kl/k1
+rollout_kl/k2 rollout_kl/k3 ratio/max ratio/ess staleness/mean staleness/max routing/recorded_fraction routing/agreement
+batch/tokens batch/micro_batches batch/fill grad_norm throughput/generated_tokens_per_second
+throughput/trained_tokens_per_second weights/update_seconds weights/pause_seconds transport/received
+transport/duplicates transport/rejected""".split()
+
+
+class NoRepack(WorkerExtension):
+    """vLLM on CPU without the mending of its re-pack bug."""
+
+    def r3_after_load(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "init"
+    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.2"]))
+    return path
+
+
+def run(model, tmp_path, name, *overrides):
+    screen = io.StringIO()
+    config = load_config("quickstart", [*SMALL, f"model.path={model}", f"name={name}", *overrides])
+    try:
+        return train(config, "quickstart", Console(file=screen, width=120), tmp_path), screen
+    except BaseException:
+        print(screen.getvalue())
+        raise
+
+
+def events(run_dir):
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def kill_generator_at_step(run_dir, step, killed):
+    """SIGKILL the generator's process once `step` is in the metrics."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and len(read_metrics(metrics)) >= step:
+            pid = next(e["pid"] for e in events(run_dir) if e["event"] == "generator_started")
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+            return
+
+
+def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises(model, tmp_path):
+    killed = []
+    killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
+    killer.start()
+    run_dir, screen = run(model, tmp_path, "killed", "steps=8")
+    killer.join(timeout=10)
+    assert len(killed) == 1
+
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert set(ISSUE_METRICS) <= set(METRICS)
+    for row in rows:
+        assert set(ISSUE_METRICS) <= set(row)
+        assert all(isinstance(row[name], (int, float)) for name in ISSUE_METRICS)
+        assert row["staleness/max"] <= 1
+        assert row["routing/recorded_fraction"] >= 0.95
+        assert row["transport/rejected"] == 0
+        assert row["rollout_kl/k3"] < 0.1
+    assert max(r["staleness/mean"] for r in rows) > 0  # generation overlapped training
+    assert [r["version"] for r in rows] == list(range(1, 9))
+
+    names = [e["event"] for e in events(run_dir)]
+    assert "generator_died" in names
+    assert "generator_restarted" in names
+    assert summarize(run_dir).restarts == 1
+    assert "restart" in screen.getvalue()
+    for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):
+        assert (run_dir / product).stat().st_size > 0, product
+    assert (tmp_path / "latest").resolve() == run_dir.resolve()
+    assert load_config(str(run_dir / "config.toml")).steps == 8
+
+
+def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(model, tmp_path):
+    run_dir, _ = run(model, tmp_path, "on-policy", "schedule.max_staleness=0", "routing.replay=off", "steps=3")
+    for row in read_metrics(run_dir / "metrics.jsonl"):
+        assert row["staleness/max"] == 0
+        assert row["rollout_kl/k3"] < 1e-6
+        assert row["routing/agreement"] > 0.999
+
+
+def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(model, tmp_path):
+    hook = "generator.engine_args.worker_extension_cls=tests.test_pipeline.NoRepack"
+    with pytest.raises(RunFailed, match=r"log-probs .* the largest is .* at position"):
+        run(model, tmp_path, "corrupted", hook)
+    assert read_metrics(tmp_path / "corrupted" / "metrics.jsonl") == []
+    assert not (tmp_path / "corrupted" / "model").exists()
+
+
+def test_a_prompt_that_is_too_long_stops_the_run_and_names_the_setting(model, tmp_path):
+    with pytest.raises(RunFailed, match=r"episode\.max_prompt_tokens = 8"):
+        run(model, tmp_path, "long", "episode.max_prompt_tokens=8", "env.args.letters=9")

@@ -48,7 +48,7 @@ class Pipeline:
         directory = str(self.run_dir.absolute())
 
         def remote(kind: type, threads: int, share: float, **options: Any) -> Any:
-            environment = {"OMP_NUM_THREADS": str(threads), "RAY_DEDUP_LOGS": "0"}
+            environment = {"OMP_NUM_THREADS": str(threads)}
             return ray.remote(kind).options(
                 num_cpus=1 if threads else 0, num_gpus=share, runtime_env={"env_vars": environment}, **options
             )

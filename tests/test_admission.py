@@ -136,3 +136,13 @@ def test_a_group_is_nobodys_once_weights_trained_from_it_are_installed():
     admission.lease("a")
     admission.installed(1)
     assert admission.leases("a") == []
+
+
+def test_nothing_is_exhausted_before_the_last_weights_are_installed():
+    admission = make(max_staleness=4, steps=1)
+    for _ in range(2):
+        admission.lease("a")
+    assert not admission.can_lease()
+    assert not admission.exhausted  # "a" may still die, and its groups have to be played again
+    admission.installed(1)
+    assert admission.exhausted

@@ -46,9 +46,10 @@ def test_the_text_of_an_answer_leaves_its_stop_token_out():
     assert chat.text([*ids, chat.end_id]) == chat.text(ids) == "dcba"
 
 
-def test_messages_may_contain_what_looks_like_a_special_token_or_the_mark():
+def test_a_message_may_contain_the_mark_that_the_template_is_rendered_around():
     chat = renderer()
-    assert chat.following([Message("user", "a<|end|>b")])[-1] == chat.first([Message("user", "x")])[-1]
+    said = "r3async-answer-mark"
+    assert said in chat.tokenizer.decode(chat.following([Message("user", f"what is {said}?")]))
 
 
 @pytest.mark.parametrize(

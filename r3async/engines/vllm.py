@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 
 from r3async.engines.base import EngineError, Generation, GenerationRequest, InstallReport, moe_geometry
+from r3async.engines.process import inherited_environment, lineage
 from r3async.routing import RoutingError, validate_rows
 from r3async.versions import SpanRecorder
 from r3async.weights.manifest import WeightManifest
@@ -113,7 +114,7 @@ class VllmEngine:
                 # What vLLM starts lazily, it starts here, and not under the first request.
                 await self._llm.get_supported_tasks()
                 pids = await self._llm.collective_rpc("r3_process")
-            self._processes = [p for pid in pids for p in _lineage(pid)]
+            self._processes = [p for pid in pids for p in lineage(pid)]
         except asyncio.CancelledError:
             starting.add_done_callback(lambda done: done.exception() or self._llm.shutdown(timeout=0))
             raise
@@ -124,7 +125,7 @@ class VllmEngine:
 
     def _start(self) -> None:
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        with _environment() as environment:
+        with inherited_environment() as environment:
             environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
             # A forked child would share this process's threads' locks, and not read OMP_NUM_THREADS any more.
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -391,25 +392,3 @@ def checkpoint_names(directory: Path) -> frozenset[str]:
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
     return frozenset(names)
-
-
-def _lineage(pid: int) -> Iterator[psutil.Process]:
-    """Process `pid` and its ancestors below this process."""
-    process = psutil.Process(pid)
-    while process is not None and process.pid != os.getpid():
-        yield process
-        process = process.parent()
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[os._Environ[str]]:
-    """Environment variables set inside are inherited by processes started inside, and taken back at the end."""
-    before = dict(os.environ)
-    try:
-        yield os.environ
-    finally:
-        for name in set(os.environ) | set(before):
-            if name not in before:
-                os.environ.pop(name, None)
-            elif os.environ.get(name) != before[name]:
-                os.environ[name] = before[name]

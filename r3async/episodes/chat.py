@@ -61,7 +61,7 @@ class ChatRenderer:
         `TemplateError` if the template does not end an answer with the end-of-sequence token.
         """
         rendered = self._render([Message("user", "u"), Message("assistant", _MARK), *messages])
-        _, found, after = rendered.rpartition(_MARK)
+        _, found, after = rendered.partition(_MARK)
         gap, ended, new = after.partition(self.tokenizer.eos_token)
         if not found or not ended or gap.strip():
             raise TemplateError(

@@ -338,7 +338,7 @@ class Conductor:
         )
 
     async def _revive(self, generator: Generator) -> None:
-        """Wait for Ray to restart the process, load the engine, install the current weights, prove them."""
+        """Wait for Ray to restart the process, load the engine, install the current weights."""
         if generator.restarts >= self.config.generator.max_restarts:
             raise RunFailed(
                 f"{generator.generator_id} died {generator.restarts + 1} times (generator.max_restarts = "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,17 @@ class GeneratorActor:
             max_model_len=self.config.episode.max_total_tokens,
             threads=settings.threads,
             kv_cache_gib=settings.kv_cache_gib,
-            engine_args=settings.engine_args,
+            engine_args={"seed": self._engine_seed(), **settings.engine_args},
         )
         self.renderer = await asyncio.to_thread(ChatRenderer.from_model, self.model_path)
         await self.engine.start()
         routing = self.engine.routing
         self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)
         return {**self.whereabouts(), "routing": msgspec.structs.asdict(routing) if routing else None}
+
+    def _engine_seed(self) -> int:
+        """Of what the engine samples; different for every generator and every run."""
+        return random.Random(f"{self.config.seed}/{self.generator_id}").getrandbits(31)
 
     async def connect(self, endpoint: str) -> None:
         """Open the way to the learner."""

@@ -34,6 +34,8 @@ def _positive(section: Section, *names: str) -> None:
 class InitConfig(Section):
     """A small random Qwen3-MoE, made and warmed up on the environment's oracle when `model.path` is not given."""
 
+    seed: int = 0
+    """Of the random weights and the warm-up. Its own, so that runs with different `seed`s begin with the same model."""
     hidden_size: int = 128
     layers: int = 4
     heads: int = 4

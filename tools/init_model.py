@@ -52,12 +52,12 @@ def byte_tokenizer() -> Any:
     return fast
 
 
-def random_model(init: InitConfig, tokenizer: Any, seed: int) -> Any:
+def random_model(init: InitConfig, tokenizer: Any) -> Any:
     """A `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds give equal weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(init.seed)
     config = Qwen3MoeConfig(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=init.hidden_size,
@@ -207,11 +207,11 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
 
     tokenizer = byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
-    data = OracleData(factory, renderer, config.seed)
-    model = random_model(init, tokenizer, config.seed)
+    data = OracleData(factory, renderer, init.seed)
+    model = random_model(init, tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
     progress(f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, top-{init.top_k}")
-    torch.manual_seed(config.seed + 1)
+    torch.manual_seed(init.seed + 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as fast for matrices this small, and a hundred times faster where cores are shared
     try:

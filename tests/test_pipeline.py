@@ -21,6 +21,8 @@ from tools.train import train
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400)]
 
 SMALL = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+STEPS = 24
+GENTLE = "learner.lr=2e-5"  # so small that drift can only come from something misaligned
 PROMISED_METRICS = [
     "step",
     "version",
@@ -98,12 +100,12 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     killed = []
     killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
     killer.start()
-    run_dir, screen = run(model, tmp_path, "killed", "steps=8")
+    run_dir, screen = run(model, tmp_path, "killed", f"steps={STEPS}", GENTLE)
     killer.join(timeout=10)
     assert len(killed) == 1
 
     rows = read_metrics(run_dir / "metrics.jsonl")
-    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
     assert set(PROMISED_METRICS) <= set(METRICS)
     for row in rows:
         assert set(PROMISED_METRICS) <= set(row)
@@ -111,9 +113,9 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
         assert row["staleness/max"] <= 1
         assert row["routing/recorded_fraction"] >= 0.95
         assert row["transport/rejected"] == 0
-        assert row["rollout_kl/k3"] < 0.1
+        assert row["rollout_kl/k3"] < 0.01
     assert max(r["staleness/mean"] for r in rows) > 0  # generation overlapped training
-    assert [r["version"] for r in rows] == list(range(1, 9))
+    assert [r["version"] for r in rows] == list(range(1, STEPS + 1))
 
     names = [e["event"] for e in events(run_dir)]
     assert "generator_died" in names
@@ -123,7 +125,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):
         assert (run_dir / product).stat().st_size > 0, product
     assert (tmp_path / "latest").resolve() == run_dir.resolve()
-    assert load_config(str(run_dir / "config.toml")).steps == 8
+    assert load_config(str(run_dir / "config.toml")).steps == STEPS
 
 
 def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(model, tmp_path):

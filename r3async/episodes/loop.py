@@ -11,7 +11,7 @@ import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Engine, EngineError, Generation, GenerationRequest, RoutingShape
-from r3async.envs.base import Action, Environment, Message
+from r3async.envs.base import Action, Environment
 from r3async.episodes.chat import ChatRenderer
 from r3async.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
 from r3async.routing import RoutingTrace
@@ -202,6 +202,3 @@ async def _play(
         finished_at=clock(),
         preview=preview,
     )
-
-
-__all__ = ["EpisodeError", "EpisodeTask", "Message", "PromptTooLong", "SampleBuilder", "play_episode"]

@@ -51,9 +51,10 @@ def validate_rows(rows: np.ndarray, *, layers: int, top_k: int, num_experts: int
 
 
 class RoutingTrace:
-    """Append-only routes of one growing token sequence.
+    """Append-only routes of one growing token sequence, in time and memory O(T) over all its calls.
 
-    Positions `0..fed` have been fed forward by some call; each is either recorded or will never be.
+    Positions `0..fed` have been fed forward by some call; each is either recorded or will never be. Rows are kept as
+    the views that they came as until `materialise` copies them, once.
     """
 
     def __init__(self, *, layers: int, top_k: int, num_experts: int):
@@ -66,23 +67,42 @@ class RoutingTrace:
     def record(self, first: int, rows: np.ndarray | None, fed: int) -> int:
         """Take what one engine call returned: `rows[i]` belongs to position `first + i`; it fed positions `0..fed`.
 
-        `rows` is `[n, layers, top_k]` or None (the call returned no routes). Positions fed before keep what they have.
-        Returns how many new rows were recorded. Raises `RoutingError` for rows beyond `fed` or invalid rows.
+        `rows` is `[n, layers, top_k]` of any integer dtype, or None or of length 0 (whatever its other dimensions and
+        dtype): the call returned no routes. Positions fed before keep what they have. Returns how many new rows were
+        recorded. Raises `RoutingError` for rows beyond `fed` or invalid new rows; the trace is then as before.
         """
         recorded = 0
         if rows is not None and len(rows):
-            validate_rows(rows, layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
             if first < 0 or first + len(rows) > fed:
                 raise RoutingError(f"rows for positions {first}..{first + len(rows)} but only {fed} were fed")
-            skip = max(0, self.fed - first)
-            recorded = max(0, len(rows) - skip)
+            skip = min(max(0, self.fed - first), len(rows))
+            new = rows[skip:]
+            validate_rows(new, layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
+            recorded = len(new)
             if recorded:
-                self._blocks.append((first + skip, rows[skip:]))
+                # A view of the rest would keep all of `rows` alive: O(T^2) from an engine that returns every row again.
+                self._blocks.append((first + skip, new.copy() if skip else new))
         self.fed = max(self.fed, fed)
         return recorded
 
+    def branch(self, length: int) -> RoutingTrace:
+        """A new trace of the same first `length` positions, whose rows it shares; the rest is to be fed afresh.
+
+        For a context that was rewritten from there on: what is fed there now are other tokens, or the same tokens
+        after other ones. The two traces grow independently. Raises `RoutingError` for a negative length.
+        """
+        if length < 0:
+            raise RoutingError(f"a branch can not keep {length} positions")
+        other = RoutingTrace(layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
+        other._blocks = [(first, rows[: length - first]) for first, rows in self._blocks if first < length]
+        other.fed = min(self.fed, length)
+        return other
+
     def materialise(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`routed_experts [length, layers, top_k]` and `routing_recorded [length]`; holes hold distinct ids `0..top_k-1`."""
+        """`routed_experts [length, layers, top_k]` and `routing_recorded [length]`; holes hold distinct ids `0..top_k-1`.
+
+        The ids have the dtype that the number of experts asks for, whatever dtypes the calls returned.
+        """
         experts = np.empty((length, self.layers, self.top_k), self.dtype)
         experts[:] = np.arange(self.top_k, dtype=self.dtype)
         recorded = np.zeros(length, bool)

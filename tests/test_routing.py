@@ -92,6 +92,124 @@ def test_rows_beyond_what_was_fed_are_refused():
         trace().record(0, rows(4), fed=3)
 
 
+@pytest.mark.parametrize("first_dtype", [np.uint8, np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("second_dtype", [np.uint16, np.int64])
+def test_turns_of_different_dtypes_are_unified_and_never_wrapped(first_dtype, second_dtype):
+    """More than 256 experts, and a first turn whose ids all fit uint8: in either order."""
+    low, high = rows(3, seed=1).astype(first_dtype), rows(4, seed=2, experts=512).astype(second_dtype)
+    high[:, 0] = [511, 256]
+    for one, two in ((low, high), (high, low)):
+        wide = RoutingTrace(layers=LAYERS, top_k=TOP_K, num_experts=512)
+        wide.record(0, one, fed=len(one))
+        wide.record(len(one), two, fed=7)
+        experts, recorded = wide.materialise(7)
+        assert experts.dtype == np.uint16
+        assert experts.tolist() == [*one.tolist(), *two.tolist()]
+        assert recorded.all()
+
+
+def test_ids_of_few_experts_are_narrowed_whatever_the_engine_returned():
+    routes = trace()
+    returned = rows(3).astype(np.int64)
+    routes.record(0, returned, fed=3)
+    experts, _ = routes.materialise(3)
+    assert experts.dtype == np.uint8
+    assert experts.tolist() == returned.tolist()
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        None,
+        *(np.empty((0, LAYERS, TOP_K), dtype) for dtype in (np.uint8, np.uint16, np.int64, np.float32)),
+        np.empty(0, np.float64),
+        np.empty((0, 0), object),
+    ],
+)
+def test_an_empty_return_is_unrecorded(nothing):
+    empty = trace()
+    assert empty.record(0, nothing, fed=0) == 0
+    experts, recorded = empty.materialise(1)  # nothing was ever fed; one token was appended
+    assert experts.tolist() == [[[0, 1]] * LAYERS]
+    assert not recorded.any()
+    routes = trace()
+    routes.record(0, rows(3), fed=3)
+    assert routes.record(3, nothing, fed=5) == 0
+    routes.record(5, rows(1, seed=9), fed=6)
+    experts, recorded = routes.materialise(7)
+    assert recorded.tolist() == [True] * 3 + [False] * 2 + [True, False]
+    assert (experts[~recorded] == np.arange(TOP_K)).all()
+    assert (experts[5] == rows(1, seed=9)[0]).all()
+
+
+def test_an_aborted_call_keeps_the_rows_it_returned():
+    routes = trace()
+    routes.record(0, rows(4), fed=9)  # the abort came after nine positions, rows of four are back
+    routes.record(0, rows(12, seed=1), fed=12)
+    experts, recorded = routes.materialise(13)
+    assert recorded.tolist() == [True] * 4 + [False] * 5 + [True] * 3 + [False]
+    assert (experts[:4] == rows(4)).all()
+    assert (experts[9:12] == rows(12, seed=1)[9:]).all()
+
+
+def test_invalid_rows_change_nothing():
+    routes = trace()
+    routes.record(0, rows(3), fed=3)
+    for bad in (rows(2)[:, :2], np.zeros((2, LAYERS, TOP_K), np.uint8), rows(4)):
+        with pytest.raises(RoutingError):
+            routes.record(3, bad, fed=5)
+    assert routes.fed == 3
+    assert routes.materialise(3)[1].all()
+
+
+def test_a_branch_shares_rows_and_records_the_rewritten_part_afresh():
+    old, new = rows(9), rows(5, seed=1)
+    routes = trace()
+    routes.record(0, old[:6], fed=6)
+    routes.record(6, old[6:], fed=9)
+    branch = routes.branch(7)
+    assert branch.fed == 7
+    branch.record(7, new, fed=12)
+    routes.record(9, rows(1, seed=2), fed=10)
+    experts, recorded = branch.materialise(13)
+    assert (experts[:12] == np.concatenate([old[:7], new])).all()
+    assert recorded.tolist() == [True] * 12 + [False]
+    experts, recorded = routes.materialise(10)
+    assert (experts == np.concatenate([old, rows(1, seed=2)])).all()
+    assert recorded.all()
+    assert branch.branch(3).branch(5).fed == 3  # what was forgotten does not come back
+    with pytest.raises(RoutingError, match="can not keep -1"):
+        routes.branch(-1)
+
+
+def test_a_branch_forgets_what_was_fed_without_a_row():
+    routes = trace()
+    routes.record(0, rows(2), fed=6)
+    branch = routes.branch(4)
+    assert branch.materialise(4)[1].tolist() == [True, True, False, False]
+    assert branch.record(0, rows(6, seed=1), fed=6) == 2
+    assert branch.materialise(6)[1].tolist() == [True, True, False, False, True, True]
+
+
+def test_rows_are_kept_as_views_until_they_are_materialised_once():
+    returned = [rows(4, seed=i) for i in range(20)]
+    routes = trace()
+    for i, block in enumerate(returned):
+        routes.record(4 * i, block, fed=4 * i + 4)
+    for holder in (routes, routes.branch(70)):
+        blocks = [block for _, block in holder._blocks]
+        assert all(np.shares_memory(mine, theirs) for mine, theirs in zip(blocks, returned, strict=False))
+        assert sum(len(block) for block in blocks) == holder.fed
+
+
+def test_an_engine_that_returns_every_row_again_costs_no_more_memory():
+    routes = trace()
+    for fed in range(5, 400, 5):
+        routes.record(0, rows(fed, seed=fed), fed=fed)
+    held = {id(owner): owner.nbytes for _, b in routes._blocks for owner in [b if b.base is None else b.base]}
+    assert sum(held.values()) == routes.fed * rows(1).nbytes
+
+
 def test_ids_above_255_are_held_without_wrapping():
     wide = RoutingTrace(layers=LAYERS, top_k=TOP_K, num_experts=512)
     high = rows(3, experts=512)

@@ -34,15 +34,17 @@ class Generation(msgspec.Struct, frozen=True):
     """What one call sampled.
 
     `token_ids` int32 `[n]`; `logprobs` float32 `[n]` of the distribution that was sampled from; `version_spans` cover
-    `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` (None if the engine has none): the
-    last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows. `stop_reason`: `stop` (a stop
-    token, which is the last token), `length`, or `abort`.
+    `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer (None if the
+    engine has none): the last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows; after an
+    abort there may be fewer. `routes_from` is the request's, or lower if the engine can not leave known rows out.
+    `stop_reason`: `stop` (a stop token, which is the last token), `length`, or `abort`.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     version_spans: list[VersionSpan]
     routed_experts: np.ndarray | None
+    routes_from: int
     stop_reason: str
 
 

@@ -109,6 +109,7 @@ class ScriptedEngine:
             ),
             version_spans=version_spans,
             routed_experts=self._routes(request, tokens, versions, prompt_version),
+            routes_from=request.routes_from,
             stop_reason=stop_reason,
         )
 

@@ -66,16 +66,36 @@ class SampleBuilder:
     def observe(self, token_ids: list[int]) -> None:
         self.token_ids.extend(token_ids)
 
-    def answer(self, turn: int, asked_from: int, generation: Generation) -> tuple[int, int]:
-        """Append what the policy sampled; `asked_from` is the `routes_from` of the call. Returns its rows `start, stop`."""
+    def answer(self, turn: int, generation: Generation) -> tuple[int, int]:
+        """Append what the policy sampled when it was fed all tokens so far. Returns its rows `start, stop`.
+
+        A call that sampled nothing (an abort) has fed what it returned rows for, and nothing else.
+        """
         start = len(self)
         self.token_ids.extend(generation.token_ids.tolist())
         stop = len(self)
         self._answers.append((turn, start, generation))
         if self.trace is not None:
-            # The last sampled token has not been fed: its row belongs to the next call that feeds it.
-            self.trace.record(asked_from, generation.routed_experts, fed=max(start, stop - 1))
+            rows, first = generation.routed_experts, generation.routes_from
+            if stop > start:
+                # The last sampled token has not been fed: its row belongs to the next call that feeds it.
+                self.trace.record(first, rows, fed=stop - 1)
+            elif rows is not None and len(rows):
+                self.trace.record(first, rows, fed=min(start, first + len(rows)))
         return start, stop
+
+    def branch(self, length: int) -> SampleBuilder:
+        """A new row whose context is the first `length` tokens of this one, with their routes.
+
+        For a context that is rewritten from there on, and for step-wise rows. None of the shared tokens is trained in
+        the new row: the row that sampled them does that. Raises `ValueError` if there are not so many tokens.
+        """
+        if not 0 <= length <= len(self):
+            raise ValueError(f"a branch can not share {length} of {len(self)} tokens")
+        other = SampleBuilder(None)
+        other.token_ids = self.token_ids[:length]
+        other.trace = self.trace.branch(length) if self.trace is not None else None
+        return other
 
     def reward(self, at: int, reward: float) -> None:
         self._rewards.append((at, reward))
@@ -150,7 +170,6 @@ async def _play(
         if budget <= 0:
             stop_reason = "length"
             break
-        asked_from = builder.routes_from
         generation = await engine.generate(
             GenerationRequest(
                 request_id=f"{task.trajectory_id}t{index}",
@@ -158,12 +177,12 @@ async def _play(
                 max_tokens=budget,
                 temperature=settings.temperature,
                 stop_token_ids=renderer.stop_token_ids,
-                routes_from=asked_from,
+                routes_from=builder.routes_from,
             )
         )
         if generation.stop_reason == "abort" or not len(generation.token_ids):
             raise EpisodeError(f"the engine aborted turn {index} of episode {task.trajectory_id}")
-        start, stop = builder.answer(index, asked_from, generation)
+        start, stop = builder.answer(index, generation)
         text = renderer.text(builder.token_ids[start:stop])
         result = await env.step(Action(text, generation.stop_reason))
         if not np.isfinite(result.reward):

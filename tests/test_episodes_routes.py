@@ -1,0 +1,243 @@
+"""Routes of whole episodes, against a reference that is kept position by position."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.config import EpisodeConfig
+from r3async.engines.base import Generation, GenerationRequest, RoutingShape
+from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.envs.base import Message, StepResult
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.loop import EpisodeTask, SampleBuilder, play_episode
+from r3async.records import TokenTable
+from r3async.versions import VersionSpan
+from r3async.weights.manifest import WeightManifest
+from tools.init_model import byte_tokenizer
+
+SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How an engine answers one call."""
+
+    sampled: int = 3
+    known_too: bool = False
+    """It returns rows from position 0, whatever it was asked for."""
+    missing: int = 0
+    """Rows that an abort kept back at the end."""
+    returned: str = "rows"
+    """`rows`, `none` (no array) or `empty` (an array of length 0 and of some dtype)."""
+    dtype: str = "uint16"
+    narrow: bool = False
+    """All ids of this call fit uint8."""
+
+
+calls = st.builds(
+    Call,
+    sampled=st.integers(0, 5),
+    known_too=st.booleans(),
+    missing=st.sampled_from([0, 0, 0, 1, 2, 7]),
+    returned=st.sampled_from(["rows"] * 6 + ["none", "empty"]),
+    dtype=st.sampled_from(["uint16", "int32", "int64"]),
+    narrow=st.booleans(),
+)
+
+
+def answer(call: Call, prompt: int, routes_from: int, seed: int) -> Generation:
+    """Every call chooses other experts, so that a prefill always disagrees with what is known."""
+    chance = np.random.default_rng(seed)
+    first = 0 if call.known_too else routes_from
+    fed = prompt + call.sampled - 1 if call.sampled else prompt
+    count = max(0, fed - first - call.missing)
+    high = 200 if call.narrow else SHAPE.num_experts
+    picks = [chance.permutation(high)[: SHAPE.top_k] for _ in range(count * SHAPE.layers)]
+    rows = np.asarray(picks).reshape(count, SHAPE.layers, SHAPE.top_k)
+    dtype = "uint8" if call.narrow and call.dtype == "uint16" else call.dtype
+    return Generation(
+        token_ids=chance.integers(0, 250, call.sampled).astype(np.int32),
+        logprobs=-chance.random(call.sampled, np.float32) - 0.1,
+        version_spans=[VersionSpan(seed, 0, call.sampled)] if call.sampled else [],
+        routed_experts={"rows": rows.astype(dtype), "none": None, "empty": np.empty((0, 1), np.float64)}[call.returned],
+        routes_from=first,
+        stop_reason="abort" if call.missing or not call.sampled else "length",
+    )
+
+
+@dataclass
+class Reference:
+    """One row of training, position by position: what the first call that fed a position said of it, if anything."""
+
+    tokens: list[int] = field(default_factory=list)
+    owned: dict[int, np.ndarray | None] = field(default_factory=dict)
+    sampled: dict[int, tuple[int, float, int]] = field(default_factory=dict)
+    """Position: turn, log-prob, version."""
+
+    def take(self, turn: int, generation: Generation) -> None:
+        prompt, n = len(self.tokens), len(generation.token_ids)
+        rows = generation.routed_experts if generation.routed_experts is not None else []
+        by_position = {generation.routes_from + i: row for i, row in enumerate(rows)}
+        for position in range(prompt + n - 1) if n else by_position:
+            self.owned.setdefault(position, by_position.get(position))
+        for i, token in enumerate(generation.token_ids.tolist()):
+            self.tokens.append(token)
+            self.sampled[prompt + i] = turn, float(generation.logprobs[i]), generation.version_spans[0].version
+
+    def branch(self, length: int) -> "Reference":
+        return Reference(self.tokens[:length], {p: row for p, row in self.owned.items() if p < length})
+
+    def check(self, table: TokenTable) -> None:
+        assert table["token_ids"].tolist() == self.tokens
+        assert np.flatnonzero(table["loss_mask"]).tolist() == sorted(self.sampled)
+        for position, (turn, logprob, version) in self.sampled.items():
+            assert table["turn"][position] == turn
+            assert table["rollout_logprobs"][position] == np.float32(logprob)
+            assert table["policy_version"][position] == version
+        unsampled = ~table["loss_mask"]
+        assert (table["policy_version"][unsampled] == -1).all()
+        assert table["routed_experts"].dtype == np.uint16
+        for position, row in enumerate(table["routed_experts"]):
+            expected = self.owned.get(position)
+            assert table["routing_recorded"][position] == (expected is not None)
+            assert (row == (np.arange(SHAPE.top_k) if expected is None else expected)).all()
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("observe"), st.integers(1, 6)),  # a prompt, an observation, an injected end of sequence
+        st.tuples(st.just("answer"), calls),
+        st.tuples(st.just("answer"), calls),
+        st.tuples(st.just("branch"), st.floats(0, 1)),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(steps)
+def test_rows_equal_a_position_by_position_reference(history):
+    builders, references = [SampleBuilder(SHAPE)], [Reference()]
+    for seed, (what, value) in enumerate([("observe", 4), *history]):
+        builder, reference = builders[-1], references[-1]
+        if what == "observe":
+            builder.observe([seed] * value)
+            reference.tokens += [seed] * value
+        elif what == "answer":
+            generation = answer(value, len(builder), builder.routes_from, seed)
+            builder.answer(seed, generation)
+            reference.take(seed, generation)
+        else:  # The row that is left behind stays as it is, whatever the new one does.
+            length = round(value * len(builder))
+            builders.append(builder.branch(length))
+            references.append(reference.branch(length))
+        if len(builders) > 1 and seed % 3 == 0:  # Several rows grow in turns.
+            builders.insert(0, builders.pop())
+            references.insert(0, references.pop())
+    for builder, reference in zip(builders, references, strict=True):
+        reference.check(builder.build())
+
+
+class Told:
+    """An environment of as many turns as there are lengths: how long each observation is."""
+
+    def __init__(self, lengths):
+        self.lengths = list(lengths)
+
+    async def reset(self, task_seed):
+        return [Message("user", "go")]
+
+    async def step(self, action):
+        return StepResult(0.5, [Message("user", "x" * self.lengths.pop(0))], done=not self.lengths)
+
+
+class Recorded:
+    """An engine that answers as it is told and keeps the reference itself, from what it was fed."""
+
+    version, routing = 0, SHAPE
+
+    def __init__(self, told):
+        self.told, self.reference, self.requests = list(told), Reference(), []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.requests.append(request)
+        assert request.prompt_ids[: len(self.reference.tokens)].tolist() == self.reference.tokens
+        assert request.routes_from == max(self.reference.owned, default=-1) + 1  # asked once for each position
+        self.reference.tokens = request.prompt_ids.tolist()
+        turn = len(self.requests) - 1
+        generation = answer(self.told[turn], len(request.prompt_ids), request.routes_from, seed=turn)
+        generation = msgspec.structs.replace(generation, stop_reason="length")
+        self.reference.take(turn, generation)
+        return generation
+
+
+turns = st.lists(st.tuples(st.integers(0, 9), calls.filter(lambda call: call.sampled)), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(turns)
+def test_whole_episodes_equal_a_position_by_position_reference(told):
+    engine = Recorded([call for _, call in told])
+    limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=1024)
+    chat = ChatRenderer(byte_tokenizer())
+    trajectory = asyncio.run(
+        play_episode(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits)
+    )
+    assert len(trajectory.turns) == len(engine.requests) == len(told)
+    engine.reference.check(trajectory.samples[0].table)
+
+
+async def test_a_long_episode_moves_and_holds_each_row_once():
+    """300 turns: all rows that the engine returned, and all that the builder holds, are the positions that were fed."""
+    engine = ScriptedEngine([[7] * 5])
+    await engine.start()
+    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    builder, moved, returned = SampleBuilder(SCRIPTED_ROUTING), 0, []
+    for turn in range(300):
+        builder.observe([3] * 4)
+        prompt = np.asarray(builder.token_ids, np.int32)
+        request = GenerationRequest(f"t{turn}", prompt, 5, routes_from=builder.routes_from)
+        generation = await engine.generate(request)
+        builder.answer(turn, generation)
+        moved += len(generation.routed_experts)
+        returned.append(generation.routed_experts)
+    assert moved == len(builder) - 1
+    held = [rows for _, rows in builder.trace._blocks]
+    assert sum(len(rows) for rows in held) == moved
+    assert all(np.shares_memory(mine, theirs) for mine, theirs in zip(held, returned, strict=True))
+    recorded = builder.build()["routing_recorded"]
+    assert recorded[:-1].all()
+    assert not recorded[-1]
+
+
+def test_a_call_that_sampled_nothing_leaves_its_prompt_to_the_next_call():
+    builder = SampleBuilder(SHAPE)
+    builder.observe([1, 2, 3, 4])
+    assert builder.answer(0, answer(Call(sampled=0, returned="none"), 4, 0, seed=0)) == (4, 4)
+    assert builder.routes_from == 0
+    builder.answer(0, answer(Call(sampled=0, missing=3), 4, 0, seed=1))  # it came as far as one row
+    assert builder.routes_from == 1
+    builder.answer(0, answer(Call(sampled=2), 4, 1, seed=2))
+    table = builder.build()
+    assert table["routing_recorded"].tolist() == [True] * 5 + [False]
+    assert len(table) == 6
+
+
+def test_a_branch_trains_only_what_it_samples_itself():
+    builder = SampleBuilder(SHAPE)
+    builder.observe([1, 2])
+    builder.answer(0, answer(Call(), 2, 0, seed=0))
+    builder.reward(4, 1.0)
+    branch = builder.branch(4)
+    branch.observe([9])
+    start, stop = branch.answer(1, answer(Call(), 5, branch.routes_from, seed=1))
+    branch.reward(stop - 1, 0.5)
+    whole, part = builder.build(), branch.build()
+    assert np.flatnonzero(whole["loss_mask"]).tolist() == [2, 3, 4]
+    assert np.flatnonzero(part["loss_mask"]).tolist() == list(range(start, stop))
+    assert part["rewards"].sum() == 0.5
+    assert (part["routed_experts"][:4] == whole["routed_experts"][:4]).all()

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from r3async.engines.base import GenerationRequest
 from r3async.engines.vllm_worker import WorkerExtension
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publisher
 
 VOCABULARY = 264
 END = 257
+TOLERANCE = 1e-4
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
+
+
+def request(ids: np.ndarray, max_tokens: int, name: str = "request", **values) -> GenerationRequest:
+    return GenerationRequest(name, ids, max_tokens, **values)
+
+
+def same_sets(rows: np.ndarray, expected: np.ndarray) -> bool:
+    return rows.shape == expected.shape and np.array_equal(np.sort(rows, -1), expected)
 
 
 def make_model(
@@ -99,7 +116,24 @@ class Reference:
         return np.sort(torch.stack([c.reshape(len(ids), -1) for c in self._chosen], 1).numpy(), -1)
 
 
-@torch.no_grad()
+class Weights:
+    """Odd versions are the model on disk (-1 is what is loaded at the start), even ones another random model."""
+
+    def __init__(self, path: Path, other: Path, publisher: Publisher, version: int = -1):
+        self.on_disk, self.other, self.publisher, self.version = Reference(path), Reference(other), publisher, version
+
+    def reference(self, version: int) -> Reference:
+        return self.on_disk if version % 2 else self.other
+
+    @property
+    def by_version(self) -> dict[int, Reference]:
+        return {v: self.reference(v) for v in range(-1, self.version + 1)}
+
+    def publish(self) -> WeightManifest:
+        self.version += 1
+        return self.publisher.publish(self.version, self.reference(self.version).tensors(), torch.float32)
+
+
 def replay(models: dict[int, Reference], prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray):
     """What transformers gives if the weights change between tokens and earlier keys and values are kept.
 
@@ -107,19 +141,43 @@ def replay(models: dict[int, Reference], prompt: np.ndarray, tokens: np.ndarray,
     the whole prompt) onto the cache that the earlier versions left. Returns its log-probs, float32 `[n]`, and the
     sorted routes of all positions but the last, `[P + n - 1, MoE layers, top_k]`.
     """
+    feeds, start = [], 0
+    for bound in [i for i in range(1, len(tokens)) if versions[i] != versions[i - 1]] + [len(tokens)]:
+        stop = len(prompt) + bound - 1
+        feeds.append((int(versions[bound - 1]), start, stop))
+        start = stop
+    logprobs, routes = replay_feeds(models, np.concatenate([prompt, tokens]), feeds)
+    return logprobs[len(prompt) - 1 :], routes
+
+
+@torch.no_grad()
+def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[tuple[int, int, int]]):
+    """What transformers gives for positions that are fed as `feeds` (version, start, stop) say, one after the other.
+
+    A feed that begins before the end of the one before it is a re-prefill: it replaces keys and values from there on,
+    but a position's log-prob and routes stay those of the feed that came first. All feeds together cover `ids` but for
+    the last. Returns float32 `[T - 1]`, log-prob of each token after the first, and the sorted routes `[T - 1, MoE layers,
+    top_k]`.
+    """
     from transformers import DynamicCache
 
-    ids = torch.as_tensor(np.concatenate([prompt, tokens]), dtype=torch.long)
-    cache, logprobs, chosen, start = DynamicCache(), [], [], 0
-    bounds = [i for i in range(1, len(tokens)) if versions[i] != versions[i - 1]] + [len(tokens)]
-    for bound in bounds:
-        reference, stop = models[int(versions[bound - 1])], len(prompt) + bound - 1
+    tokens = torch.as_tensor(ids, dtype=torch.long)
+    cache, logprobs, chosen, known = DynamicCache(), [], [], 0
+    for version, start, stop in feeds:
+        reference = models[version]
+        assert start <= known, "a position was left out"
+        if start < known:
+            cache.crop(start - known)  # a negative number takes away so many
         reference._chosen.clear()
-        logits = reference.model(ids[None, start:stop], past_key_values=cache, use_cache=True).logits[0].float()
-        logprobs.append(torch.log_softmax(logits, -1).gather(-1, ids[start + 1 : stop + 1, None])[:, 0])
-        chosen.append(torch.stack([c.reshape(stop - start, -1) for c in reference._chosen], 1))
-        start = stop
-    return torch.cat(logprobs)[-len(tokens) :].numpy(), np.sort(torch.cat(chosen).numpy(), -1)
+        logits = reference.model(tokens[None, start:stop], past_key_values=cache, use_cache=True).logits[0].float()
+        rows = torch.stack([c.reshape(stop - start, -1) for c in reference._chosen], 1)
+        if stop > known:
+            new = slice(known - start, None)
+            logprobs.append(torch.log_softmax(logits[new], -1).gather(-1, tokens[known + 1 : stop + 1, None])[:, 0])
+            chosen.append(rows[new])
+            known = stop
+    assert known == len(ids) - 1
+    return torch.cat(logprobs).numpy(), np.sort(torch.cat(chosen).numpy(), -1)
 
 
 class BrokenExtension(WorkerExtension):

@@ -17,27 +17,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from r3async.engines.base import EngineError, GenerationRequest, RoutingShape
+from r3async.engines.base import EngineError, RoutingShape
 from r3async.engines.vllm import VllmEngine
 from r3async.versions import expand
 from r3async.weights.publish import Publisher
-from tests.helpers_engine import END, Reference, make_model, replay
+from tests.helpers_engine import END, TOLERANCE, Reference, Weights, make_model, prompt, replay, request, same_sets
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
-
-TOLERANCE = 1e-4
-
-
-def prompt(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
-
-
-def request(ids: np.ndarray, max_tokens: int, name: str = "request", **values) -> GenerationRequest:
-    return GenerationRequest(name, ids, max_tokens, **values)
-
-
-def same_sets(rows: np.ndarray, expected: np.ndarray) -> bool:
-    return rows.shape == expected.shape and np.array_equal(np.sort(rows, -1), expected)
 
 
 def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
@@ -46,29 +32,11 @@ def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
     path.write_bytes(content)
 
 
-class Weights:
-    """Odd versions are the model on disk (-1 is what is loaded at the start), even ones another random model."""
-
-    def __init__(self, path: Path, other: Path, publisher: Publisher):
-        self.on_disk, self.other, self.publisher, self.version = Reference(path), Reference(other), publisher, -1
-
-    def reference(self, version: int) -> Reference:
-        return self.on_disk if version % 2 else self.other
-
-    @property
-    def by_version(self) -> dict[int, Reference]:
-        return {v: self.reference(v) for v in range(-1, self.version + 1)}
-
-    def publish(self):
-        self.version += 1
-        return self.publisher.publish(self.version, self.reference(self.version).tensors(), torch.float32)
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def weights(tiny_model, tmp_path_factory):
+async def weights(vllm_engine, tiny_model, tmp_path_factory):
     other = make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), seed=1)
     with Publisher(tmp_path_factory.mktemp("published")) as publisher:
-        yield Weights(tiny_model, other, publisher)
+        yield Weights(tiny_model, other, publisher, vllm_engine.version)
 
 
 @pytest.fixture(scope="module", autouse=True)

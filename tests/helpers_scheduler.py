@@ -1,0 +1,53 @@
+"""A vLLM scheduler that keeps a record of what it feeds, and preempts where it is told to; imported by the engine only."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import msgspec
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from r3async.engines.vllm_worker import WorkerExtension
+from r3async.weights.manifest import WeightManifest
+
+FEEDS: dict[str, list[tuple[int, int, int]]] = {}
+"""Of each request: version of the loaded weights, first position and the one after the last, in order."""
+PREEMPTED: list[tuple[str, int, int]] = []
+"""Request, positions that were fed, tokens that were sampled when it was preempted."""
+_loaded = -1
+
+
+class ObservedScheduler(Scheduler):
+    """A request whose id holds `preempt@N` is preempted once, as soon as N of its positions have been fed."""
+
+    def schedule(self, *args, **kwargs):
+        for request in list(self.running):
+            wanted = re.search(r"preempt@(\d+)", request.request_id)
+            if wanted and not request.num_preemptions and request.num_computed_tokens >= int(wanted[1]):
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+                # As vLLM does itself when it preempts and resumes in one step.
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+        output = super().schedule(*args, **kwargs)
+        for name, count in output.num_scheduled_tokens.items():
+            stop = self.requests[name].num_computed_tokens
+            FEEDS.setdefault(name, []).append((_loaded, stop - count, stop))
+        return output
+
+    def _preempt_request(self, request, *args, **kwargs):
+        PREEMPTED.append((request.request_id, request.num_computed_tokens, request.num_output_tokens))
+        super()._preempt_request(request, *args, **kwargs)
+
+
+class ObservingExtension(WorkerExtension):
+    """The worker is in the scheduler's process: it knows the weights and hands the records out."""
+
+    def r3_install(self, manifest: bytes) -> float:
+        global _loaded
+        seconds = super().r3_install(manifest)
+        _loaded = msgspec.msgpack.decode(manifest, type=WeightManifest).version
+        return seconds
+
+    def r3_feeds(self) -> bytes:
+        return msgspec.msgpack.encode((FEEDS, PREEMPTED))

@@ -66,9 +66,9 @@ class LearnerActor:
         import torch
 
         torch.set_num_threads(self.config.learner.threads)
-        from r3async.learners.megatron.backend import MegatronLearner
+        from r3async.learners.build import build_learner
 
-        self.backend = MegatronLearner(self.config, Path(self.model_path))
+        self.backend = build_learner(self.config, Path(self.model_path))
         self._vocab_size = self.backend.vocab_size
 
     def expect_routes(self, routing: dict[str, int] | None) -> None:
@@ -171,7 +171,10 @@ class LearnerActor:
     def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         settings = self.config.algorithm
         samples = [s for g in groups for s in group_advantages(g, settings.credit, settings.normalize_std)]
-        return self.backend.train_step(pack(samples, self.config.learner.max_tokens_per_micro_batch))
+        micro_batches = pack(samples, self.config.learner.max_tokens_per_micro_batch)
+        if self.config.routing.replay == "learner":
+            micro_batches = self.backend.record_routes(micro_batches)
+        return self.backend.train_step(micro_batches).metrics
 
     @staticmethod
     def _episode_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:

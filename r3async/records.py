@@ -115,6 +115,12 @@ class TokenTable:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
             self._columns[name] = array
 
+    @staticmethod
+    def of_tokens(token_ids: np.ndarray) -> TokenTable:
+        """Tokens that nobody sampled: every other column that has to be there holds its fill. `token_ids` int `[T]`."""
+        needed = {n: c.filled(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional}
+        return TokenTable(needed | {"token_ids": np.asarray(token_ids).astype(np.int32)})
+
     def __len__(self) -> int:
         return self._length
 

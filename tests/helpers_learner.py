@@ -7,8 +7,7 @@ import torch
 
 from r3async.config import Config, config_from_dict
 from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.megatron.hf import links
-from r3async.learners.megatron.modules import make_plan
+from r3async.learners.megatron.links import gather_weights
 from r3async.records import Sample
 
 LENGTHS = [9, 40, 5, 17, 40, 6]
@@ -28,25 +27,13 @@ def settings(**changes) -> Config:
 
 
 def logits(learner: MegatronLearner, micro_batch) -> torch.Tensor:
-    shape = learner._shape
-    plan = make_plan(
-        micro_batch.cu_seqlens,
-        head_dim=shape.head_dim,
-        rope_theta=shape.rope_theta,
-        dtype=learner._dtype,
-        device=torch.device("cpu"),
-    )
-    ids = torch.from_numpy(micro_batch.table["token_ids"].astype(np.int64))
-    return learner.model.logits(learner.model(ids[None], None, None, packed_seq_params=plan)[:, 0])
+    """`[N, vocab]`, of a learner on one rank."""
+    return learner._hidden(micro_batch)[:, 0] @ learner.model.output_weight().T
 
 
 def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     """Gradients of all parameters, under Hugging Face names."""
-    return {
-        name: part
-        for link in links(learner.model, learner._shape)
-        for name, part in zip(link.names, link.split(link.parameter.grad), strict=True)
-    }
+    return gather_weights(learner.links, lambda parameter: parameter.grad)
 
 
 def hf_gradients(model) -> dict[str, torch.Tensor]:

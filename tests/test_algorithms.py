@@ -8,7 +8,7 @@ import torch
 
 from r3async.algorithms.advantages import group_advantages, relative
 from r3async.algorithms.kl import ESTIMATORS, k1, k2, k3
-from r3async.algorithms.objective import EMPTY_METRICS, objective
+from r3async.algorithms.objective import ObjectiveSums, objective
 from r3async.algorithms.policy_loss import tis
 from r3async.config import AlgorithmConfig, RolloutKLConfig
 from r3async.records import Sample, TokenTable, Trajectory, Turn
@@ -136,7 +136,7 @@ def test_objective_against_numpy(estimator):
         },
         rel=1e-5,
     )
-    assert set(metrics) == set(EMPTY_METRICS)
+    assert set(metrics) == set(ObjectiveSums.zero().metrics())
 
 
 def test_masked_tokens_may_hold_anything():

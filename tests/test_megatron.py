@@ -159,7 +159,7 @@ def test_step_equals_the_reference(learner, model_path):
     rollout[[5, 7]] = np.nan, -np.inf
     samples[0] = replace_columns(samples[0], rollout_logprobs=rollout)
     policy, kl, norm = reference_step(model_path, samples, settings())
-    metrics = learner.train_step(pack(samples, 64))
+    metrics = learner.train_step(pack(samples, 64)).metrics
     assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-4)
     assert metrics["loss/rollout_kl"] == pytest.approx(kl, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -178,11 +178,12 @@ def test_metric_names_are_those_of_the_protocol(learner):
     backend: LearnerBackend = learner
     names = {
         "loss/policy", "loss/rollout_kl", "rollout_kl/k1", "rollout_kl/k2", "rollout_kl/k3", "ratio/max", "ratio/ess",
-        "entropy/mean", "routing/recorded_fraction", "routing/agreement", "grad_norm", "lr", "optimizer/skipped",
+        "entropy/mean", "routing/recorded_fraction", "routing/agreement", "routing/agreement_min",
+        "routing/load_imbalance", "grad_norm", "lr", "optimizer/skipped",
         "tokens/dropped_non_finite", "batch/tokens", "batch/trained_tokens", "batch/micro_batches", "batch/fill",
     }  # fmt: skip
     for batch in ([], pack(hm.make_samples(0, [8]), 64)):
-        metrics = backend.train_step(batch)
+        metrics = backend.train_step(batch).metrics
         assert set(metrics) == names
         assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
 
@@ -196,7 +197,7 @@ def test_gradient_does_not_depend_on_packing(model_path):
         learner._optimizer._adam.register_step_pre_hook(
             lambda *a, learner=learner, taken=taken: taken.update(gradients(learner))
         )
-        metrics = learner.train_step(pack(samples, budget))
+        metrics = learner.train_step(pack(samples, budget)).metrics
         results.append((metrics, {n: g.clone() for n, g in taken.items()}))
     assert [m["batch/micro_batches"] for m, _ in results] == [1, 2, 3]
     whole, whole_grads = results[0]
@@ -216,19 +217,19 @@ def test_too_few_recorded_routes_stop_the_step_before_any_forward(model_path):
     ):
         learner.train_step(pack(samples, 64))
     off = MegatronLearner(settings(routing__min_recorded_fraction=0.9, routing__replay="off"), model_path)
-    assert off.train_step(pack(samples, 64))["routing/recorded_fraction"] == pytest.approx(1 / 3)
+    assert off.train_step(pack(samples, 64)).metrics["routing/recorded_fraction"] == pytest.approx(1 / 3)
 
 
 def test_recorded_fraction_is_that_of_the_inputs(model_path):
     """Tokens 3 to 11 are trained, so rows 2 to 10 must be recorded; row 11 is never used."""
     learner = MegatronLearner(settings(routing__min_recorded_fraction=1.0), model_path)
-    assert learner.train_step(pack(hm.make_samples(15, [12]), 64))["routing/recorded_fraction"] == 1.0
+    assert learner.train_step(pack(hm.make_samples(15, [12]), 64)).metrics["routing/recorded_fraction"] == 1.0
 
 
 def test_a_step_without_trained_tokens_changes_nothing(learner):
     samples = [replace_columns(s, loss_mask=np.zeros(len(s.table), bool)) for s in hm.make_samples(16, [8, 8])]
     before = learner.export()
-    metrics = learner.train_step(pack(samples, 64))
+    metrics = learner.train_step(pack(samples, 64)).metrics
     assert metrics["batch/trained_tokens"] == 0
     assert metrics["optimizer/skipped"] == 1
     assert all(np.isfinite(v) for v in metrics.values())
@@ -243,12 +244,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_path, dtype):
     advantages = sample.table["advantages"].copy()
     advantages[6] = np.inf
     before = learner.export()
-    metrics = learner.train_step([collate([replace_columns(sample, advantages=advantages)])])
+    metrics = learner.train_step([collate([replace_columns(sample, advantages=advantages)])]).metrics
     assert metrics["optimizer/skipped"] == 1
     assert not np.isfinite(metrics["grad_norm"])
     assert learner.version == 0
     assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert learner.train_step([collate([sample])])["optimizer/skipped"] == 0
+    assert learner.train_step([collate([sample])]).metrics["optimizer/skipped"] == 0
 
 
 def test_unusable_batches_name_the_sample(learner):

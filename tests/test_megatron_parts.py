@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from r3async.learners.attention import plan_buckets
 from r3async.learners.base import LearnerError
+from r3async.learners.logprobs import token_logprobs
 from r3async.learners.megatron.backend import MegatronLearner
 from r3async.learners.megatron.hf import read_shape
-from r3async.learners.megatron.logprobs import token_logprobs
-from r3async.learners.megatron.modules import TorchRMSNorm, plan_buckets
+from r3async.learners.megatron.modules import TorchRMSNorm
 from r3async.learners.optimizer import MasterAdamW
 from tests import helpers_models as hm
 from tests.helpers_learner import (
@@ -49,7 +50,7 @@ def test_log_probs_in_chunks_equal_those_at_once():
         return some @ matrix.T
 
     for elements in (10**6, 200):
-        logprobs, entropies = token_logprobs(logits_of, hidden, targets, temperatures, 50, elements)
+        logprobs, entropies = token_logprobs(logits_of, hidden, targets, temperatures, 50, chunk_elements=elements)
         results.append((logprobs, entropies, *torch.autograd.grad(logprobs.square().sum(), [hidden, matrix])))
     assert sorted(rows) == sorted([23] + 2 * [4, 4, 4, 4, 4, 3])  # the chunks once forward and once backward
     for at_once, chunked in zip(*results, strict=True):
@@ -82,7 +83,6 @@ def test_master_weights_keep_small_updates():
         for optimizer, parameter in zip(optimizers, (low, high), strict=True):
             for factor in (-1.0, 1.5):
                 (factor * parameter.float()).sum().backward()
-                optimizer.accumulate()
             norm.grad = torch.zeros(3)
             optimizer.step()
     assert torch.equal(low, high.bfloat16())

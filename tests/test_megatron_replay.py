@@ -33,22 +33,28 @@ def learner(model_path):
     return MegatronLearner(settings(), model_path)
 
 
+def assert_nothing_is_bound(learner) -> None:
+    assert learner.replay.current is None
+    assert learner.replay._open == []
+
+
 def test_replaying_own_routes_changes_no_bit(learner):
     samples = hm.make_samples(3, LENGTHS)
     plain = logits(learner, collate(samples))
     routes = own_routes(learner, collate(samples))
     replayed = collate(with_routes(samples, routes[:, :, ::-1]))  # the order of a row's columns says nothing
-    with learner.replay.bound(replayed) as agreement:
+    with learner.replay.bound(replayed):
         assert torch.equal(logits(learner, replayed), plain)
-    assert agreement.share == 1.0
-    assert agreement.compared == replayed.tokens * hm.LAYERS
+    counts = learner.replay.take_counts()
+    assert counts.agreed.tolist() == counts.compared.tolist() == [replayed.tokens] * hm.LAYERS
     every_other = [
         replace_columns(s, routing_recorded=np.arange(len(s.table)) % 2 == 0) for s in with_routes(samples, routes)
     ]
-    with learner.replay.bound(collate(every_other)) as agreement:
+    with learner.replay.bound(collate(every_other)):
         assert torch.equal(logits(learner, collate(every_other)), plain)
-    assert agreement.share == 1.0
-    assert agreement.compared < replayed.tokens * hm.LAYERS
+    counts = learner.replay.take_counts()
+    assert counts.agreed.tolist() == counts.compared.tolist()
+    assert max(counts.compared.tolist()) < replayed.tokens
 
 
 def test_unrecorded_rows_route_by_themselves(learner):
@@ -56,10 +62,9 @@ def test_unrecorded_rows_route_by_themselves(learner):
     micro_batch = collate(samples)
     plain = logits(learner, micro_batch)
     nothing = collate([replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples])
-    with learner.replay.bound(nothing) as agreement:
+    with learner.replay.bound(nothing):
         assert torch.equal(logits(learner, nothing), plain)
-    assert agreement.compared == 0
-    assert agreement.share == 0.0
+    assert learner.replay.take_counts().compared.tolist() == [0] * hm.LAYERS
     without = collate([Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples])
     with learner.replay.bound(without):
         assert torch.equal(logits(learner, without), plain)
@@ -80,7 +85,7 @@ def test_agreement_is_measured_with_replay_on_and_off(model_path):
         routes = own_routes(learner, collate(samples))
         routes[:21, 0] = routes[:21, 0] + 1 & 7  # half of the 42 rows of one of three layers: some other set
         same = (np.sort(routes, -1) == np.sort(own_routes(learner, collate(samples)), -1)).all(-1)[:, 0].sum()
-        metrics = learner.train_step([collate(with_routes(samples, routes))])
+        metrics = learner.train_step([collate(with_routes(samples, routes))]).metrics
         if mode == "off":
             assert metrics["routing/agreement"] == pytest.approx((42 * 2 + same) / 126)
         else:  # replaying other experts in the first layer changes what the later ones see
@@ -103,7 +108,7 @@ def test_nothing_is_left_behind_after_an_exception(learner):
     with pytest.raises(RuntimeError, match="broken expert"):
         learner.train_step([collate(hm.make_samples(7, [8])), micro_batch])
     handle.remove()
-    assert all(hook.target is None for _, hook in learner.replay._routers)
+    assert_nothing_is_bound(learner)
     assert all(p.grad is None for p in learner.model.parameters())
     assert torch.equal(logits(learner, micro_batch), plain)
     assert all(torch.equal(before[n], t) for n, t in learner.export().items())
@@ -128,12 +133,10 @@ def test_replay_can_not_outlive_or_overlap_its_micro_batch(learner):
 @pytest.mark.parametrize("other", [[30], [5, 5]])
 def test_more_or_fewer_rows_than_tokens_raise(learner, other):
     bound, fed = collate(hm.make_samples(9, [20])), collate(hm.make_samples(9, other))
-    with pytest.raises(
-        RoutingError, match=rf"layer 1: routes of shape \(20, 2\) are bound, but the router got {sum(other)}"
-    ):
+    with pytest.raises(RoutingError, match=rf"routes of 20 tokens are bound, but {sum(other)} tokens are fed forward"):
         with learner.replay.bound(bound):
             logits(learner, fed)
-    assert all(hook.target is None for _, hook in learner.replay._routers)
+    assert_nothing_is_bound(learner)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,9 @@ def test_invalid_records_are_refused_before_the_forward(learner, spoil, message)
 def test_routes_are_bound_by_layer_number(tmp_path):
     path = hm.make_hf_model(tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[0, 2])
     learner = MegatronLearner(settings(), path)
-    assert [(i, hook.layer_number) for i, hook in learner.replay._routers] == [(0, 2), (1, 4)]
+    assert learner.replay.columns == [0, 1]
+    routers = [getattr(layer.mlp, "router", None) for layer in learner.model.decoder.layers]
+    assert [r and r.router_replay._index for r in routers] == [None, 0, None, 1]
 
 
 def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
@@ -165,8 +170,8 @@ def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
     micro_batch = collate(hm.make_samples(11, LENGTHS))
 
     def grads() -> dict[str, torch.Tensor]:
-        with learner.replay.bound(micro_batch):
-            logits(learner, micro_batch).square().sum().backward()
+        with learner.replay.bound(micro_batch) as routes:
+            routes.follow(logits(learner, micro_batch)).square().sum().backward()
         taken = {n: g.clone() for n, g in gradients(learner).items()}
         learner._optimizer.clear()
         return taken

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,41 +39,43 @@ class ObjectiveSums:
         added["ratio_max"] = torch.maximum(self.ratio_max, other.ratio_max)
         return ObjectiveSums(**added)
 
+    @staticmethod
+    def names() -> list[str]:
+        """The sums in the order of `values`."""
+        return [f.name for f in fields(ObjectiveSums)]
+
+    @staticmethod
+    def zero() -> ObjectiveSums:
+        """Of no token at all."""
+        return ObjectiveSums(*(torch.zeros((), dtype=torch.float64) for _ in fields(ObjectiveSums)))
+
+    def values(self) -> np.ndarray:
+        """float64 `[n]` on the host, by one transfer."""
+        return torch.stack([getattr(self, name) for name in self.names()]).cpu().numpy()
+
     def metrics(self) -> dict[str, float]:
-        """Means over trained tokens (nats). `loss/policy + loss/rollout_kl` is the loss; `ratio/ess` is
-        `(sum w)^2 / (n sum w^2)` of the uncapped ratios, 1 when all are equal."""
-        names = [f.name for f in fields(self)]
-        values = torch.stack([getattr(self, name) for name in names]).tolist()  # one transfer from the device
-        return _metrics(**dict(zip(names, values, strict=True)))
+        """See `metrics_of`."""
+        return self.metrics_of(self.values())
 
+    @staticmethod
+    def metrics_of(values: np.ndarray) -> dict[str, float]:
+        """Means over trained tokens (nats), from `values` summed over micro-batches and ranks (`ratio_max`: their maximum).
 
-def _metrics(
-    tokens: float = 0.0,
-    policy: float = 0.0,
-    rollout_kl: float = 0.0,
-    k1: float = 0.0,
-    k2: float = 0.0,
-    k3: float = 0.0,
-    ratio: float = 0.0,
-    ratio_squared: float = 0.0,
-    ratio_max: float = 0.0,
-    entropy: float = 0.0,
-) -> dict[str, float]:
-    n = max(tokens, 1.0)
-    return {
-        "loss/policy": policy / n,
-        "loss/rollout_kl": rollout_kl / n,
-        "rollout_kl/k1": k1 / n,
-        "rollout_kl/k2": k2 / n,
-        "rollout_kl/k3": k3 / n,
-        "ratio/max": ratio_max,
-        "ratio/ess": ratio * ratio / (n * ratio_squared) if ratio_squared else 0.0,
-        "entropy/mean": entropy / n,
-    }
-
-
-EMPTY_METRICS: dict[str, float] = _metrics()
-"""The same metrics of a step that trained no token: all 0."""
+        `loss/policy + loss/rollout_kl` is the loss; `ratio/ess` is `(sum w)^2 / (n sum w^2)` of the uncapped ratios, 1 when
+        all are equal. All are 0 if no token was trained.
+        """
+        s = dict(zip(ObjectiveSums.names(), values.tolist(), strict=True))
+        n = max(s["tokens"], 1.0)
+        return {
+            "loss/policy": s["policy"] / n,
+            "loss/rollout_kl": s["rollout_kl"] / n,
+            "rollout_kl/k1": s["k1"] / n,
+            "rollout_kl/k2": s["k2"] / n,
+            "rollout_kl/k3": s["k3"] / n,
+            "ratio/max": s["ratio_max"],
+            "ratio/ess": s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0,
+            "entropy/mean": s["entropy"] / n,
+        }
 
 
 def objective(

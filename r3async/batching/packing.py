@@ -19,7 +19,8 @@ class MicroBatch:
     """Samples laid end to end.
 
     `table`: every column of the samples, `[N]` rows. `cu_seqlens`: int32 `[S + 1]`, sample `s` is rows
-    `cu_seqlens[s]:cu_seqlens[s + 1]`. `temperatures`: float32 `[S]`. `sample_ids`: `[S]`.
+    `cu_seqlens[s]:cu_seqlens[s + 1]`. `temperatures`: float32 `[S]`. `sample_ids`: one per sample; segments beyond them are
+    padding, which trains nothing, replays nothing and is in no metric.
     """
 
     table: TokenTable
@@ -30,6 +31,11 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         return len(self.table)
+
+    @property
+    def real_tokens(self) -> int:
+        """Rows before the padding."""
+        return int(self.cu_seqlens[len(self.sample_ids)])
 
     @property
     def lengths(self) -> np.ndarray:
@@ -62,6 +68,32 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         temperatures=np.asarray([s.temperature for s in samples], np.float32),
         sample_ids=tuple(s.sample_id for s in samples),
+    )
+
+
+def padding_like(micro_batch: MicroBatch, tokens: int = 1) -> MicroBatch:
+    """A micro-batch of nothing but padding, for a rank that has run out of samples: every column that `micro_batch` has."""
+    return _with_padding(micro_batch.table.slice(0, 0), np.zeros(1, np.int32), micro_batch.temperatures[:0], (), tokens)
+
+
+def aligned(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The micro-batch with padding behind it, up to a multiple of `multiple` tokens."""
+    extra = -micro_batch.tokens % multiple
+    if not extra:
+        return micro_batch
+    m = micro_batch
+    return _with_padding(m.table, m.cu_seqlens, m.temperatures, m.sample_ids, extra)
+
+
+def _with_padding(
+    table: TokenTable, cu_seqlens: np.ndarray, temperatures: np.ndarray, sample_ids: tuple[str, ...], tokens: int
+) -> MicroBatch:
+    total = len(table) + tokens
+    return MicroBatch(
+        table=table.padded(total),
+        cu_seqlens=np.append(cu_seqlens, np.int32(total)),
+        temperatures=np.append(temperatures, np.float32(1.0)),
+        sample_ids=sample_ids,
     )
 
 

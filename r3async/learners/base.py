@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -16,8 +17,25 @@ class LearnerError(RuntimeError):
     """The backend can not train this model or this batch; the message says why, and which setting to change."""
 
 
+class StepResult(msgspec.Struct, frozen=True):
+    """What one optimizer step did, over all ranks.
+
+    `metrics`: see `LearnerBackend.train_step`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the share of
+    recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
+    tokens sent to each expert, padding not counted.
+    """
+
+    metrics: dict[str, float]
+    layer_agreement: np.ndarray
+    expert_load: np.ndarray
+
+
 class LearnerBackend(Protocol):
-    """A model and its optimizer.
+    """A model and its optimizer, or this process's part of them.
+
+    Where there are several ranks (`learner.parallel`), every call is collective: all ranks have to make it, in the same
+    order. Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are given the same
+    *number* of them (`batching.packing.padding_like` makes up for what is missing).
 
     Every call must come from the thread that built the backend. It need not be the main thread, but it has to be one:
     grad mode and the number of OpenMP threads are per thread in torch.
@@ -28,7 +46,7 @@ class LearnerBackend(Protocol):
         """Optimizer steps taken. A step that was skipped does not count."""
         ...
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step over all micro-batches, which need the column `advantages`.
 
         A token is trained if its `loss_mask` is set and its rollout log-prob is finite (others are counted and left
@@ -44,11 +62,25 @@ class LearnerBackend(Protocol):
         * `entropy/mean`: of the learner's distribution at the sample's temperature.
         * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes.
         * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
-          replay off; 0 if nothing is recorded.
+          replay off; 0 if nothing is recorded. `routing/agreement_min`: of the layer where it is lowest.
+        * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
         * `grad_norm` before clipping, `lr` used, `optimizer/skipped` 0 or 1.
         * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
         * `batch/fill`: tokens as a share of the micro-batches' token budget.
         """
+        ...
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, replay: bool = True) -> list[np.ndarray]:
+        """A forward-only pass: for each micro-batch float32 `[N]`, the log-prob of every token at its sample's temperature.
+
+        0 for the first token of a sample, and for padding. With `replay` recorded routes are used as `routing.replay` says;
+        without, the learner routes by itself. The rank that has no loss (an earlier pipeline stage) returns zeros.
+        """
+        ...
+
+    def record_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with the routes that the learner itself chooses now, in a forward-only pass (R2 of arXiv
+        2510.11370's comparison, `routing.replay = learner`)."""
         ...
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:

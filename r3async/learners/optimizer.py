@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,21 +23,43 @@ class StepReport:
     skipped: bool
 
 
+Gradients = Sequence[Tensor]
+
+
+def squared_norm(gradients: Gradients) -> float:
+    """Sum of squares of all elements, of one rank that holds everything."""
+    return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum()) if gradients else 0.0
+
+
 class MasterAdamW:
     """AdamW (decoupled weight decay, arXiv 1711.05101) over `parameters`, which keep their dtype.
 
-    Parameters below float32 get a float32 master copy: gradients of micro-batches accumulate in it and the update is made
-    on it, so that small updates are not rounded away. Call `accumulate` after each micro-batch's backward, then `step`.
-    Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate rises linearly over
-    `warmup_steps` steps.
+    Parameters below float32 get a float32 master copy: gradients of micro-batches accumulate in it, as soon as each is
+    made and whatever the order of forward and backward passes, and the update is made on it, so that small updates are not
+    rounded away. Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate rises linearly
+    over `warmup_steps` steps.
+
+    Where there are several ranks, `reduce_gradients` sums each gradient, in the order of `parameters`, over the ranks that
+    hold a copy of the parameter, in place, and `squared_norm` gives the sum of squares over the whole model. With
+    `reduce_gradients`, a parameter without a gradient has zeros, since the other ranks expect it to take part.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], config: LearnerConfig):
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        config: LearnerConfig,
+        *,
+        reduce_gradients: Callable[[Gradients], None] | None = None,
+        squared_norm: Callable[[Gradients], float] = squared_norm,
+    ):
         self._model = [p for p in parameters if p.requires_grad]
         self._masters: list[Tensor] = [
             p if p.dtype == torch.float32 else Parameter(p.detach().float()) for p in self._model
         ]
         self._pairs = [(p, m) for p, m in zip(self._model, self._masters, strict=True) if p is not m]
+        for parameter, master in self._pairs:
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+        self._reduce, self._squared_norm = reduce_gradients, squared_norm
         self._max_norm, self._lr, self._warmup = config.max_grad_norm, config.lr, config.warmup_steps
         self.steps = 0
         decayed = [m for m in self._masters if m.ndim >= 2]
@@ -55,24 +78,20 @@ class MasterAdamW:
         return self._lr * min(1.0, (self.steps + 1) / self._warmup) if self._warmup > 0 else self._lr
 
     @torch.no_grad()
-    def accumulate(self) -> None:
-        """Move the gradients of low-precision parameters into their masters."""
-        for parameter, master in self._pairs:
-            if parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
-
-    @torch.no_grad()
     def step(self) -> StepReport:
-        """Clip, update, clear gradients. With a gradient norm that is not finite it only clears them."""
+        """Reduce, clip, update, clear gradients. With a gradient norm that is not finite it only clears them."""
         lr = self.lr
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._max_norm))
+        if self._reduce is not None:
+            for master in self._masters:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+            self._reduce([m.grad for m in self._masters if m.grad is not None])
+        gradients = [m.grad for m in self._masters if m.grad is not None]
+        norm = math.sqrt(self._squared_norm(gradients))
         skipped = not math.isfinite(norm)
         if not skipped:
+            if norm > self._max_norm:
+                torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
             for group in self._adam.param_groups:
                 group["lr"] = lr
             self._adam.step()
@@ -82,7 +101,21 @@ class MasterAdamW:
         self.clear()
         return StepReport(norm, lr, skipped)
 
+    def not_stepped(self) -> StepReport:
+        """The report of a step that had nothing to train."""
+        return StepReport(0.0, self.lr, skipped=True)
+
     def clear(self) -> None:
         """Forget accumulated gradients."""
         for tensor in (*self._model, *self._masters):
             tensor.grad = None
+
+
+@torch.no_grad()
+def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None

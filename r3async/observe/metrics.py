@@ -45,7 +45,15 @@ METRICS: dict[str, Metric] = {
         "routes recorded", "fraction", "Share of trained tokens' inputs with recorded routes."
     ),
     "routing/agreement": Metric(
-        "routing agreement", "fraction", "Share of experts that learner and engine both choose."
+        "routing agreement",
+        "fraction",
+        "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
+    ),
+    "routing/agreement_min": Metric(
+        "lowest agreement", "fraction", "Routing agreement of the MoE layer where it is lowest."
+    ),
+    "routing/load_imbalance": Metric(
+        "load imbalance", "", "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even."
     ),
     "batch/tokens": Metric("tokens", "tokens", "Tokens of the batch, prompts and observations included."),
     "batch/trained_tokens": Metric(

@@ -1,70 +1,43 @@
-"""`MegatronLearner`: Qwen3-MoE on megatron-core with rollout routing replay, on one CPU or one CUDA device."""
+"""`MegatronLearner`: Qwen3-MoE on megatron-core with rollout routing replay, on CPU or CUDA, on one rank or many."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
-from megatron.core import parallel_state, tensor_parallel
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from r3async.algorithms.objective import EMPTY_METRICS, ObjectiveSums, objective
-from r3async.batching.packing import MicroBatch
+from r3async.batching.packing import MicroBatch, aligned, collate
 from r3async.config import Config
-from r3async.learners.base import LearnerError
-from r3async.learners.megatron import cpu
-from r3async.learners.megatron.hf import (
-    Checkpoint,
-    export_weights,
-    load_weights,
-    read_shape,
-    transformer_config,
-)
-from r3async.learners.megatron.logprobs import token_logprobs
+from r3async.learners.base import StepResult
+from r3async.learners.files import save_model
+from r3async.learners.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
+from r3async.learners.megatron import cpu, parallel
+from r3async.learners.megatron.hf import read_shape, transformer_config
+from r3async.learners.megatron.links import Checkpoint, gather_weights, links, load_weights
 from r3async.learners.megatron.modules import build_model, make_plan
-from r3async.learners.megatron.replay import RoutingReplay
+from r3async.learners.megatron.pipeline import run_stages
+from r3async.learners.megatron.replay import attach
 from r3async.learners.optimizer import MasterAdamW
-
-
-@dataclass(frozen=True)
-class TrainedTokens:
-    """Which rows of one micro-batch are trained. `rows` int64 `[M]`: trained tokens; the logits of row `t` - 1 predict row
-    `t`. `dropped`: tokens to be trained whose rollout log-prob is not finite. `recorded`: trained tokens whose input, row
-    `t` - 1, has recorded routes."""
-
-    rows: np.ndarray
-    dropped: int
-    recorded: int
-
-
-def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
-    """Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained."""
-    table = micro_batch.table
-    wanted = table["loss_mask"]
-    starts = micro_batch.cu_seqlens[:-1]
-    if wanted[starts].any():
-        sample = micro_batch.sample_ids[int(np.flatnonzero(wanted[starts])[0])]
-        raise LearnerError(f"sample {sample}: its first token is to be trained, but nothing predicts a first token")
-    finite = np.isfinite(table["rollout_logprobs"])
-    rows = np.flatnonzero(wanted & finite)
-    recorded = int(np.count_nonzero(table["routing_recorded"][rows - 1])) if "routing_recorded" in table else 0
-    return TrainedTokens(rows, int(np.count_nonzero(wanted & ~finite)), recorded)
+from r3async.learners.replay import MicroBatchRoutes
+from r3async.learners.step import Step
+from r3async.records import Sample, TokenTable
+from r3async.routing import route_dtype
 
 
 class MegatronLearner:
     """A `LearnerBackend`. See there for what the methods promise.
 
-    One process and one device now. The layers are Megatron's, found by global layer number; where more ranks would have
-    to exchange something, that is `transformer_config` and `links` in `hf.py`, and the step below.
+    One process is one rank with one device. With `learner.parallel` beyond one rank, the default process group must be
+    there, and every rank builds a learner and makes the same calls.
     """
 
     def __init__(self, config: Config, model_path: Path):
@@ -75,25 +48,48 @@ class MegatronLearner:
         )
         if self._device.type == "cpu":
             torch.set_num_threads(config.learner.threads)
-        self._dtype = getattr(torch, config.learner.dtype)
+        learner = config.learner
+        self._dtype = getattr(torch, learner.dtype)
         self._shape = read_shape(self._source)
-        self._owns_process_group = _start_process_group(self._device)
+        self._shape.check_divides(learner)
+        self.layout = parallel.start(learner.parallel, self._device)
         self.model = build_model(
-            transformer_config(self._shape, self._dtype),
+            transformer_config(self._shape, learner),
             moe_pattern=self._shape.moe_pattern,
             vocab_size=self._shape.vocab_size,
             max_positions=self._shape.max_positions,
             tied=self._shape.tied,
         ).to(self._device)
-        load_weights(self.model, self._shape, Checkpoint(self._source))
-        self.replay = RoutingReplay(
+        self.links = links(self.model, self._shape)
+        assert {id(p) for p in self.model.parameters()} == {id(link.parameter) for link in self.links}, "unlinked"
+        load_weights(self.links, self._shape, Checkpoint(self._source))
+        tp = learner.parallel.tp
+        self.replay = attach(
             self.model,
             moe_layers=self._shape.moe_layers,
+            shard=(self.layout.tp_rank, tp),
             top_k=self._shape.top_k,
             num_experts=self._shape.experts,
-            replay=config.routing.replay == "rollout",
+            enabled=config.routing.replay != "off",
+            device=self._device,
         )
-        self._optimizer = MasterAdamW(self.model.parameters(), config.learner)
+        summed = parallel.GradientSum(self.links, self.layout)
+        self._optimizer = MasterAdamW(
+            [link.parameter for link in self.links],
+            learner,
+            reduce_gradients=summed.reduce if learner.parallel.world > 1 else None,
+            squared_norm=summed.squared_norm,
+        )
+        self._logits_here, self._logprobs_of = self._vocabulary()
+
+    def _vocabulary(self) -> tuple[int, LogProbs]:
+        """Columns of this rank's logits, and how log-probs are made of them."""
+        size, ranks = self._shape.vocab_size, self._config.learner.parallel.tp
+        if ranks == 1:
+            return size, whole_vocabulary
+        rows = -(-size // ranks)
+        first = rows * self.layout.tp_rank
+        return max(0, min(rows, size - first)), split_vocabulary(first, ps.get_tensor_model_parallel_group())
 
     @property
     def version(self) -> int:
@@ -105,103 +101,91 @@ class MegatronLearner:
         """Token ids are `0..vocab_size - 1`."""
         return self._shape.vocab_size
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step; see `LearnerBackend.train_step`."""
-        chosen = [trained_tokens(m) for m in micro_batches]
-        trained = sum(len(c.rows) for c in chosen)
-        recorded_fraction = sum(c.recorded for c in chosen) / max(trained, 1)
-        self._refuse_unusable(micro_batches, trained, recorded_fraction)
-        tokens = sum(m.tokens for m in micro_batches)
-        budget = max(len(micro_batches), 1) * self._config.learner.max_tokens_per_micro_batch
-        metrics = {
-            "routing/recorded_fraction": recorded_fraction,
-            "routing/agreement": 0.0,
-            "grad_norm": 0.0,
-            "lr": self._optimizer.lr,
-            "optimizer/skipped": 1.0,
-            "tokens/dropped_non_finite": float(sum(c.dropped for c in chosen)),
-            "batch/tokens": float(tokens),
-            "batch/trained_tokens": float(trained),
-            "batch/micro_batches": float(len(micro_batches)),
-            "batch/fill": tokens / budget,
-        }
-        if not trained:
-            return EMPTY_METRICS | metrics
+        step = self._begin(micro_batches)
+        report = self._optimizer.not_stepped()
+        if step.trained:
+            with self._nothing_left_if_it_fails():
+                self.backward(step)
+                report = self._optimizer.step()
+        return step.result(
+            report,
+            self.replay.take_counts(),
+            self.replay.columns,
+            len(self._shape.moe_layers),
+            holds_loss=self.layout.holds_loss,
+        )
 
-        sums: ObjectiveSums | None = None
-        agreed = compared = 0
+    def _begin(self, micro_batches: Sequence[MicroBatch]) -> Step:
+        # Padding keeps sequence-parallel parts equal. One of many ranks takes part also where it trains nothing.
+        alone = self._config.learner.parallel.world == 1
+        return Step(
+            self._aligned(micro_batches),
+            self._config,
+            replays=self.replay.enabled and bool(self._shape.moe_layers),
+            reduce=self.layout.reduce,
+            is_first_copy=self.layout.tp_rank == self.layout.pp_rank == 0,
+            skip_untrained=alone,
+        )
+
+    def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        return [aligned(m, self._config.learner.parallel.tp) for m in micro_batches]
+
+    @contextmanager
+    def _nothing_left_if_it_fails(self) -> Iterator[None]:
         try:
-            for micro_batch, tokens_of in zip(micro_batches, chosen, strict=True):
-                if not len(tokens_of.rows):
-                    continue
-                with self.replay.bound(micro_batch) as agreement:
-                    loss, part = self._loss(micro_batch, tokens_of.rows, denominator=trained)
-                    loss.backward()
-                self._optimizer.accumulate()
-                sums = part if sums is None else sums + part
-                agreed, compared = agreed + agreement.agreed, compared + agreement.compared
+            yield
         except BaseException:
             self._optimizer.clear()
+            self.replay.take_counts()
             raise
-        report = self._optimizer.step()
-        assert sums is not None
-        return (
-            metrics
-            | sums.metrics()
-            | {
-                "routing/agreement": agreed / compared if compared else 0.0,
-                "grad_norm": report.grad_norm,
-                "lr": report.lr,
-                "optimizer/skipped": float(report.skipped),
-            }
-        )
 
-    def _refuse_unusable(self, micro_batches: Sequence[MicroBatch], trained: int, recorded_fraction: float) -> None:
-        for micro_batch in micro_batches:
-            if "advantages" not in micro_batch.table:
-                raise LearnerError(f"sample {micro_batch.sample_ids[0]}: column 'advantages' is missing")
-        floor = self._config.routing.min_recorded_fraction
-        if trained and self.replay.replay and self.replay.moe_layers and recorded_fraction < floor:
-            raise LearnerError(
-                f"only {recorded_fraction:.3f} of the trained tokens have recorded routes, and routing.min_recorded_fraction "
-                f"is {floor}: find out why the engine did not record them, lower that setting, or set routing.replay=off"
-            )
+    def backward(self, step: Step) -> None:
+        """Forward and backward passes of all micro-batches; gradients of this rank's tokens add up in the optimizer."""
 
-    def _loss(self, micro_batch: MicroBatch, rows: np.ndarray, denominator: int) -> tuple[Tensor, ObjectiveSums]:
-        table = micro_batch.table
-        logprobs, entropies = self._logprobs(
-            table["token_ids"], micro_batch.cu_seqlens, rows, micro_batch.token_temperatures[rows]
-        )
-        return objective(
-            logprobs,
-            entropies,
-            self._tensor(table["rollout_logprobs"][rows]),
-            self._tensor(table["advantages"][rows]),
-            torch.ones(len(rows), dtype=torch.bool, device=self._device),
-            denominator,
-            self._config.algorithm,
-        )
+        def loss(index: int, hidden: Tensor) -> Tensor:
+            return step.loss(index, *self._logprobs(hidden, step.micro_batches[index], step.rows(index)))
 
-    def _logprobs(
-        self, token_ids: np.ndarray, cu_seqlens: np.ndarray, rows: np.ndarray, temperatures: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
-        """float32 `[M]` log-probs of the tokens at `rows`, and entropies. Logits are made for these rows only."""
+        if self._config.learner.parallel.pp > 1:
+            with self.replay.pipelined() as bind:
+
+                def forward(index: int) -> Tensor:
+                    routes = bind(step.micro_batches[index])
+                    return routes.follow(self._hidden(step.micro_batches[index]))
+
+                run_stages(self.model, forward, loss, len(step.micro_batches))
+            return
+        for index, micro_batch in enumerate(step.micro_batches):
+            with self.replay.bound(micro_batch) as routes:
+                loss(index, routes.follow(self._hidden(micro_batch))).backward()
+
+    def _hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""
         plan = make_plan(
-            cu_seqlens,
+            micro_batch.cu_seqlens,
             head_dim=self._shape.head_dim,
             rope_theta=self._shape.rope_theta,
             dtype=self._dtype,
             device=self._device,
         )
-        ids = self._tensor(token_ids.astype(np.int64))
-        hidden = self.model(ids[None], None, None, packed_seq_params=plan)[:, 0]
-        at = self._tensor(rows)
+        ids = self._tensor(micro_batch.table["token_ids"].astype(np.int64))
+        return self.model(ids[None], None, None, packed_seq_params=plan)
+
+    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """float32 `[M]` log-probs of the tokens at `rows`, and entropies. Logits are made for these rows only."""
+        if self._config.learner.parallel.tp > 1:
+            # Each rank's logits are of its own part of the vocabulary, so their gradients add up in the backward pass.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        ids = micro_batch.table["token_ids"][rows].astype(np.int64)
+        weight = self.model.output_weight()[: self._logits_here]
         return token_logprobs(
-            self.model.logits,
-            hidden.index_select(0, at - 1),
-            ids.index_select(0, at),
-            self._tensor(temperatures),
-            self._shape.vocab_size,
+            lambda h: F.linear(h, weight),
+            hidden[:, 0].index_select(0, self._tensor(rows - 1)),
+            self._tensor(ids),
+            self._tensor(micro_batch.token_temperatures[rows]),
+            self._logits_here,
+            logprobs=self._logprobs_of,
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -209,65 +193,98 @@ class MegatronLearner:
         return torch.from_numpy(array).to(self._device)
 
     @torch.no_grad()
+    def _forward_only(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[int, Tensor], None],
+        binds: bool,
+        visit: Callable[[int, MicroBatchRoutes], None] | None = None,
+    ) -> None:
+        """`finish(index, hidden)` on the last stage; `visit(index, routes)`, with what was chosen, on every one."""
+
+        def last(index: int, hidden: Tensor) -> Tensor:
+            finish(index, hidden)
+            return hidden.new_zeros(())
+
+        with self.replay.pipelined() as bind:
+
+            def forward(index: int) -> Tensor:
+                routes = bind(micro_batches[index], keep=visit is not None) if binds else None
+                hidden = self._hidden(micro_batches[index])
+                if visit is not None and routes is not None:
+                    visit(index, routes)
+                return hidden
+
+            if self._config.learner.parallel.pp > 1:
+                run_stages(self.model, forward, last, len(micro_batches), forward_only=True)
+            else:
+                for index in range(len(micro_batches)):
+                    finish(index, forward(index))
+        self.replay.take_counts()
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, replay: bool = True) -> list[np.ndarray]:
+        """A forward-only pass; see `LearnerBackend.logprobs`."""
+        padded = self._aligned(micro_batches)
+        out = [np.zeros(m.tokens, np.float32) for m in padded]
+
+        def finish(index: int, hidden: Tensor) -> None:
+            m = padded[index]
+            rows = np.setdiff1d(np.arange(m.real_tokens), m.cu_seqlens)
+            out[index][rows] = self._logprobs(hidden, m, rows)[0].cpu().numpy()
+
+        self._forward_only(padded, finish, binds=replay)
+        if self._config.learner.parallel.pp > 1:
+            for values in out:
+                group, source = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_last_rank()
+                dist.broadcast(torch.from_numpy(values), source, group)
+        return [values[: m.tokens] for values, m in zip(out, micro_batches, strict=True)]
+
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[T - 1]`; see `LearnerBackend.score`."""
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
-        rows = np.arange(1, len(token_ids))
-        ends = np.asarray([0, len(token_ids)])
-        return self._logprobs(token_ids, ends, rows, np.ones(len(rows), np.float32))[0].cpu().numpy()
+        return self.logprobs([collate([Sample("scored", TokenTable.of_tokens(token_ids))])], replay=False)[0][1:]
+
+    def record_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with the learner's own routes; see `LearnerBackend.record_routes`."""
+        bare = [
+            replace(m, table=m.table.without("routed_experts", "routing_recorded"))
+            for m in self._aligned(micro_batches)
+        ]
+        layers, top_k = len(self._shape.moe_layers), self._shape.top_k
+        if not layers:
+            return list(micro_batches)
+        chosen = [torch.zeros(m.tokens, layers, top_k, dtype=torch.int32) for m in bare]
+
+        def visit(index: int, routes: MicroBatchRoutes) -> None:
+            part = self.replay.token_slice(bare[index].tokens)
+            for column, own in zip(self.replay.columns, routes.own, strict=True):
+                assert own is not None
+                chosen[index][part, column] = own.cpu().int()
+
+        self._forward_only(bare, lambda index, hidden: None, binds=True, visit=visit)
+        out = []
+        for micro_batch, rows in zip(micro_batches, chosen, strict=True):
+            if self._config.learner.parallel.world > 1:
+                # Every row and layer is on one rank, zeros on the others.
+                dist.all_reduce(rows, group=ps.get_model_parallel_group())
+            routes = rows[: micro_batch.tokens].numpy().astype(route_dtype(self._shape.experts))
+            recorded = np.arange(micro_batch.tokens) < micro_batch.real_tokens
+            table = micro_batch.table.with_columns(routed_experts=routes, routing_recorded=recorded)
+            out.append(replace(micro_batch, table=table))
+        return out
 
     def export(self) -> dict[str, Tensor]:
         """Snapshot of all weights; see `LearnerBackend.export`."""
-        return export_weights(self.model, self._shape)
+        return gather_weights(self.links)
 
     def save(self, directory: Path) -> None:
         """Write a Hugging Face model directory; see `LearnerBackend.save`."""
-        directory = Path(directory)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        try:
-            save_torch_state_dict({k: v.cpu() for k, v in self.export().items()}, aside, metadata={"format": "pt"})
-            for path in self._source.iterdir():
-                if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".gguf")):
-                    shutil.copy2(path, aside / path.name)
-            described = json.loads((self._source / "config.json").read_text())
-            described.pop("torch_dtype", None)
-            described["dtype"] = self._config.learner.dtype
-            (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-            aside.chmod(0o755)
-            _replace(aside, directory)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        tensors = self.export()
+        if self.layout.rank == 0:
+            save_model(Path(directory), self._source, tensors, self._config.learner.dtype)
 
     def close(self) -> None:
-        """Release the process group; see `LearnerBackend.close`."""
-        if self._owns_process_group and dist.is_initialized():
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-            self._owns_process_group = False
-
-
-def _replace(new: Path, directory: Path) -> None:
-    """Rename `new` to `directory`. What is there is moved aside first, since a directory can not be renamed over."""
-    if not directory.exists():
-        new.rename(directory)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
-    os.replace(directory, old)  # over the empty directory just made
-    new.rename(directory)
-    shutil.rmtree(old)
-
-
-def _start_process_group(device: torch.device) -> bool:
-    """Megatron wants process groups even alone: a world of one, over a store in memory, without any port."""
-    started = not dist.is_initialized()
-    if started:
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-        # Nothing draws random numbers: there is no dropout, and weights are loaded.
-        tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
-    return started
+        """Release the process groups; see `LearnerBackend.close`."""
+        self.layout.close()

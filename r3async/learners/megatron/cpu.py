@@ -10,6 +10,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _prepared = False
 
@@ -68,6 +69,8 @@ def _stand_in_for_cuda() -> None:
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
     cuda.stream = lambda s: contextlib.nullcontext()
+    # A stage that shares the embedding with another moves it to the device before they agree on it.
+    torch.Tensor.cuda = lambda self, *a, **k: self
     # Pipeline communication synchronises the device after a batch of sends and receives.
     cuda.synchronize = lambda *a, **k: None
     # The all-to-all dispatcher leaves CPU tensors as they are, but the collective wants sizes as integers.
@@ -81,3 +84,16 @@ def _stand_in_for_cuda() -> None:
     random._set_cuda_rng_state = lambda *a, **k: None
     # Megatron compiles small functions with torch.compile; on CPU they recompile for every shape, eight times slower.
     torch.compiler.set_stance("force_eager")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def cuda_means_cpu() -> contextlib.AbstractContextManager[Any]:
+    """In this block, where there is no CUDA, `device="cuda"` means the CPU: Megatron's schedules have it as a literal."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaMeansCpu()

@@ -1,22 +1,18 @@
-"""Qwen3-MoE between its Hugging Face checkpoint and Megatron, both ways, from one list of correspondences."""
+"""What a Qwen3-MoE checkpoint's `config.json` says, and Megatron's configuration of the same model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors import safe_open
-from torch import Tensor
-from torch.nn import Parameter
 
+from r3async.config import LearnerConfig
 from r3async.learners.base import LearnerError
-from r3async.learners.megatron.modules import HiddenStatesModel
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,38 @@ class ModelShape:
     def moe_layers(self) -> list[int]:
         """Numbers, from 1, of the MoE layers."""
         return [i + 1 for i, moe in enumerate(self.moe_pattern) if moe]
+
+    def tensor_names(self) -> set[str]:
+        """Names of all tensors of a checkpoint of this model."""
+        names = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if self.tied else {"lm_head.weight"})
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+        projections = ("gate_proj", "up_proj", "down_proj")
+        for i, moe in enumerate(self.moe_pattern):
+            inside = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}" for x in attention)]
+            if moe:
+                inside += ["mlp.gate", *(f"mlp.experts.{e}.{x}" for e in range(self.experts) for x in projections)]
+            else:
+                inside += [f"mlp.{x}" for x in projections]
+            names |= {f"model.layers.{i}.{name}.weight" for name in inside}
+        return names
+
+    def check_divides(self, learner: LearnerConfig) -> None:
+        """Raise `LearnerError` if the ranks of `learner.parallel` can not share this model."""
+        p = learner.parallel
+        sizes = [
+            ("tp", p.tp, self.kv_heads, "key/value heads"),
+            ("tp", p.tp, self.heads, "heads"),
+            ("pp", p.pp, len(self.moe_pattern), "layers"),
+        ]
+        if not all(self.moe_pattern):
+            sizes.append(("tp", p.tp, self.intermediate_size, "units of a dense layer"))
+        if any(self.moe_pattern):
+            sizes.append(("ep", p.ep, self.experts, "experts"))
+        for key, ranks, size, what in sizes:
+            if size % ranks:
+                raise LearnerError(f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}")
+        if p.ep > 1 and not any(self.moe_pattern):
+            raise LearnerError(f"learner.parallel.ep = {p.ep}, but the model has no experts to divide; set it to 1")
 
 
 def read_shape(directory: Path) -> ModelShape:
@@ -96,13 +124,32 @@ def read_shape(directory: Path) -> ModelShape:
     )
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of that model, on one rank.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's settings for `learner.recompute`."""
+
+
+def transformer_config(shape: ModelShape, learner: LearnerConfig) -> TransformerConfig:
+    """Megatron's configuration of that model.
 
     `norm_topk_prob` (gates normalised over the chosen experts) is Megatron's softmax *after* top-k, and its opposite is
     `moe_router_pre_softmax`: softmax over all experts, then top-k.
     """
+    parallel, dtype = learner.parallel, getattr(torch, learner.dtype)
     return TransformerConfig(
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        # Micro-batches are packed by tokens: each has its own length, and stages tell each other.
+        variable_seq_lengths=parallel.pp > 1,
+        # Losses are divided by global denominators already, and not by the number of micro-batches.
+        calculate_per_token_loss=True,
+        **RECOMPUTE[learner.recompute],
         num_layers=len(shape.moe_pattern),
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.heads,
@@ -120,8 +167,9 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         moe_router_dtype="fp32",
         # A fused router returns before it looks at recorded routes.
         moe_router_fusion=False,
-        # With one rank the all-gather dispatcher gathers nothing; the all-to-all one keeps its bookkeeping.
-        moe_token_dispatcher_type="allgather",
+        # With one rank the all-gather dispatcher gathers nothing; the all-to-all one keeps its bookkeeping. With several,
+        # only the all-to-all one allows ranks to have different numbers of tokens.
+        moe_token_dispatcher_type="allgather" if parallel.world == 1 else "alltoall",
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -143,112 +191,3 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-
-
-@dataclass(frozen=True)
-class Link:
-    """One Megatron parameter and the checkpoint tensors it is made of; `join` and `split` are inverse to each other."""
-
-    parameter: Parameter
-    names: tuple[str, ...]
-    join: Callable[[list[Tensor]], Tensor]
-    split: Callable[[Tensor], list[Tensor]]
-
-
-def links(model: HiddenStatesModel, shape: ModelShape) -> Iterator[Link]:
-    """Every parameter of the model, once, with layer names by global layer number."""
-
-    def same(parameter: Parameter, name: str) -> Link:
-        return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight])
-
-    def stacked(parameter: Parameter, prefix: str) -> Link:
-        """fc1 is the gate projection over the up projection."""
-        names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-        return Link(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)))
-
-    groups, per_group, dim = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
-
-    def join_qkv(tensors: list[Tensor]) -> Tensor:
-        """Megatron keeps the query heads of a group next to its key and value head."""
-        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
-
-    def split_qkv(weight: Tensor) -> list[Tensor]:
-        parts = weight.unflatten(0, (groups, -1)).split([per_group * dim, dim, dim], dim=1)
-        return [part.flatten(0, 1) for part in parts]
-
-    yield same(model.embedding.word_embeddings.weight, "model.embed_tokens.weight")
-    for layer in model.decoder.layers:
-        prefix = f"model.layers.{layer.layer_number - 1}."
-        attention, mlp = layer.self_attention, layer.mlp
-        yield same(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
-        names = tuple(f"{prefix}self_attn.{x}_proj.weight" for x in "qkv")
-        yield Link(attention.linear_qkv.weight, names, join_qkv, split_qkv)
-        yield same(attention.q_layernorm.weight, f"{prefix}self_attn.q_norm.weight")
-        yield same(attention.k_layernorm.weight, f"{prefix}self_attn.k_norm.weight")
-        yield same(attention.linear_proj.weight, f"{prefix}self_attn.o_proj.weight")
-        yield same(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
-        if isinstance(mlp, MoELayer):
-            yield same(mlp.router.weight, f"{prefix}mlp.gate.weight")
-            for e, expert in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
-                yield stacked(expert.linear_fc1.weight, f"{prefix}mlp.experts.{e}.")
-                yield same(expert.linear_fc2.weight, f"{prefix}mlp.experts.{e}.down_proj.weight")
-        else:
-            yield stacked(mlp.linear_fc1.weight, f"{prefix}mlp.")
-            yield same(mlp.linear_fc2.weight, f"{prefix}mlp.down_proj.weight")
-    yield same(model.decoder.final_layernorm.weight, "model.norm.weight")
-    if not shape.tied:
-        yield same(model.output_layer.weight, "lm_head.weight")
-
-
-class Checkpoint(Mapping[str, Tensor]):
-    """Tensors of the safetensors files of a directory, by name, read when asked for."""
-
-    def __init__(self, directory: Path):
-        self._files = {}
-        self._where = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            self._files[path] = safe_open(path, framework="pt")
-            self._where.update(dict.fromkeys(self._files[path].keys(), path))
-        if not self._files:
-            raise LearnerError(f"{directory} has no .safetensors file")
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[self._where[name]].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-
-@torch.no_grad()
-def load_weights(model: HiddenStatesModel, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
-    """Fill every parameter. Raises `LearnerError` naming tensors that are missing, misshapen or not of this model."""
-    plan = list(links(model, shape))
-    needed = {name for link in plan for name in link.names}
-    # A tied checkpoint may still hold the output matrix, which is the embedding again.
-    allowed = needed | ({"lm_head.weight"} if shape.tied else set())
-    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - allowed)
-    for what, names in (("lacks", missing), ("has tensors that Qwen3-MoE has not:", unknown)):
-        if names:
-            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
-    assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in plan}, "a parameter has no link"
-    for link in plan:
-        weight = link.join([tensors[name] for name in link.names])
-        if weight.shape != link.parameter.shape:
-            raise LearnerError(
-                f"{' + '.join(link.names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
-            )
-        link.parameter.copy_(weight)
-
-
-@torch.no_grad()
-def export_weights(model: HiddenStatesModel, shape: ModelShape) -> dict[str, Tensor]:
-    """Copies of all weights under their checkpoint names, contiguous, on the model's device."""
-    return {
-        name: part.clone(memory_format=torch.contiguous_format)
-        for link in links(model, shape)
-        for name, part in zip(link.names, link.split(link.parameter.detach()), strict=True)
-    }

@@ -8,44 +8,29 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+
+from r3async.learners.attention import AttentionPlan, packed_attention, plan_attention
 
 
 @dataclass
 class PackedPlan(PackedSeqParams):
-    """How the samples of one micro-batch attend: made once, used by every layer.
+    """What every attention layer needs for one micro-batch: how it attends, and the rotary angles.
 
-    Samples of similar length form a bucket, padded on the right to its longest and attended by one call: under a causal
-    mask no token sees the padding behind it. `buckets`: (samples, padded length) of each. `padded` int64 `[P]`: for every
-    padded slot the packed row it is filled from. `slots` int64 `[N]`: for every packed row its padded slot. Both are None
-    if the packed order is the padded one. `cos`, `sin`: `[N, 1, head_dim / 2]` in the compute dtype.
+    `cos`, `sin`: `[N, 1, head_dim / 2]` in the compute dtype.
     """
 
-    buckets: tuple[tuple[int, int], ...] = ()
-    padded: Tensor | None = None
-    slots: Tensor | None = None
+    attention: AttentionPlan | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
-
-
-def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
-    """Samples (indices, longest first) per bucket: shorter than the longest by at most a quarter, or by 16 tokens."""
-    order = np.argsort(-lengths, kind="stable")
-    buckets, start = [], 0
-    for i in range(1, len(order) + 1):
-        longest = lengths[order[start]]
-        if i == len(order) or longest - lengths[order[i]] > max(16, longest // 4):
-            buckets.append(order[start:i])
-            start = i
-    return buckets
 
 
 def make_plan(
@@ -53,24 +38,7 @@ def make_plan(
 ) -> PackedPlan:
     """Plan for samples laid end to end at `cu_seqlens` (int `[S + 1]`)."""
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
-    total = int(cu_seqlens[-1])
-    shapes, padded = [], []
-    slots = np.empty(total, np.int64)
-    at = 0
-    for members in plan_buckets(lengths):
-        width = int(lengths[members[0]])
-        column = np.arange(width)
-        inside = column < lengths[members, None]
-        # A padded slot holds its sample's first token: any finite value does, nothing depends on it.
-        rows = starts[members, None] + np.where(inside, column, 0)
-        slots[rows[inside]] = (at + np.arange(rows.size).reshape(rows.shape))[inside]
-        shapes.append((len(members), width))
-        padded.append(rows.reshape(-1))
-        at += rows.size
-    index = np.concatenate(padded)
-    straight = len(index) == total and bool((index == np.arange(total)).all())
-
-    position = np.arange(total) - np.repeat(starts, lengths)
+    position = np.arange(int(cu_seqlens[-1])) - np.repeat(starts, lengths)
     frequency = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.from_numpy(position).float()[:, None, None] * frequency
     cu = torch.from_numpy(cu_seqlens.astype(np.int32)).to(device)
@@ -80,9 +48,7 @@ def make_plan(
         cu_seqlens_kv=cu,
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=int(lengths.max()),
-        buckets=tuple(shapes),
-        padded=None if straight else torch.from_numpy(index).to(device),
-        slots=None if straight else torch.from_numpy(slots).to(device),
+        attention=plan_attention(cu_seqlens, device),
         cos=angle.cos().to(device, dtype),
         sin=angle.sin().to(device, dtype),
     )
@@ -116,39 +82,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-class _Rearrange(torch.autograd.Function):
-    """Rows of `x` at `index`; the gradient's rows at `back`, which must undo it.
-
-    For padded slots, whose gradient is zero, this equals the scatter-add that indexing would do, and is much faster.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return grads[0].index_select(0, back), None, None
-
-
-class _Restore(torch.autograd.Function):
-    """Packed rows from padded ones: `x[slots]`. The gradient of padding is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.rows = len(x)
-        return x.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (slots,) = ctx.saved_tensors
-        grad = grads[0].new_zeros((ctx.rows, *grads[0].shape[1:]))
-        return grad.index_copy_(0, slots, grads[0]), None
-
-
 class PackedAttention(torch.nn.Module):
     """Megatron core attention over packed samples (`qkv_format="thd"`), causal, with rotary embedding.
 
@@ -176,18 +109,8 @@ class PackedAttention(torch.nn.Module):
         plan = packed_seq_params
         assert isinstance(plan, PackedPlan), "samples are packed; their plan goes in packed_seq_params"
         query, key = _Rotate.apply(query, plan.cos, plan.sin), _Rotate.apply(key, plan.cos, plan.sin)
-        if plan.padded is not None:
-            query, key, value = (_Rearrange.apply(x, plan.padded, plan.slots) for x in (query, key, value))
-        parts = (x.split([count * width for count, width in plan.buckets]) for x in (query, key, value))
-        attended = [self._attend(*qkv, *shape) for *qkv, shape in zip(*parts, plan.buckets, strict=True)]
-        out = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return out if plan.slots is None else _Restore.apply(out, plan.slots)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, count: int, width: int) -> Tensor:
-        q, k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (query, key, value))
-        grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=grouped)
-        return out.transpose(1, 2).flatten(0, 1)
+        assert plan.attention is not None
+        return packed_attention(query, key, value, plan.attention, self._scale)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -249,21 +172,28 @@ class HiddenStatesModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """`[M, hidden] -> [M, vocab]` in the compute dtype."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_states[:, None], weight=weight)[0][:, 0]
+    def output_weight(self) -> Tensor:
+        """`[vocab of this rank, hidden]`, on the last pipeline stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
 
 
 def build_model(
     config: TransformerConfig, *, moe_pattern: Sequence[bool], vocab_size: int, max_positions: int, tied: bool
 ) -> HiddenStatesModel:
-    """The decoder with one layer per entry of `moe_pattern` (whether its MLP is a mixture of experts)."""
-    specs = [layer_spec(config, moe=moe) for moe in moe_pattern]
+    """This pipeline stage of the decoder with one layer per entry of `moe_pattern` (whether its MLP is a mixture of
+    experts)."""
+    first = get_transformer_layer_offset(config)
+    here = moe_pattern[first : first + get_num_layers_to_build(config)]
+    specs = [layer_spec(config, moe=moe) for moe in here]
     return HiddenStatesModel(
         config=config,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm),
-        vocab_size=vocab_size,
+        # The vocabulary is shared out evenly: rows of padding are never a target, and no logit is taken of them.
+        vocab_size=vocab_size + -vocab_size % config.tensor_model_parallel_size,
         max_sequence_length=max_positions,
         position_embedding_type="none",
         share_embeddings_and_output_weights=tied,

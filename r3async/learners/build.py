@@ -1,0 +1,19 @@
+"""The learner that a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from r3async.config import Config
+from r3async.learners.base import LearnerBackend
+
+
+def build_learner(config: Config, model_path: Path) -> LearnerBackend:
+    """Load the model with `learner.backend`; nothing of the other backend is imported. Raises `LearnerError`."""
+    if config.learner.backend == "torch":
+        from r3async.learners.torch.backend import TorchLearner
+
+        return TorchLearner(config, model_path)
+    from r3async.learners.megatron.backend import MegatronLearner
+
+    return MegatronLearner(config, model_path)

@@ -1,0 +1,172 @@
+"""One optimizer step, whatever the backend: what it trains, what it refuses, and the figures it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from r3async.algorithms.objective import ObjectiveSums, objective
+from r3async.batching.packing import MicroBatch
+from r3async.config import Config
+from r3async.learners.base import LearnerError, StepResult
+from r3async.learners.optimizer import StepReport
+from r3async.learners.replay import RoutingCounts
+
+Reduce = Callable[[np.ndarray, str], np.ndarray]
+"""`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
+
+
+def alone(values: np.ndarray, how: str) -> np.ndarray:
+    """The `Reduce` of a single rank."""
+    return values
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """Which rows of one micro-batch are trained. `rows` int64 `[M]`: trained tokens; the logits of row `t` - 1 predict row
+    `t`. `dropped`: tokens to be trained whose rollout log-prob is not finite. `recorded`: trained tokens whose input, row
+    `t` - 1, has recorded routes."""
+
+    rows: np.ndarray
+    dropped: int
+    recorded: int
+
+
+def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
+    """Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained, or if the column
+    `advantages` is missing."""
+    table = micro_batch.table
+    wanted = table["loss_mask"]
+    starts = micro_batch.cu_seqlens[: len(micro_batch.sample_ids)]
+    if wanted[starts].any():
+        sample = micro_batch.sample_ids[int(np.flatnonzero(wanted[starts])[0])]
+        raise LearnerError(f"sample {sample}: its first token is to be trained, but nothing predicts a first token")
+    if "advantages" not in table:
+        raise LearnerError(f"sample {micro_batch.sample_ids[0]}: column 'advantages' is missing")
+    finite = np.isfinite(table["rollout_logprobs"])
+    rows = np.flatnonzero(wanted & finite)
+    recorded = int(np.count_nonzero(table["routing_recorded"][rows - 1])) if "routing_recorded" in table else 0
+    return TrainedTokens(rows, int(np.count_nonzero(wanted & ~finite)), recorded)
+
+
+class Step:
+    """The books of one optimizer step on one rank.
+
+    Making it is a collective operation where there are several ranks: counts are summed over the data-parallel ranks, so
+    that the loss's denominator is global and known before the first micro-batch. Every check is made before that.
+
+    `skip_untrained`: leave out micro-batches in which nothing is trained; only where no other rank waits for this one.
+    `is_first_copy`: whether this rank counts its micro-batches; exactly one of the ranks that are given the same ones does.
+    Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the ranks
+    were given different numbers of micro-batches.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        config: Config,
+        *,
+        replays: bool,
+        reduce: Reduce = alone,
+        is_first_copy: bool = True,
+        skip_untrained: bool = False,
+    ):
+        self._config, self._reduce = config, reduce
+        self._chosen = [trained_tokens(m) for m in micro_batches]
+        self._sums: ObjectiveSums | None = None
+        counts = np.asarray(
+            [
+                sum(len(c.rows) for c in self._chosen),
+                sum(c.recorded for c in self._chosen),
+                sum(c.dropped for c in self._chosen),
+                sum(m.real_tokens for m in micro_batches),
+                sum(bool(m.sample_ids) for m in micro_batches),
+            ],
+            np.float64,
+        )
+        totals = reduce(counts * is_first_copy, "sum").tolist()
+        trained, recorded, self._dropped, self._tokens, self._real = totals
+        most, least = reduce(np.asarray([len(micro_batches), -len(micro_batches)], np.float64), "max").tolist()
+        if most != -least:
+            raise LearnerError(
+                f"ranks were given between {-least:.0f} and {most:.0f} micro-batches, not the same number"
+            )
+        self.trained = int(trained)
+        self.recorded_fraction = recorded / max(trained, 1.0)
+        floor = config.routing.min_recorded_fraction
+        if self.trained and replays and self.recorded_fraction < floor:
+            raise LearnerError(
+                f"only {self.recorded_fraction:.3f} of the trained tokens have recorded routes, and "
+                f"routing.min_recorded_fraction is {floor}: find out why the engine did not record them, lower that setting, "
+                "or set routing.replay=off"
+            )
+        kept = [i for i, c in enumerate(self._chosen) if len(c.rows) or not skip_untrained]
+        self.micro_batches = [micro_batches[i] for i in kept]
+        self._chosen = [self._chosen[i] for i in kept]
+
+    def rows(self, index: int) -> np.ndarray:
+        """int64 `[M]`: the trained rows of micro-batch `index`."""
+        return self._chosen[index].rows
+
+    def loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        """Scalar loss of micro-batch `index`, entered in the books. `logprobs`, `entropies`: float32 `[M]`, of `rows(index)`."""
+        table, rows = self.micro_batches[index].table, self.rows(index)
+        loss, sums = objective(
+            logprobs,
+            entropies,
+            torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device),
+            torch.from_numpy(table["advantages"][rows]).to(logprobs.device),
+            torch.ones(len(rows), dtype=torch.bool, device=logprobs.device),
+            self.trained,
+            self._config.algorithm,
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+        return loss
+
+    def result(
+        self,
+        optimizer: StepReport,
+        routing: RoutingCounts,
+        columns: Sequence[int],
+        layers: int,
+        *,
+        holds_loss: bool = True,
+    ) -> StepResult:
+        """The figures of the step, over all ranks. `columns`: which of the `layers` MoE layers this rank's routers are.
+        `holds_loss`: exactly one of the ranks that computed the same losses says so."""
+        sums = self._sums if holds_loss and self._sums is not None else ObjectiveSums.zero()
+        mine = np.zeros((layers, 2 + routing.load.shape[1]))
+        if columns:
+            figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
+            mine[list(columns)] = figures.cpu().numpy()
+        values = sums.values()
+        total = self._reduce(np.concatenate([values, mine.reshape(-1)]), "sum")
+        (ratio_max,) = self._reduce(values[[ObjectiveSums.names().index("ratio_max")]], "max")
+        total_values, by_layer = total[: len(values)], total[len(values) :].reshape(mine.shape)
+        total_values[ObjectiveSums.names().index("ratio_max")] = ratio_max
+        agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
+        agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
+        budget = max(self._real, 1.0) * self._config.learner.max_tokens_per_micro_batch
+        metrics = ObjectiveSums.metrics_of(total_values) | {
+            "routing/recorded_fraction": self.recorded_fraction,
+            "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),
+            "grad_norm": optimizer.grad_norm,
+            "lr": optimizer.lr,
+            "optimizer/skipped": float(optimizer.skipped),
+            "tokens/dropped_non_finite": self._dropped,
+            "batch/tokens": self._tokens,
+            "batch/trained_tokens": float(self.trained),
+            "batch/micro_batches": self._real,
+            "batch/fill": self._tokens / budget,
+        }
+        if layers:
+            worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
+            metrics |= {
+                "routing/agreement_min": float(agreement.min()),
+                "routing/load_imbalance": float(worst.max()),
+            }
+        return StepResult(metrics, agreement.astype(np.float32), load.astype(np.int64))

@@ -1,0 +1,1 @@
+"""Learner on transformers, with FSDP2."""

@@ -1,0 +1,102 @@
+"""What several data-parallel ranks do together: FSDP2 over the model, and sums over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from r3async.learners.base import LearnerError
+from r3async.learners.optimizer import Gradients, squared_norm
+from r3async.learners.torch.model import PackedModel
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together: one rank per process, all in the default process group."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @staticmethod
+    def join(dp: int) -> Ranks:
+        """Raises `LearnerError` if the default process group has not `dp` (`learner.parallel.dp`) ranks."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != dp:
+            raise LearnerError(
+                f"learner.parallel.dp is {dp}, but {world} rank{'s' * (world != 1)} of torch.distributed run"
+                f"{'s' * (world == 1)}: start as many learner processes as that setting says"
+            )
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        return Ranks(dist.get_rank() if world > 1 else 0, world, device)
+
+    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
+        """float64 `[n]` reduced over all ranks; see `step.Reduce`."""
+        if self.world == 1:
+            return values
+        # A copy: gloo reduces in place.
+        total = torch.from_numpy(np.array(values, np.float64)).to(self.device)
+        dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+        return total.cpu().numpy()
+
+    def squared_norm(self, gradients: Gradients) -> float:
+        """Sum of squares over all shards."""
+        mine = squared_norm([_local(g) for g in gradients])
+        return float(self.reduce(np.asarray([mine]), "sum")[0])
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def shard(model: PackedModel, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Divide every parameter, held in float32, among the ranks; each layer is put together in `dtype` while it runs.
+
+    Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the global denominator.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    # Inputs stay as they are: they follow the embedding's dtype, and temperatures are float32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Plain sums on every backend, NCCL's pre-multiplied ones among them.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def put_back(model: PackedModel) -> None:
+    """Free the parameters put together for a pass that had no backward; later passes see what the optimizer wrote."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def recover(model: PackedModel) -> None:
+    """Make a sharded model usable again after a pass that failed. The gradients of that pass are lost."""
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+        put_back(model)
+
+
+def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor | None:
+    """The whole of a parameter in `dtype`, in host memory of rank 0; None elsewhere. Collective."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to(dtype).full_tensor()
+    if ranks.rank != 0:
+        return None
+    return tensor.to("cpu", dtype)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

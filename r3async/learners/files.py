@@ -13,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 
-def save_model(directory: Path, tensors: Mapping[str, Tensor], dtype: str, source: Path) -> None:
+def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Write `tensors`, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
 
     It is written aside and renamed; what was at `directory` is replaced.

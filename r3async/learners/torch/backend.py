@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +15,14 @@ from torch import Tensor
 
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config
-from r3async.learners.base import LearnerError, StepResult
+from r3async.learners.base import StepResult
 from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW
 from r3async.learners.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learners.step import Step
 from r3async.learners.torch.model import Packed, PackedModel, load_model
 from r3async.learners.torch.routers import attach_replay
-from r3async.learners.torch.sharding import Ranks, put_back, recover, shard, whole
+from r3async.learners.torch.sharding import Ranks, settle, shard, whole
 from r3async.routing import route_dtype
 
 
@@ -89,7 +91,7 @@ class TorchLearner:
                         step.loss(index, *self._logprobs(micro_batch, step.rows(index), routes)).backward()
             except BaseException:
                 self._optimizer.clear()
-                recover(self.model)
+                settle(self.model)
                 raise
             report = self._optimizer.step()
         return step.result(report, self.replay.take_counts(), self.replay.columns, self.replay.layers)
@@ -105,3 +107,70 @@ class TorchLearner:
             torch.from_numpy(m.token_temperatures[rows]).to(self._device),
             routes,
         )
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, replay: bool = True) -> list[np.ndarray]:
+        """float32 `[N]` for each micro-batch; see `LearnerBackend.logprobs`."""
+        results = []
+        with self._forward_only():
+            for m in micro_batches:
+                rows = np.flatnonzero(m.positions[: m.real_tokens] > 0)
+                with self.replay.bound(m) if replay else nullcontext() as routes:
+                    logprobs, _ = self._logprobs(m, rows, routes)
+                results.append(np.zeros(m.tokens, np.float32))
+                results[-1][rows] = logprobs.cpu().numpy()
+        return results
+
+    def record_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """With the routes that the learner chooses by itself; see `LearnerBackend.record_routes`."""
+        if not self.replay.columns:
+            return list(micro_batches)
+        dtype = route_dtype(self.replay.num_experts)
+        nothing = np.zeros(0, np.int64)
+        results = []
+        with self._forward_only():
+            for m in micro_batches:
+                # Without what is recorded already: no layer's choice may follow from what an earlier layer replays.
+                plain = replace(m, table=m.table.without("routed_experts", "routing_recorded"))
+                with self.replay.bound(plain, keep=True) as routes:
+                    self._logprobs(plain, nothing, routes)
+                    own = torch.stack([ids for ids in routes.own if ids is not None], dim=1).cpu().numpy()
+                recorded = np.arange(m.tokens) < m.real_tokens
+                table = plain.table.with_columns(routed_experts=own.astype(dtype), routing_recorded=recorded)
+                results.append(replace(m, table=table))
+        return results
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[T - 1]`; see `LearnerBackend.score`."""
+        token_ids = np.asarray(token_ids)
+        if token_ids.ndim != 1 or len(token_ids) < 2:
+            raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
+        at = np.arange(len(token_ids))
+        packed = Packed.of(token_ids, at, np.asarray([0, len(token_ids)]), self._device)
+        with self._forward_only():
+            rows = torch.from_numpy(at[1:]).to(self._device)
+            return self.model(packed, rows, torch.ones(len(rows), device=self._device))[0].cpu().numpy()
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            settle(self.model)
+
+    def export(self) -> dict[str, Tensor]:
+        """Snapshot of all weights, in host memory, on rank 0; see `LearnerBackend.export`. Empty on the other ranks."""
+        return self.model.checkpoint_tensors(partial(whole, dtype=self._dtype, ranks=self._ranks))
+
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face model directory; see `LearnerBackend.save`."""
+        tensors = self.export()
+        try:
+            if self._ranks.rank == 0:
+                save_model(Path(directory), self._source, tensors, self._config.learner.dtype)
+        finally:
+            # If writing failed here, the other ranks learn of it from this process's end, but do not wait for ever.
+            self._ranks.barrier()
+
+    def close(self) -> None:
+        """Nothing: the process group is its maker's."""

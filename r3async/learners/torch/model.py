@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from r3async.engines.base import RoutingShape, moe_geometry
+from r3async.engines.base import moe_geometry
 from r3async.learners.attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learners.base import LearnerError
 from r3async.learners.logprobs import token_logprobs
@@ -80,7 +80,9 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     if not (path / "config.json").is_file():
         raise LearnerError(f"{path} has no config.json: `model.path` must be a Hugging Face model directory")
     if "quantization_config" in json.loads((path / "config.json").read_text()):
-        raise LearnerError(f"{path}: quantized weights can not be trained; set `model.path` to the model in full precision")
+        raise LearnerError(
+            f"{path}: quantized weights can not be trained; set `model.path` to the model in full precision"
+        )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
@@ -170,7 +172,9 @@ class PackedModel(nn.Module):
                     f"layer {index} of {type(self.causal).__name__} calls attention {times} times instead of once: samples "
                     "packed into one micro-batch would not be kept apart"
                 )
-        windows = [w for m in calls if (w := getattr(m, "sliding_window", None) or _window(self.causal.config)) is not None]
+        windows = [
+            w for m in calls if (w := getattr(m, "sliding_window", None) or _window(self.causal.config)) is not None
+        ]
         if windows and min(windows) < longest:
             raise LearnerError(
                 f"the model's sliding window is {min(windows)} tokens, which packed attention has not: set "
@@ -182,7 +186,9 @@ class PackedModel(nn.Module):
                 "of experts are masked: recorded experts of other groups could not be replayed. Set routing groups to 1"
             )
         if not torch.equal(self.causal.get_output_embeddings()(hidden[0]), logits):
-            raise LearnerError(f"{type(self.causal).__name__} changes its logits after the output layer (scaling, soft-capping)")
+            raise LearnerError(
+                f"{type(self.causal).__name__} changes its logits after the output layer (scaling, soft-capping)"
+            )
         return search.routers
 
     def hidden_states(self, packed: Packed) -> Tensor:
@@ -249,9 +255,6 @@ def _refuse_length_dependence(config: Any, longest: int) -> None:
             )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < longest:
-        raise LearnerError(f"attention in chunks of {chunk} tokens is not supported: lower episode.max_total_tokens to that")
-
-
-def moe_shape_or_none(routing: RoutingShape | None) -> tuple[int, int, int]:
-    """(layers, top_k, experts), with harmless numbers for a dense model."""
-    return (routing.layers, routing.top_k, routing.num_experts) if routing else (0, 1, 1)
+        raise LearnerError(
+            f"attention in chunks of {chunk} tokens is not supported: lower episode.max_total_tokens to that"
+        )

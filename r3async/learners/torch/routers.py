@@ -103,7 +103,9 @@ def _result(values: Tensor, ids: Tensor) -> Any:
     return torch.return_types.topk((values, ids))
 
 
-def check_routers(found: dict[int, list[nn.Module]], shape: RoutingShape | None, expected: Sequence[int]) -> list[nn.Module]:
+def check_routers(
+    found: dict[int, list[nn.Module]], shape: RoutingShape | None, expected: Sequence[int]
+) -> list[nn.Module]:
     """One router for each of the `expected` layers, in order.
 
     Raises `LearnerError` if the model's layers do not choose experts where its `config.json` says so: the engine numbers
@@ -117,9 +119,9 @@ def check_routers(found: dict[int, list[nn.Module]], shape: RoutingShape | None,
         )
     for index in expected:
         if len(found[index]) != 1:
+            names = ", ".join(type(m).__name__ for m in found[index])
             raise LearnerError(
-                f"layer {index} chooses experts {len(found[index])} times, in {', '.join(type(m).__name__ for m in found[index])}: "
-                "which of them its records are of is not known"
+                f"layer {index} chooses experts {len(found[index])} times, in {names}: which of them is recorded is not known"
             )
     return [found[index][0] for index in expected]
 

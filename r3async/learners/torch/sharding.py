@@ -75,18 +75,13 @@ def shard(model: PackedModel, ranks: Ranks, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def put_back(model: PackedModel) -> None:
-    """Free the parameters put together for a pass that had no backward; later passes see what the optimizer wrote."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def settle(model: PackedModel) -> None:
+    """Free the parameters that were put together for a pass without a backward, or for one that failed.
 
-
-def recover(model: PackedModel) -> None:
-    """Make a sharded model usable again after a pass that failed. The gradients of that pass are lost."""
+    Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients under way are lost.
+    """
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
-        put_back(model)
 
 
 def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor | None:

@@ -17,17 +17,34 @@ class LearnerError(RuntimeError):
     """The backend can not train this model or this batch; the message says why, and which setting to change."""
 
 
+class RouteTrace(msgspec.Struct, frozen=True):
+    """What one rank's routers did with its tokens of one micro-batch, as they did it.
+
+    The micro-batch is `sample_ids` laid end to end, sample `s` in rows `cu_seqlens[s]:cu_seqlens[s + 1]` (int32 `[S + 1]`).
+    Of its rows this rank has `first .. first + n` and of its MoE layers `columns` (0-based). `own` uint16 `[n, R, K]`: the
+    experts that each router would have chosen, in the order of their scores; `used`: those that it sent the token to.
+    """
+
+    sample_ids: tuple[str, ...]
+    cu_seqlens: np.ndarray
+    first: int
+    columns: list[int]
+    own: np.ndarray
+    used: np.ndarray
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What one optimizer step did, over all ranks.
 
     `metrics`: see `LearnerBackend.train_step`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the share of
     recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
-    tokens sent to each expert, padding not counted.
+    tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for.
     """
 
     metrics: dict[str, float]
     layer_agreement: np.ndarray
     expert_load: np.ndarray
+    traces: list[RouteTrace] = []
 
 
 class LearnerBackend(Protocol):
@@ -46,13 +63,13 @@ class LearnerBackend(Protocol):
         """Optimizer steps taken. A step that was skipped does not count."""
         ...
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
         """One optimizer step over all micro-batches, which need the column `advantages`.
 
         A token is trained if its `loss_mask` is set and its rollout log-prob is finite (others are counted and left
         out). Without any trained token, or with a gradient that is not finite, weights and `version` stay as they are
         and `optimizer/skipped` is 1. Raises `LearnerError`, before any forward pass, if less than
-        `routing.min_recorded_fraction` of the routes needed are there.
+        `routing.min_recorded_fraction` of the routes needed are there. With `trace` the result tells what every router did.
 
         Metrics (means are over trained tokens, log-probs in nats):
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from r3async.batching.packing import MicroBatch
+from r3async.learners.base import RouteTrace
 from r3async.routing import RoutingError, validate_rows
 
 
@@ -43,7 +44,7 @@ class MicroBatchRoutes:
     """
 
     def __init__(self, replay: RoutingReplay, micro_batch: MicroBatch, *, keep: bool):
-        self._replay = replay
+        self._replay, self._micro_batch = replay, micro_batch
         self.tokens = micro_batch.tokens
         part = replay.token_slice(micro_batch.tokens)
         self.local_tokens = part.stop - part.start
@@ -133,6 +134,15 @@ class MicroBatchRoutes:
             raise RoutingError("the backward pass of a micro-batch began after its routes were released")
         self.recomputing = True
         self._replay.current = self
+
+    def trace(self) -> RouteTrace:
+        """What was chosen, padding left out. Only with `keep`, after the forward pass."""
+        chosen = (torch.stack([t for t in kept if t is not None], dim=1) for kept in (self.own, self.used))
+        own, used = (t[: self._real].cpu().numpy().astype(np.uint16) for t in chosen)
+        samples = self._micro_batch.sample_ids
+        cu_seqlens = self._micro_batch.cu_seqlens[: len(samples) + 1]
+        first = self._replay.token_slice(self.tokens).start
+        return RouteTrace(samples, cu_seqlens, first, self._replay.columns, own, used)
 
     def close(self) -> None:
         """Release everything; later use raises."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from r3async.algorithms.objective import ObjectiveSums, objective
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config
-from r3async.learners.base import LearnerError, StepResult
+from r3async.learners.base import LearnerError, RouteTrace, StepResult
 from r3async.learners.optimizer import StepReport
-from r3async.learners.replay import RoutingCounts
+from r3async.learners.replay import MicroBatchRoutes, RoutingCounts
 
 Reduce = Callable[[np.ndarray, str], np.ndarray]
 """`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
@@ -74,8 +74,10 @@ class Step:
         reduce: Reduce = alone,
         is_first_copy: bool = True,
         skip_untrained: bool = False,
+        trace: bool = False,
     ):
-        self._config, self._reduce = config, reduce
+        self._config, self._reduce, self.trace = config, reduce, trace
+        self._traces: list[RouteTrace] = []
         self._chosen = [trained_tokens(m) for m in micro_batches]
         self._sums: ObjectiveSums | None = None
         counts = np.asarray(
@@ -111,6 +113,11 @@ class Step:
     def rows(self, index: int) -> np.ndarray:
         """int64 `[M]`: the trained rows of micro-batch `index`."""
         return self._chosen[index].rows
+
+    def saw(self, routes: MicroBatchRoutes) -> None:
+        """Keep the trace of a micro-batch that has been fed forward; its routes were bound with `keep = trace`."""
+        if self.trace and routes.own:
+            self._traces.append(routes.trace())
 
     def loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
         """Scalar loss of micro-batch `index`, entered in the books. `logprobs`, `entropies`: float32 `[M]`, of `rows(index)`."""
@@ -169,4 +176,4 @@ class Step:
                 "routing/agreement_min": float(agreement.min()),
                 "routing/load_imbalance": float(worst.max()),
             }
-        return StepResult(metrics, agreement.astype(np.float32), load.astype(np.int64))
+        return StepResult(metrics, agreement.astype(np.float32), load.astype(np.int64), self._traces)

@@ -101,9 +101,9 @@ class MegatronLearner:
         """Token ids are `0..vocab_size - 1`."""
         return self._shape.vocab_size
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
         """One optimizer step; see `LearnerBackend.train_step`."""
-        step = self._begin(micro_batches)
+        step = self._begin(micro_batches, trace)
         report = self._optimizer.not_stepped()
         if step.trained:
             with self._nothing_left_if_it_fails():
@@ -117,7 +117,7 @@ class MegatronLearner:
             holds_loss=self.layout.holds_loss,
         )
 
-    def _begin(self, micro_batches: Sequence[MicroBatch]) -> Step:
+    def _begin(self, micro_batches: Sequence[MicroBatch], trace: bool = False) -> Step:
         # Padding keeps sequence-parallel parts equal. One of many ranks takes part also where it trains nothing.
         alone = self._config.learner.parallel.world == 1
         return Step(
@@ -127,6 +127,7 @@ class MegatronLearner:
             reduce=self.layout.reduce,
             is_first_copy=self.layout.tp_rank == self.layout.pp_rank == 0,
             skip_untrained=alone,
+            trace=trace,
         )
 
     def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -147,18 +148,19 @@ class MegatronLearner:
         def loss(index: int, hidden: Tensor) -> Tensor:
             return step.loss(index, *self._logprobs(hidden, step.micro_batches[index], step.rows(index)))
 
+        def forward(index: int) -> Tensor:
+            routes = bind(step.micro_batches[index], keep=step.trace)
+            hidden = routes.follow(self._hidden(step.micro_batches[index]))
+            step.saw(routes)
+            return hidden
+
         if self._config.learner.parallel.pp > 1:
             with self.replay.pipelined() as bind:
-
-                def forward(index: int) -> Tensor:
-                    routes = bind(step.micro_batches[index])
-                    return routes.follow(self._hidden(step.micro_batches[index]))
-
                 run_stages(self.model, forward, loss, len(step.micro_batches))
             return
-        for index, micro_batch in enumerate(step.micro_batches):
-            with self.replay.bound(micro_batch) as routes:
-                loss(index, routes.follow(self._hidden(micro_batch))).backward()
+        for index in range(len(step.micro_batches)):
+            with self.replay.pipelined() as bind:
+                loss(index, forward(index)).backward()
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""

@@ -24,7 +24,10 @@ class _Stream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    record = wait = synchronize = wait_stream = wait_event = record_event = _nothing
+    record = wait = synchronize = wait_stream = wait_event = _nothing
+
+    def record_event(self, *args: Any, **kwargs: Any) -> _Stream:
+        return self
 
 
 class _NoFp8:

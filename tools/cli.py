@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from r3async.config import ConfigError, find_config, load_config, preset_directory
+from tools.bench.commands import app as bench
 
 app = typer.Typer(
     add_completion=False,
@@ -17,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement learning for mixture-of-experts language models.",
 )
+
+app.add_typer(bench, name="bench")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)

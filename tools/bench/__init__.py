@@ -1,0 +1,1 @@
+"""Benchmarks of the project's own parts: `r3async bench NAME [--json]`."""

@@ -1,0 +1,65 @@
+"""`r3async bench`. Imports nothing heavy until a benchmark runs.
+
+A benchmark is a command here: a module of this package measures and returns a report (a msgspec struct). The first line
+of the command's docstring is what the list says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from r3async.config import ConfigError
+from tools.bench.jobs import BenchError, say_on_stderr
+
+app = typer.Typer(
+    add_completion=False, help="Measure a part of r3async: `bench NAME --json`. Without a name: the list."
+)
+
+Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
+
+
+@app.callback(invoke_without_command=True)
+def listing(context: typer.Context) -> None:
+    """Measure a part of r3async. Without a name: list what there is."""
+    if context.invoked_subcommand is None:
+        for command in app.registered_commands:
+            assert command.name is not None
+            typer.echo(f"{command.name:<12}{(inspect.getdoc(command.callback) or '').splitlines()[0]}")
+
+
+@app.command(name="replay")
+def replay(
+    json: Json = False,
+    seeds: Annotated[str, typer.Option(help="seeds of model, sampling and advantages")] = "0,1,2",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a small model and few tokens: the path, not the figures")
+    ] = False,
+    table: Annotated[bool, typer.Option("--table", help="also vary router, depth and experts, one at a time")] = False,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(help="also measure this Hugging Face model; one in a run's directory plays that run's episodes"),
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="pairs of timed steps; 0 times none", show_default="12")] = None,
+) -> None:
+    """What routing replay costs (step time, bytes) and buys (log-probs and gradients nearer to the engine's)."""
+    from tools.bench.replay import plan, render, run
+
+    planned = plan(_seeds(seeds), quick=quick, table=table, models=model or [], pairs=pairs)
+    try:
+        report = run(planned, say_on_stderr)
+    except BenchError as error:
+        typer.echo(f"the benchmark failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds {text!r} is not a list of numbers, for example 0,1,2") from error

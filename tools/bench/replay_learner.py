@@ -1,0 +1,186 @@
+"""The learner's part of `bench replay`: what the learner thinks of the samples, its gradients, and its steps' time.
+
+`python -m tools.bench.replay_learner DIRECTORY` reads `learner.json` (a `LearnerJob`) there and writes
+`learner-done.json` (a `LearnerDone`). A process of its own: Megatron's CPU shim changes `torch.cuda` process-wide.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from r3async.batching.packing import pack
+from r3async.config import Config, config_from_dict
+from r3async.learners.megatron.backend import MegatronLearner
+from r3async.records import Sample
+from tools.bench.jobs import job_main, progress
+from tools.bench.replay_records import LearnerDone, LearnerJob
+from tools.bench.replay_rollouts import read_samples
+from tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
+
+NO_STEP = 1e-12
+"""Learning rate of every step here: too small to change a weight, so that all passes see the same model."""
+
+
+@dataclass
+class Pass:
+    """One learner in one routing mode. `delta` float64 `[M]`; `gradient`: float32, one array per parameter."""
+
+    delta: np.ndarray
+    gradient: list[np.ndarray]
+    agreement: float
+
+
+def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
+    """The policy loss alone, without the KL term; any recorded fraction will do."""
+    return config_from_dict(
+        {
+            "learner": {
+                "dtype": dtype,
+                "lr": NO_STEP,
+                "threads": 1,
+                "max_tokens_per_micro_batch": job.max_tokens_per_micro_batch,
+            },
+            "algorithm": {"rollout_kl": {"coef": 0.0}},
+            "routing": {"replay": replay, "min_recorded_fraction": 0.0},
+            "episode": {"max_total_tokens": job.max_tokens_per_micro_batch, "max_prompt_tokens": 1},
+        }
+    )
+
+
+@contextmanager
+def learner_of(job: LearnerJob, dtype: str, replay: str) -> Iterator[MegatronLearner]:
+    learner = MegatronLearner(settings(job, dtype, replay), Path(job.model))
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def with_random_advantages(samples: Sequence[Sample], seed: int) -> list[Sample]:
+    """One standard normal advantage for each sample, on its sampled tokens."""
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            s.sample_id,
+            s.table.with_columns(advantages=np.where(s.table["loss_mask"], rng.normal(), 0.0).astype(np.float32)),
+            s.temperature,
+        )
+        for s in samples
+    ]
+
+
+def bare(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples as they come from an engine that records no routes."""
+    return [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded"), s.temperature) for s in samples]
+
+
+@contextmanager
+def gradients_kept(learner: MegatronLearner) -> Iterator[list[np.ndarray]]:
+    """Sums the gradient of every parameter over the backward passes in the block, in float32.
+
+    From hooks, because an optimizer step consumes the gradients it is given.
+    """
+    parameters = list(learner.model.parameters())
+    sums = [np.zeros(p.shape, np.float32) for p in parameters]
+
+    def keep(index: int):
+        def hook(gradient):
+            sums[index] += gradient.float().numpy()
+
+        return hook
+
+    handles = [p.register_hook(keep(i)) for i, p in enumerate(parameters)]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]) -> Pass:
+    """Score and train all samples, routed as `routing.replay` = `replay` says."""
+    with learner_of(job, dtype, replay) as learner:
+        micro_batches = pack(samples, job.max_tokens_per_micro_batch)
+        scored = learner.logprobs(micro_batches, replay=replay == "rollout")
+        with gradients_kept(learner) as gradient:
+            metrics = learner.train_step(micro_batches).metrics
+    tables = [m.table for m in micro_batches]
+    delta = [
+        (s - t["rollout_logprobs"].astype(np.float64))[t["loss_mask"]] for s, t in zip(scored, tables, strict=True)
+    ]
+    return Pass(np.concatenate(delta), gradient, metrics["routing/agreement"])
+
+
+def comparisons(job: LearnerJob, samples: Sequence[Sample], directory: Path) -> dict[str, Comparison]:
+    """Every learner against the engine, and every gradient against those of the float32 learner."""
+    references = {}
+    for replay in ("rollout", "off"):
+        progress(directory, f"learner in float32, {'replay' if replay == 'rollout' else 'own routing'}")
+        references[replay] = run_pass(job, "float32", replay, samples)
+    out = {}
+    for dtype in job.dtypes:
+        modes = {}
+        for replay in ("off", "rollout"):
+            progress(directory, f"learner in {dtype}, {'replay' if replay == 'rollout' else 'own routing'}")
+            done = references[replay] if dtype == "float32" else run_pass(job, dtype, replay, samples)
+            modes[replay] = mismatch(
+                done.delta,
+                agreement=done.agreement,
+                grad_error=relative_error(done.gradient, references["rollout"].gradient),
+                grad_error_own=relative_error(done.gradient, references["off"].gradient),
+            )
+        out[dtype] = compare(modes["off"], modes["rollout"])
+    return out
+
+
+def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory: Path) -> StepTime:
+    """`job.pairs` pairs of steps, each with and without routes, in an order that changes from pair to pair.
+
+    One learner takes all of them. Garbage is collected between the steps, outside of the times. The first pair is a
+    warm-up and is not counted.
+    """
+    variants = {"with": list(samples), "without": bare(samples)}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    with learner_of(job, dtype, "rollout") as learner:
+        for pair in range(-1, job.pairs):
+            progress(directory, f"steps in {dtype}: {f'pair {pair + 1} of {job.pairs}' if pair >= 0 else 'warm-up'}")
+            for name in sorted(variants, reverse=pair % 2 == 0):
+                gc.collect()
+                cpu_start, wall_start = time.process_time(), time.perf_counter()
+                learner.train_step(pack(variants[name], job.max_tokens_per_micro_batch))
+                if pair >= 0:
+                    cpu[name].append(time.process_time() - cpu_start)
+                    wall[name].append(time.perf_counter() - wall_start)
+    micro_batches = pack(samples, job.max_tokens_per_micro_batch)
+    return step_time(
+        dtype,
+        sum(m.tokens for m in micro_batches),
+        len(micro_batches),
+        cpu_with=cpu["with"],
+        cpu_without=cpu["without"],
+        wall_with=wall["with"],
+        wall_without=wall["without"],
+    )
+
+
+def main(directory: Path) -> None:
+    job = msgspec.json.decode((directory / "learner.json").read_bytes(), type=LearnerJob)
+    samples = with_random_advantages(read_samples(directory / "samples.bin"), job.seed)
+    done = LearnerDone(
+        comparisons=comparisons(job, samples, directory) if job.dtypes else {},
+        steps={dtype: time_steps(job, dtype, samples, directory) for dtype in job.step_dtypes},
+    )
+    (directory / "learner-done.json").write_bytes(msgspec.json.encode(done))
+
+
+if __name__ == "__main__":
+    job_main(main)

@@ -20,11 +20,13 @@ class Mismatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One learner, in one routing mode, against the engine that sampled. Over sampled tokens, in nats.
 
     `k3`: mean of `e^Δ - 1 - Δ`, and `k1`: mean of `-Δ`; both estimate KL(rollout ‖ learner) from rollout samples, and k3
-    is never negative. `mean_abs`, `p99_abs` (99th percentile), `max_abs`: of |Δ|. `beyond_2x`: share of tokens with π/μ above 2 or below 1/2.
-    `agreement`: share of (recorded token, MoE layer) whose own top-k set is the recorded one.
+    is never negative. `mean_abs`, `p99_abs` (99th percentile), `max_abs`: of |Δ|. `beyond_2x`: share of tokens with π/μ
+    above 2 or below 1/2. `agreement`: share of (recorded token, MoE layer) whose own top-k set is the recorded one.
+    `histogram`: tokens by log10 |Δ|, see `histogram`.
+
     `grad_error`: ‖g - g*‖ / ‖g*‖ over all parameters, where g* is the gradient of the float32 learner that replays the
     engine's routes: the gradient of the policy that sampled, without bf16's noise. `grad_error_own`: the same with the
-    float32 learner that routes by itself as g*. `histogram`: tokens by log10 |Δ|, see `histogram`.
+    float32 learner that routes by itself as g*.
     """
 
     k3: float

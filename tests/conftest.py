@@ -28,3 +28,23 @@ async def vllm_engine(tiny_model):
     await engine.start()
     yield engine
     await engine.stop()
+
+
+def _ranks(world, tmp_path_factory):
+    from tests.helpers_ranks import Ranks
+
+    ranks = Ranks(world, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """Two processes in a gloo process group."""
+    yield from _ranks(2, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory):
+    """Four processes in a gloo process group."""
+    yield from _ranks(4, tmp_path_factory)

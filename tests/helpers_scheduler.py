@@ -6,6 +6,7 @@ import re
 import time
 
 import msgspec
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from r3async.engines.vllm_worker import WorkerExtension
@@ -19,16 +20,25 @@ _loaded = -1
 
 
 class ObservedScheduler(Scheduler):
-    """A request whose id holds `preempt@N` is preempted once, as soon as N of its positions have been fed."""
+    """Does what request ids say, once for each: so that a test meets a moment however busy the machine is.
+
+    `preempt@N` preempts the request, and `hold@N` pauses the engine (until an installation, or a test, resumes it), as
+    soon as N of its positions have been fed; `hold@preemption` pauses the engine when the request is preempted.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._done: set[tuple[str, str]] = set()
 
     def schedule(self, *args, **kwargs):
         for request in list(self.running):
-            wanted = re.search(r"preempt@(\d+)", request.request_id)
-            if wanted and not request.num_preemptions and request.num_computed_tokens >= int(wanted[1]):
+            if self._now(request, "preempt"):
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
                 # As vLLM does itself when it preempts and resumes in one step.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
+            if self._now(request, "hold"):
+                self.set_pause_state(PauseState.PAUSED_ALL)
         output = super().schedule(*args, **kwargs)
         for name, count in output.num_scheduled_tokens.items():
             stop = self.requests[name].num_computed_tokens
@@ -37,7 +47,16 @@ class ObservedScheduler(Scheduler):
 
     def _preempt_request(self, request, *args, **kwargs):
         PREEMPTED.append((request.request_id, request.num_computed_tokens, request.num_output_tokens))
+        if "hold@preemption" in request.request_id:
+            self.set_pause_state(PauseState.PAUSED_ALL)
         super()._preempt_request(request, *args, **kwargs)
+
+    def _now(self, request, what: str) -> bool:
+        at = re.search(rf"{what}@(\d+)", request.request_id)
+        if not at or request.num_computed_tokens < int(at[1]) or (request.request_id, what) in self._done:
+            return False
+        self._done.add((request.request_id, what))
+        return True
 
 
 class ObservingExtension(WorkerExtension):

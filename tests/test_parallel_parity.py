@@ -7,34 +7,14 @@ import pytest
 
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config, gradients_of_rank, reference
-from tests.helpers_ranks import Ranks
 
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def two(directory):
-    ranks = Ranks(2, directory)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four(directory):
-    ranks = Ranks(4, directory)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def model_path(directory):
+def model_path(tmp_path_factory):
     """Four layers, of which the first is dense."""
-    return hm.make_hf_model(directory / "model", num_hidden_layers=4, mlp_only_layers=[0])
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[0])
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +54,16 @@ RECOMPUTE = ["none", "selective", "full"]
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_have_the_gradient_of_one(two, model_path, expected, layout, recompute):
+def test_two_ranks_have_the_gradient_of_one(two_ranks, model_path, expected, layout, recompute):
     settings = config(**LAYOUTS[layout], recompute=recompute)
-    assert_equal(two.call(gradients_of_rank, str(model_path), settings, batch()), expected)
+    assert_equal(two_ranks.call(gradients_of_rank, str(model_path), settings, batch()), expected)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layout", LARGE_LAYOUTS)
-def test_four_ranks_have_the_gradient_of_one(four, model_path, expected, layout, recompute):
+def test_four_ranks_have_the_gradient_of_one(four_ranks, model_path, expected, layout, recompute):
     settings = config(**LARGE_LAYOUTS[layout], recompute=recompute)
-    assert_equal(four.call(gradients_of_rank, str(model_path), settings, batch()), expected)
+    assert_equal(four_ranks.call(gradients_of_rank, str(model_path), settings, batch()), expected)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

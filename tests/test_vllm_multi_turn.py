@@ -84,6 +84,11 @@ class Small:
             feeds.append((version, start, stop))
         return feeds
 
+    async def resume(self) -> None:
+        """Go on after a `hold@`; `install` does that itself."""
+        await asyncio.sleep(0.05)  # what was started before is in the scheduler's queue by then
+        await self.engine._llm.resume_generation()
+
     async def records(self):
         return msgspec.msgpack.decode((await self.engine._llm.collective_rpc("r3_feeds"))[0])
 
@@ -181,11 +186,11 @@ async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_n
     prefilled_again: list[tuple[int, int]] = []
     rows, logprobs = [], []
     for turn in range(4):
-        name = f"episode-{turn}" + ("-preempt@170" if turn == 2 else "")
+        name = f"episode-{turn}" + ("", "-hold@125", "-preempt@170", "")[turn]
         first, ids = builder.routes_from, np.asarray(builder.token_ids, np.int32)
         call = small.start(ids, 40, name, routes_from=first)
         if turn == 1:
-            await sampled(small.engine, name, 10)
+            await sampled(small.engine, name, 14)
             await small.engine.install(small.weights.publish(), 30)
         generation = await call
         assert len(generation.version_spans) == (2 if turn == 1 else 1)
@@ -219,8 +224,8 @@ async def test_new_weights_and_then_a_preemption_of_the_same_request(small):
     """The re-prefill runs under newer weights; what was sampled before keeps its log-probs, routes and versions."""
     ids = [prompt(40, seed=82), prompt(40, seed=83)]
     # The one that stays takes so many blocks that the other finds only its first one again.
-    calls = [small.start(p, 240, f"then-{i}") for i, p in enumerate(ids)]
-    await sampled(small.engine, "then-1", 30)
+    calls = [small.start(p, 240, f"then-{i}-hold@{70 + 900 * i}") for i, p in enumerate(ids)]
+    await sampled(small.engine, "then-0", 31)
     await small.engine.install(small.weights.publish(), 30)
     replaced = 0
     for i, generation in enumerate(await asyncio.gather(*calls)):
@@ -232,7 +237,7 @@ async def test_new_weights_and_then_a_preemption_of_the_same_request(small):
 
 async def test_new_weights_while_a_preempted_request_waits(small):
     ids = [prompt(40, seed=84), prompt(40, seed=85)]
-    calls = [small.start(p, 170, f"wait-{i}") for i, p in enumerate(ids)]
+    calls = [small.start(p, 170, f"wait-{i}-hold@preemption") for i, p in enumerate(ids)]
     _, tokens = await small.preempted("wait-")
     await small.engine.install(small.weights.publish(), 30)
     generations = await asyncio.gather(*calls)
@@ -248,11 +253,16 @@ async def test_new_weights_while_a_preempted_request_waits(small):
 @pytest.mark.parametrize("update", [False, True])
 async def test_a_preemption_before_the_first_token(small, update):
     """Half of a prompt was fed in chunks. Under new weights it starts afresh, so that no row is of the old ones."""
-    long, ids, name = prompt(40, seed=86), prompt(250, seed=87 + 100 * update), f"before-{update}"
+    long, ids, name = (
+        prompt(40, seed=86),
+        prompt(250, seed=87 + 100 * update),
+        "before-hold@preemption" if update else "before",
+    )
     restarted = small.engine.stats()["restarted"]
-    first = small.start(long, 200, f"long-{update}")
-    await sampled(small.engine, f"long-{update}", 100)
+    first = small.start(long, 200, f"long-{update}-hold@140")
+    await sampled(small.engine, f"long-{update}", 101)
     second = small.start(ids, 20, name)
+    await small.resume()
     fed, tokens = await small.preempted(name)
     assert 0 < fed < 250
     assert tokens == 0
@@ -268,12 +278,13 @@ async def test_a_preemption_before_the_first_token(small, update):
 
 async def test_an_aborted_request_that_was_preempted_keeps_its_rows(small):
     ids = [prompt(40, seed=88), prompt(40, seed=89)]
-    calls = [small.start(p, 170, f"abort-{i}") for i, p in enumerate(ids)]
-    await sampled(small.engine, "abort-1", 20)
+    calls = [small.start(p, 170, f"abort-{i}-hold@{60 + 900 * i}-hold@preemption") for i, p in enumerate(ids)]
+    await sampled(small.engine, "abort-0", 21)
     await small.engine.install(small.weights.publish(), 30)
     _, tokens = await small.preempted("abort-")
     for i in range(2):
-        await small.engine.abort(f"abort-{i}")
+        await small.engine.abort(f"abort-{i}-hold@{60 + 900 * i}-hold@preemption")
+    await small.resume()
     generations = await asyncio.gather(*calls)
     assert {g.stop_reason for g in generations} == {"abort"}
     assert tokens in [len(g.token_ids) for g in generations]
@@ -285,8 +296,8 @@ async def test_an_aborted_request_that_was_preempted_keeps_its_rows(small):
 async def test_a_preemption_that_finds_its_own_prefix_in_the_cache(small):
     """Its first blocks are still there, in part of old weights and under the salt of these: they go on as they are."""
     ids = prompt(70, seed=90)
-    call = small.start(ids, 60, "own-preempt@120")
-    await sampled(small.engine, "own-", 20)
+    call = small.start(ids, 60, "own-hold@90-preempt@120")
+    await sampled(small.engine, "own-", 21)
     await small.engine.install(small.weights.publish(), 30)
     generation = await call
     assert len(generation.version_spans) == 2

@@ -47,15 +47,20 @@ class ObservedScheduler(Scheduler):
 
     def _preempt_request(self, request, *args, **kwargs):
         PREEMPTED.append((request.request_id, request.num_computed_tokens, request.num_output_tokens))
-        if "hold@preemption" in request.request_id:
+        if "hold@preemption" in request.request_id and self._once(request, "preemption"):
             self.set_pause_state(PauseState.PAUSED_ALL)
         super()._preempt_request(request, *args, **kwargs)
 
     def _now(self, request, what: str) -> bool:
         at = re.search(rf"{what}@(\d+)", request.request_id)
-        if not at or request.num_computed_tokens < int(at[1]) or (request.request_id, what) in self._done:
+        return bool(at) and request.num_computed_tokens >= int(at[1]) and self._once(request, what)
+
+    def _once(self, request, what: str) -> bool:
+        """For the caller's request: one that starts afresh is another one to the scheduler."""
+        key = request.request_id.partition("#")[0], what
+        if key in self._done:
             return False
-        self._done.add((request.request_id, what))
+        self._done.add(key)
         return True
 
 

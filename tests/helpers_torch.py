@@ -15,11 +15,17 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTr
 
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config, config_from_dict
+from r3async.learners.base import StepResult
 from r3async.learners.torch.backend import TorchLearner
 from r3async.learners.torch.model import Packed
 from r3async.records import Sample
+from tests.helpers_models import make_samples
 
 VOCAB, EXPERTS, TOP_K = 97, 8, 2
+LENGTHS = [9, 40, 5, 17, 40, 6]
+"""Tokens of the samples of most tests: two buckets, not in order."""
+BUDGET = 48
+"""Tokens per micro-batch: three of different lengths."""
 
 SHARED = {
     "vocab_size": VOCAB,
@@ -30,6 +36,9 @@ SHARED = {
     "num_experts_per_tok": TOP_K,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (
@@ -62,6 +71,31 @@ def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"stand": "in"}))
     return directory
+
+
+def moe_layers(family: str) -> int:
+    return 2 if family == "qwen3" else 3
+
+
+def recorded_samples(layers: int, *, seed: int = 1, **options: Any) -> list[Sample]:
+    """Samples of `LENGTHS`, every row of which has a record of random routes; without routes if `layers` is 0."""
+    samples = make_samples(seed, LENGTHS, layers=max(layers, 1), vocab=VOCAB, routes=layers > 0, **options)
+    return fully_recorded(samples) if layers else samples
+
+
+def fully_recorded(samples: Sequence[Sample]) -> list[Sample]:
+    return [replace_columns(s, routing_recorded=np.ones(len(s.table), bool)) for s in samples]
+
+
+def replace_columns(sample: Sample, **columns: np.ndarray) -> Sample:
+    return Sample(sample.sample_id, sample.table.with_columns(**columns), sample.temperature)
+
+
+def with_routes(samples: Sequence[Sample], routes: np.ndarray) -> list[Sample]:
+    """`routes` `[N, L, K]`, of the samples laid end to end."""
+    ends = np.cumsum([len(s.table) for s in samples])
+    parts = np.split(routes, ends[:-1])
+    return fully_recorded([replace_columns(s, routed_experts=r) for s, r in zip(samples, parts, strict=True)])
 
 
 def load_reference(directory: Path) -> torch.nn.Module:
@@ -129,8 +163,10 @@ def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in out.items()}
 
 
-def gradients_of_step(learner: TorchLearner, micro_batches: Sequence[MicroBatch], monkeypatch=None):
-    """The step's result, and the gradients that it gave the optimizer, which then does nothing."""
+def gradients_of_step(
+    learner: TorchLearner, micro_batches: Sequence[MicroBatch]
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """The step's result, and the whole gradients that the optimizer was given."""
     taken: dict[str, torch.Tensor] = {}
     optimizer = learner._optimizer
     step = optimizer.step
@@ -157,6 +193,13 @@ def settings(**changes) -> Config:
         section, name = key.split("__")
         data[section][name] = value
     return config_from_dict(data)
+
+
+def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest relative error, and of which tensor. All of them have to be there, and to be more than zero."""
+    assert set(got) == set(want)
+    assert all(t.abs().max() > 0 for t in want.values())
+    return max((float((got[n].double() - w.double()).norm() / w.double().norm()), n) for n, w in want.items())
 
 
 def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW
 from r3async.learners.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learners.step import Step
-from r3async.learners.torch.model import Packed, PackedModel, load_model
+from r3async.learners.torch.model import Packed, PackedModel, load_model, read_config
 from r3async.learners.torch.routers import attach_replay
 from r3async.learners.torch.sharding import Ranks, settle, shard, whole
 from r3async.routing import route_dtype
@@ -42,10 +41,9 @@ class TorchLearner:
             torch.set_num_threads(config.learner.threads)
         self._dtype = getattr(torch, config.learner.dtype)
         self._sharded = self._ranks.world > 1
+        described = read_config(self._source)
         causal = load_model(self._source, torch.float32 if self._sharded else self._dtype)
-        self.model = PackedModel(
-            causal, json.loads((self._source / "config.json").read_text()), longest=config.episode.max_total_tokens
-        )
+        self.model = PackedModel(causal, described, longest=config.episode.max_total_tokens)
         routing = self.model.routing
         self.replay = RoutingReplay(
             layers=routing.layers if routing else 0,

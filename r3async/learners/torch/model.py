@@ -37,7 +37,7 @@ def _attend(
     dropout: float = 0.0,
     *,
     attention_plan: AttentionPlan | None = None,
-    attention_calls: list[nn.Module] | None = None,
+    attention_calls: list[tuple[nn.Module, int | None]] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -57,18 +57,33 @@ def _attend(
     if dropout or not getattr(module, "is_causal", True):
         raise LearnerError(f"{name} uses {'dropout' if dropout else 'attention that is not causal'}")
     longest = max(width for _, width in attention_plan.buckets)
-    if sliding_window is not None and longest > sliding_window:
+    if sliding_window and longest > sliding_window:
         raise LearnerError(
             f"{name}: a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, which "
             "packed attention has not: lower episode.max_total_tokens"
         )
     if attention_calls is not None:
-        attention_calls.append(module)
+        attention_calls.append((module, sliding_window or None))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q, k, v, attention_plan, scaling)[None], None
 
 
 AttentionInterface.register(ATTENTION, _attend)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise LearnerError(
+            f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"
+        ) from error
+    if "quantization_config" in config:
+        raise LearnerError(
+            f"{path}: quantized weights can not be trained; set `model.path` to the model in full precision"
+        )
+    return config
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -77,17 +92,11 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     In eval mode, always: dropout and a router's jitter are not part of the policy that the engine samples from.
     Raises `LearnerError`, with what to change, if transformers can not load it or a weight is missing or left over.
     """
-    if not (path / "config.json").is_file():
-        raise LearnerError(f"{path} has no config.json: `model.path` must be a Hugging Face model directory")
-    if "quantization_config" in json.loads((path / "config.json").read_text()):
-        raise LearnerError(
-            f"{path}: quantized weights can not be trained; set `model.path` to the model in full precision"
-        )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
         )
-    except (ValueError, RuntimeError, OSError, KeyError, ImportError) as error:
+    except Exception as error:  # of many kinds: files, their headers, names, shapes, an unknown model type
         raise LearnerError(f"transformers can not load `model.path` = {path}: {error}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[what])):
@@ -154,27 +163,27 @@ class PackedModel(nn.Module):
         """
         tokens = np.arange(3)
         packed = Packed.of(tokens % self.vocab_size, tokens, np.asarray([0, len(tokens)]), torch.device("cpu"))
-        calls: list[nn.Module] = []
+        calls: list[tuple[nn.Module, int | None]] = []
         hidden: list[Tensor] = []
         handle = self.causal.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
         try:
             with RouterSearch(self.layers, self.routing) as search:
                 logits = self.causal(**packed.arguments(), attention_calls=calls).logits
-        except (TypeError, AttributeError, KeyError) as error:
+        except LearnerError:
+            raise
+        except Exception as error:  # whatever a model's own code may raise
             raise LearnerError(f"{type(self.causal).__name__} can not run on packed samples: {error}") from error
         finally:
             handle.remove()
         where = {id(module): index for index, layer in enumerate(self.layers) for module in layer.modules()}
         for index in range(len(self.layers)):
-            times = sum(where.get(id(module)) == index for module in calls)
+            times = sum(where.get(id(module)) == index for module, _ in calls)
             if times != 1:
                 raise LearnerError(
                     f"layer {index} of {type(self.causal).__name__} calls attention {times} times instead of once: samples "
                     "packed into one micro-batch would not be kept apart"
                 )
-        windows = [
-            w for m in calls if (w := getattr(m, "sliding_window", None) or _window(self.causal.config)) is not None
-        ]
+        windows = [window for _, window in calls if window is not None]
         if windows and min(windows) < longest:
             raise LearnerError(
                 f"the model's sliding window is {min(windows)} tokens, which packed attention has not: set "
@@ -183,7 +192,7 @@ class PackedModel(nn.Module):
         if not torch.isfinite(logits).all() and search.routers:
             raise LearnerError(
                 f"{type(search.routers[min(search.routers)][0]).__name__} takes gate weights from scores in which some groups "
-                "of experts are masked: recorded experts of other groups could not be replayed. Set routing groups to 1"
+                "of experts are masked: recorded experts of the other groups could not be replayed"
             )
         if not torch.equal(self.causal.get_output_embeddings()(hidden[0]), logits):
             raise LearnerError(
@@ -205,13 +214,15 @@ class PackedModel(nn.Module):
         hidden = self.hidden_states(packed)
         if routes is not None:
             hidden = routes.follow(hidden)
-        return token_logprobs(
+        logprobs, entropies = token_logprobs(
             self.causal.get_output_embeddings(),
             hidden.index_select(0, rows - 1),
             packed.ids.index_select(0, rows),
             temperatures,
             self.vocab_size,
         )
+        # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
+        return logprobs.clone(), entropies
 
     def recompute(self, which: str) -> None:
         """Make activations again in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
@@ -237,10 +248,6 @@ def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _window(config: Any) -> int | None:
-    return getattr(config, "sliding_window", None)
 
 
 def _refuse_length_dependence(config: Any, longest: int) -> None:

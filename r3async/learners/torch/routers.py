@@ -21,9 +21,12 @@ from r3async.learners.replay import RoutingReplay
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape) -> bool:
-    """Whether a top-k over `scores` that gave `ids` chose experts; routers may also call top-k over groups of experts."""
-    return scores.ndim == 2 and scores.shape[1] == shape.num_experts and ids.shape[1] == shape.top_k
+def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
+    """Whether a top-k over `scores` that gave `ids` chose experts; routers may also call top-k over groups of experts.
+
+    Any top-k over rows may be a choice of experts in a model that `config.json` does not say to have any.
+    """
+    return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
 
 
 class RouterSearch(TorchFunctionMode):
@@ -66,7 +69,7 @@ class RouterSearch(TorchFunctionMode):
         self, func: Callable, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _TOPK or not self._running or self._shape is None:
+        if func not in _TOPK or not self._running:
             return result
         scores = args[0] if args else (kwargs or {})["input"]
         if not _is_choice(scores, result.indices, self._shape):
@@ -112,9 +115,13 @@ def check_routers(
     the layers of its records by that file.
     """
     if sorted(found) != list(expected):
+        call = (
+            f"torch.topk(scores [N, {shape.num_experts}], {shape.top_k})"
+            if shape
+            else "torch.topk(scores [N, experts], k)"
+        )
         raise LearnerError(
-            f"config.json says that layers {list(expected)} are mixtures of experts, but a call of torch.topk(scores [N, "
-            f"{shape.num_experts if shape else 'experts'}], {shape.top_k if shape else 'top_k'}) was seen in layers "
+            f"config.json says that layers {list(expected)} are mixtures of experts, but a call of {call} was seen in layers "
             f"{sorted(found)}: routes of this model can not be replayed"
         )
     for index in expected:

@@ -1,0 +1,424 @@
+"""The transformers learner against plain transformers with forced routes, in one process; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from r3async.batching.packing import collate, pack, padding_like
+from r3async.engines.base import RoutingShape
+from r3async.learners.base import LearnerBackend, LearnerError
+from r3async.learners.torch.backend import TorchLearner
+from r3async.records import Sample
+from tests import helpers_torch as ht
+from tests.helpers_models import make_samples
+from tests.helpers_torch import SHARED, replace_columns, settings
+
+VARIANTS = {
+    "qwen3": ("qwen3", {}),
+    "qwen3-unnormalised-tied": ("qwen3", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "olmoe-normalised": ("olmoe", {"norm_topk_prob": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A directory for each variant."""
+    return {
+        name: ht.make_model(tmp_path_factory.mktemp(name), family, **changes)
+        for name, (family, changes) in VARIANTS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    """Losses and gradients of the step that the parity tests take, by variant."""
+    return {
+        name: ht.reference_step(
+            path, ht.recorded_samples(ht.moe_layers(VARIANTS[name][0]), temperature=0.8), settings()
+        )
+        for name, path in models.items()
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, references, name, recompute):
+    learner = TorchLearner(settings(learner__recompute=recompute), models[name])
+    layers = ht.moe_layers(VARIANTS[name][0])
+    micro_batches = pack(ht.recorded_samples(layers, temperature=0.8), ht.BUDGET)
+    assert len(micro_batches) == 3
+    passes = []
+    for router in learner.model.routers:
+        router.register_forward_hook(lambda m, *_: passes.append(m))
+    result, gradients = ht.gradients_of_step(learner, [*micro_batches, padding_like(micro_batches[0])])
+    losses, expected = references[name]
+    for key, value in losses.items():
+        assert result.metrics[key] == pytest.approx(value, rel=1e-5), key
+    error, worst = ht.worst_error(gradients, expected)
+    assert error < 1e-5, worst
+    assert {n for n in gradients if ".gate." in n}, "routers receive gradient"
+    # Recomputed passes do run the routers again, and count their tokens once.
+    assert len(passes) == 4 * layers * (1 if recompute == "none" else 2)
+    assert result.expert_load.sum(axis=1).tolist() == [sum(ht.LENGTHS) * ht.TOP_K] * layers
+    assert result.layer_agreement.shape == (layers,)
+    assert 0 < result.metrics["routing/agreement"] < 0.2  # random routes
+    assert result.metrics["batch/micro_batches"] == 3
+    assert learner.version == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
+def test_replaying_own_routes_changes_no_bit(models, name, dtype):
+    learner = TorchLearner(settings(learner__dtype=dtype), models[name])
+    samples = ht.recorded_samples(ht.moe_layers(name))
+    with torch.no_grad():
+        plain = ht.logits(learner, collate(samples))
+        (recorded,) = learner.record_routes([collate(samples)])
+        routes = recorded.table["routed_experts"]
+        assert routes.dtype == np.uint8
+        replayed = collate(ht.with_routes(samples, routes[:, :, ::-1]))  # the order within a row says nothing
+        with learner.replay.bound(replayed):
+            assert torch.equal(ht.logits(learner, replayed), plain)
+        counts = learner.replay.take_counts()
+        assert torch.equal(counts.agreed, counts.compared)
+        assert counts.compared.tolist() == [replayed.tokens] * ht.moe_layers(name)
+        with learner.replay.bound(collate(samples)):
+            assert not torch.equal(ht.logits(learner, collate(samples)), plain)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
+@torch.no_grad()
+def test_unrecorded_rows_route_by_themselves(models, name):
+    learner = TorchLearner(settings(), models[name])
+    samples = ht.recorded_samples(ht.moe_layers(name))
+    micro_batch = collate(samples)
+    plain = ht.logits(learner, micro_batch)
+    for bare in (
+        [replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples],
+        [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples],
+    ):
+        with learner.replay.bound(collate(bare)):
+            assert torch.equal(ht.logits(learner, collate(bare)), plain)
+    # A record from position 4 on changes nothing before it, and something behind it.
+    late = collate([replace_columns(s, routing_recorded=np.arange(len(s.table)) >= 4) for s in samples])
+    with learner.replay.bound(late):
+        mixed = ht.logits(learner, late)
+    early = micro_batch.positions < 4
+    torch.testing.assert_close(mixed[early], plain[early], rtol=1e-5, atol=1e-5)
+    assert (mixed[~early] - plain[~early]).abs().max() > 1e-2
+    with learner.replay.bound(late, keep=True) as routes:
+        ht.logits(learner, late)
+        used, own = (torch.stack(x, dim=1).numpy() for x in (routes.used, routes.own))
+    assert np.array_equal(used[early], own[early])
+    wanted = np.sort(late.table["routed_experts"], axis=-1)
+    assert np.array_equal(np.sort(used[~early], axis=-1), wanted[~early])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
+def test_logprobs_and_score_equal_transformers(models, name):
+    learner, reference = TorchLearner(settings(), models[name]), ht.load_reference(models[name])
+    samples = make_samples(3, ht.LENGTHS, layers=ht.moe_layers(name), vocab=ht.VOCAB, temperature=0.7)
+    samples = ht.fully_recorded(samples)
+    micro_batches = [*pack(samples, ht.BUDGET), padding_like(collate(samples), 3)]
+    by_id = {s.sample_id: s for s in samples}
+
+    def expected(sample: Sample, *, replay: bool, temperature: float) -> np.ndarray:
+        ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
+        with torch.no_grad():
+            if replay:
+                with ht.forced_routes(reference, sample.table["routed_experts"]):
+                    out = reference(ids[None]).logits[0]
+            else:
+                out = reference(ids[None]).logits[0]
+        return torch.log_softmax(out / temperature, -1)[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+
+    for replay in (True, False):
+        for m, got in zip(micro_batches, learner.logprobs(micro_batches, replay=replay), strict=True):
+            assert got.dtype == np.float32
+            assert got.shape == (m.tokens,)
+            for i, sample_id in enumerate(m.sample_ids):
+                mine = got[m.cu_seqlens[i] : m.cu_seqlens[i + 1]]
+                assert mine[0] == 0
+                want = expected(by_id[sample_id], replay=replay, temperature=0.7)
+                assert np.abs(mine[1:] - want).max() < 1e-4
+            assert not got[m.real_tokens :].any()
+    got = learner.score(samples[1].table["token_ids"])
+    assert got.dtype == np.float32
+    assert np.abs(got - expected(samples[1], replay=False, temperature=1.0)).max() < 1e-4
+    assert all(p.grad is None for p in learner.model.parameters())
+
+
+def test_record_routes_records_what_the_learner_chooses_by_itself(models):
+    learner = TorchLearner(settings(routing__replay="learner"), models["qwen3"])
+    samples = ht.recorded_samples(2)
+    padded = padding_like(collate(samples), 2)
+    recorded, padding = learner.record_routes([collate(samples), padded])
+    assert recorded.table["routing_recorded"].all()
+    assert not padding.table["routing_recorded"].any()
+    assert padding.table["routed_experts"].shape == (2, 2, ht.TOP_K)
+
+    seen = []
+    reference = ht.load_reference(models["qwen3"])
+    for gate in ht.gates(reference):
+        gate.register_forward_hook(lambda m, i, out: seen.append(out[2]))
+    for sample, start in zip(samples, recorded.cu_seqlens, strict=False):
+        seen.clear()
+        with torch.no_grad():
+            reference(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None])
+        rows = recorded.table["routed_experts"][start : start + len(sample.table)]
+        assert np.array_equal(np.sort(rows, -1), np.sort(torch.stack(seen, 1).numpy(), -1))
+    metrics = learner.train_step([recorded, padding]).metrics
+    assert metrics["routing/agreement"] == 1.0
+    assert metrics["routing/recorded_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-unnormalised-tied", "mixtral", "olmoe"])
+def test_export_and_save_have_the_names_and_bits_of_the_checkpoint(models, tmp_path, name, dtype):
+    learner = TorchLearner(settings(learner__dtype=dtype), models[name])
+    source, exported = load_file(models[name] / "model.safetensors"), learner.export()
+    assert set(source) == set(exported)
+    for key, tensor in exported.items():
+        assert torch.equal(tensor, source[key].to(getattr(torch, dtype))), key
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+    kept = {key: tensor.clone() for key, tensor in exported.items()}
+    learner.train_step(pack(ht.recorded_samples(ht.moe_layers(VARIANTS[name][0])), ht.BUDGET))
+    assert all(torch.equal(exported[key], kept[key]) for key in kept), "a snapshot"
+    for _ in range(2):  # the second replaces the first
+        learner.save(tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == {"stand": "in"}
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
+    saved, now = load_file(tmp_path / "out/model.safetensors"), learner.export()
+    assert set(saved) == set(source)
+    assert all(torch.equal(saved[key], now[key]) for key in now)
+    assert any(not torch.equal(now[key], kept[key]) for key in kept)
+    again = TorchLearner(settings(learner__dtype=dtype), tmp_path / "out").export()
+    assert all(torch.equal(saved[key], again[key]) for key in saved)
+
+
+def test_nothing_is_left_behind_after_an_exception(models):
+    learner: LearnerBackend = TorchLearner(settings(learner__recompute="full"), models["mixtral"])
+    samples = ht.recorded_samples(3)
+    plain = learner.logprobs([collate(samples)])[0]
+    calls = iter(
+        [None, None, RuntimeError("broken expert")]
+    )  # the first one's forward and recompute, the second's forward
+
+    def break_once(*_) -> None:
+        if error := next(calls):
+            raise error
+
+    handle = learner.model.layers[-1].mlp.experts.register_forward_pre_hook(break_once)
+    before = learner.export()
+    with pytest.raises(RuntimeError, match="broken expert"):
+        learner.train_step(pack(samples, ht.BUDGET))
+    handle.remove()
+    assert learner.replay.current is None
+    assert all(p.grad is None for p in learner.model.parameters())
+    assert all(torch.equal(before[n], t) for n, t in learner.export().items())
+    assert np.array_equal(learner.logprobs([collate(samples)])[0], plain)
+    assert learner.version == 0
+    assert learner.train_step(pack(samples, ht.BUDGET)).metrics["optimizer/skipped"] == 0
+
+
+def test_steps_are_deterministic(models):
+    def run() -> dict[str, torch.Tensor]:
+        learner = TorchLearner(settings(), models["mixtral"])
+        for seed in (1, 2):
+            learner.train_step(pack(ht.recorded_samples(3, seed=seed), ht.BUDGET))
+        return learner.export()
+
+    first, second = run(), run()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_steps_without_trained_tokens_or_finite_gradient_change_nothing(models):
+    learner = TorchLearner(settings(), models["olmoe"])
+    (sample,) = make_samples(17, [12], layers=3, vocab=ht.VOCAB)
+    before = learner.export()
+    untrained = replace_columns(sample, loss_mask=np.zeros(12, bool))
+    advantages = sample.table["advantages"].copy()
+    advantages[6] = np.inf
+    for bad in (untrained, replace_columns(sample, advantages=advantages)):
+        assert learner.train_step([collate([bad])]).metrics["optimizer/skipped"] == 1
+        assert learner.version == 0
+        assert all(torch.equal(before[n], t) for n, t in learner.export().items())
+    assert learner.train_step([collate([sample])]).metrics["optimizer/skipped"] == 0
+
+
+def test_training_raises_the_probability_of_what_was_good(models):
+    """Also from a thread that is not the main one, where grad mode and such have their own state."""
+    (sample,) = make_samples(19, [20], layers=2, vocab=ht.VOCAB)
+    ids, gains = sample.table["token_ids"], []
+
+    def train() -> None:
+        learner = TorchLearner(settings(routing__replay="off", learner__recompute="selective"), models["qwen3"])
+        before = learner.score(ids)[2:].mean()
+        for _ in range(5):
+            mu = np.concatenate([[0.0], learner.score(ids)]).astype(np.float32)
+            good = replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))
+            assert learner.train_step([collate([good])]).metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+        gains.append(learner.score(ids)[2:].mean() - before)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert gains[0] > 0.5
+
+
+def test_a_dense_model_trains_without_routes(tmp_path):
+    config = {k: v for k, v in SHARED.items() if k != "num_experts_per_tok"}
+    path = ht.save_random(tmp_path / "m", tf.Qwen3Config(**config, head_dim=16, intermediate_size=56))
+    learner = TorchLearner(settings(learner__recompute="selective", routing__min_recorded_fraction=0.9), path)
+    micro_batches = pack(ht.recorded_samples(0), ht.BUDGET)
+    assert learner.record_routes(micro_batches) == micro_batches
+    result = learner.train_step(micro_batches)
+    assert result.metrics["optimizer/skipped"] == 0
+    assert len(result.layer_agreement) == 0
+
+
+MOE = {"intermediate_size": 56, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK = SHARED | MOE | LATENT | {"qk_nope_head_dim": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+QWEN = SHARED | {"intermediate_size": 56, "moe_intermediate_size": 40, "num_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (lambda: tf.DeepseekV3Config(**DEEPSEEK), 2),
+        (lambda: tf.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=40), 3),
+        (lambda: tf.Glm4MoeConfig(**(SHARED | MOE), head_dim=16, n_routed_experts=8), 2),
+    ],
+    ids=["deepseek-v3", "qwen2-moe", "glm4-moe"],
+)
+def test_other_families_are_found_by_structure(tmp_path, config, layers):
+    """Sigmoid scores, groups of experts, corrected scores, shared experts, latent attention: nothing of it is known here."""
+    path = ht.save_random(tmp_path / "m", config())
+    learner, reference = TorchLearner(settings(), path), ht.load_reference(path)
+    samples = ht.recorded_samples(layers)
+    for sample in samples:
+        ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
+        with torch.no_grad():
+            want = torch.log_softmax(reference(ids[None]).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0]
+        assert np.abs(learner.score(sample.table["token_ids"]) - want.numpy()).max() < 1e-4
+    with torch.no_grad(), learner.replay.bound(collate(samples), keep=True) as routes:
+        assert torch.isfinite(ht.logits(learner, collate(samples))).all()
+        used = torch.stack(routes.used, dim=1).numpy()
+    assert np.array_equal(np.sort(used, -1), np.sort(collate(samples).table["routed_experts"], -1))
+    _, gradients = ht.gradients_of_step(learner, pack(samples, ht.BUDGET))
+    assert all(gradients[n].abs().max() > 0 for n in gradients if n.endswith("mlp.gate.weight"))
+    source = load_file(path / "model.safetensors")
+    assert set(source) == set(learner.export())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            lambda: tf.DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy"),
+            "DeepseekV2TopkRouter takes gate weights from scores in which some groups of experts are masked",
+        ),
+        (lambda: tf.GptOssConfig(**SHARED, head_dim=16, intermediate_size=40, num_local_experts=8), "attention sinks"),
+        (
+            lambda: tf.GraniteMoeConfig(**SHARED, intermediate_size=40, num_local_experts=8, logits_scaling=4.0),
+            "logits",
+        ),
+        (
+            lambda: tf.MixtralConfig(**SHARED, intermediate_size=40, num_local_experts=8, sliding_window=128),
+            r"sliding window is 128 .* episode\.max_total_tokens, which is 1024",
+        ),
+        (
+            lambda: tf.Qwen3MoeConfig(**QWEN, head_dim=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+            "rope_type 'dynamic'",
+        ),
+        (
+            lambda: tf.Ernie4_5_MoeConfig(**(SHARED | MOE), moe_num_experts=8, moe_k=2),
+            r"layers \[\] are mixtures of experts, but .* in layers \[1, 2\]",
+        ),
+        (
+            lambda: tf.Qwen3NextConfig(**QWEN, head_dim=16, shared_expert_intermediate_size=40, linear_num_key_heads=2),
+            "layer 0 of Qwen3NextForCausalLM calls attention 0 times",
+        ),
+    ],
+    ids=["masked-groups", "sinks", "scaled-logits", "window", "dynamic-rope", "unknown-geometry", "recurrent"],
+)
+def test_what_would_be_trained_wrongly_is_refused_at_start(tmp_path, config, message):
+    path = ht.save_random(tmp_path / "m", config())
+    with pytest.raises(LearnerError, match=message):
+        TorchLearner(settings(), path)
+
+
+def test_the_engines_geometry_has_to_be_the_models(models, monkeypatch):
+    from r3async.learners.torch import model
+
+    monkeypatch.setattr(
+        model, "moe_geometry", lambda config: (RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS), [0, 1])
+    )
+    with pytest.raises(LearnerError, match=r"layers \[0, 1\] are mixtures .* \[0, 2\]"):
+        TorchLearner(settings(), models["qwen3"])
+
+
+def _tensors(change):
+    def spoil(path):
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
+
+
+def _config(**changes):
+    def spoil(path):
+        described = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(described))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_tensors(lambda t: t.pop("model.norm.weight")), "model.path.*missing keys: model.norm.weight"),
+        (_tensors(lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w1.weight")), "can not load `model.path`"),
+        (_tensors(lambda t: t.update(extra=torch.ones(3))), "unexpected keys: extra"),
+        (_config(num_local_experts=4), "can not load `model.path`"),
+        (_config(model_type="nonsense"), "can not load `model.path`.*nonsense"),
+        (_config(num_experts_per_tok=9), "can not run on packed samples"),
+        (_config(quantization_config={"quant_method": "fp8"}), "quantized weights"),
+        (lambda path: (path / "config.json").unlink(), "`model.path`.*not a Hugging Face model directory"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no"), "can not load `model.path`"),
+    ],
+    ids=["missing", "missing-expert", "left-over", "experts", "type", "top-k", "quantized", "no-config", "broken-file"],
+)
+def test_models_that_can_not_be_loaded_are_refused(models, tmp_path, spoil, message):
+    path = shutil.copytree(models["mixtral"], tmp_path / "m")
+    spoil(path)
+    with pytest.raises(LearnerError, match=message):
+        TorchLearner(settings(), path)
+
+
+def test_the_number_of_ranks_has_to_be_the_settings(models):
+    with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 2, but 1 rank"):
+        TorchLearner(settings(learner__parallel={"dp": 2}), models["mixtral"])
+
+
+def test_too_few_recorded_routes_stop_the_step_before_any_forward(models):
+    learner = TorchLearner(settings(routing__min_recorded_fraction=0.9), models["mixtral"])
+    learner.model.register_forward_pre_hook(lambda *a: pytest.fail("forward"))
+    samples = make_samples(14, [12, 12], layers=3, vocab=ht.VOCAB)
+    samples = [replace_columns(s, routing_recorded=np.arange(12) < 5) for s in samples]
+    with pytest.raises(LearnerError, match=r"only 0\.333 .* routing\.min_recorded_fraction is 0\.9"):
+        learner.train_step(pack(samples, 64))

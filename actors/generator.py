@@ -20,6 +20,7 @@ from r3async.envs.base import environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
 from r3async.observe.events import open_events
+from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
@@ -38,8 +39,8 @@ class GeneratorActor:
         redirect_output(Path(run_dir) / "logs" / f"{generator_id}.log")
         self.generator_id, self.run_id = generator_id, run_id
         self.config = config_from_dict(config)
-        self.model_path = model_path
-        self.events = open_events(Path(run_dir), generator_id)
+        self.model_path, self.run_dir = model_path, Path(run_dir)
+        self.events = open_events(self.run_dir, generator_id)
         self.engine: Engine | None = None
         self.sender: Sender | None = None
         self._stopping = asyncio.Event()
@@ -104,7 +105,7 @@ class GeneratorActor:
         assert self.sender is not None
         player = GroupPlayer(
             factory=environment_factory(self.config.env),
-            engine=self.engine,
+            engine=recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning),
             renderer=self.renderer,
             settings=self.config.episode,
             generator_id=self.generator_id,

@@ -22,6 +22,7 @@ from r3async.buffer.validation import validate_trajectory
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
+from r3async.observe.tracing import StepTracer
 from r3async.records import Trajectory
 from r3async.transport.receiver import Receiver, Refuse
 from r3async.weights.publish import Publisher, default_directory
@@ -39,6 +40,7 @@ class LearnerActor:
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
         self.events = open_events(self.run_dir, "learner")
+        self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
         self.buffer = GroupBuffer(self.config.schedule.samples_per_group)
         self.routing: RoutingShape | None = None
         self.backend: Any = None
@@ -174,7 +176,9 @@ class LearnerActor:
         micro_batches = pack(samples, self.config.learner.max_tokens_per_micro_batch)
         if self.config.routing.replay == "learner":
             micro_batches = self.backend.record_routes(micro_batches)
-        return self.backend.train_step(micro_batches).metrics
+        result = self.backend.train_step(micro_batches, trace=self.tracer.wants(samples))
+        self.tracer.write(self.version + 1, samples, result)
+        return result.metrics
 
     @staticmethod
     def _episode_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:

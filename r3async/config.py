@@ -147,8 +147,14 @@ class RoutingConfig(Section):
     before the step (R2). `off`: every pass routes by itself."""
     min_recorded_fraction: float = 0.9
     """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
+    trace: Literal["off", "sample", "all"] = "sample"
+    """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
+    first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect NAME --verify-routes`
+    then proves that they are equal. Per token 14 bytes and 3 ids for each MoE layer and expert it is sent to."""
+    trace_every: int = 10
 
     def __post_init__(self) -> None:
+        _positive(self, "trace_every")
         if not 0 <= self.min_recorded_fraction <= 1:
             raise ValueError("`min_recorded_fraction` must be in 0..1")
 

@@ -1,0 +1,278 @@
+"""Files of routes: what the engine returned and what the learner's routers did, kept apart so that they can be compared.
+
+Each process that writes has files of its own, `run_dir/routes/NAME.N.routes`, and appends records to them: engine calls
+(`EngineCall`, of `engine-GENERATOR`) and trained samples (`TrainedRoutes`, of `learner`). A record is a frame (magic,
+lengths, checksums), a msgpack header and the raw bytes of its arrays. A file that a dying process left torn is read up to
+there, and what is wrong with it is told.
+
+Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
+14 + 2 L K ids per token; the engine's is 8 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
+48 layers with 8 of 128 experts: 0.8 + 0.4 kB per token, so 5 MB for one trajectory of 4,096 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from r3async.config import Config
+from r3async.routing import RoutingError
+
+if TYPE_CHECKING:
+    from r3async.learners.base import RouteTrace
+
+_FRAME = struct.Struct("<4sIIQI")  # magic, header's length and crc32, body's length and crc32
+_MAGIC = b"R3RT"
+_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
+_ID = re.compile(r"(g(\d+)e(\d+))(?:[ts](\d+))?")
+
+
+class RouteFileError(ValueError):
+    """A file of routes that can not be read; the message names it and says where."""
+
+
+class RouteId(NamedTuple):
+    """What a trajectory's, a sample's (`…s0`) or an engine request's id (`…t0`) says. `index`: of the sample or turn."""
+
+    trajectory_id: str
+    group_index: int
+    episode_index: int
+    number: int
+
+
+def parse_id(text: str) -> RouteId | None:
+    """None for an id of something else than an episode."""
+    found = _ID.fullmatch(text)
+    return RouteId(found[1], int(found[2]), int(found[3]), int(found[4] or 0)) if found else None
+
+
+class TracePlan:
+    """Whose routes are kept (`routing.trace`): a question of the id alone, so generators and learner give one answer."""
+
+    def __init__(self, config: Config):
+        self._mode = config.routing.trace
+        self._groups = config.schedule.groups_per_step * config.routing.trace_every
+
+    def wants(self, some_id: str) -> bool:
+        """`sample`: the first trajectory of every `routing.trace_every`-th step, beginning with the first."""
+        if self._mode == "off" or (which := parse_id(some_id)) is None:
+            return False
+        return self._mode == "all" or (which.episode_index == 0 and which.group_index % self._groups == 0)
+
+
+class EngineCall(msgspec.Struct, frozen=True):
+    """One call of the engine, as it answered. `prompt_ids` int32 `[P]`; `token_ids` int32 and `logprobs` float32 `[n]`:
+    what it sampled. `rows` `[m, L, K]`: the experts of positions `routes_from ..`, or of no position."""
+
+    trajectory_id: str
+    turn: int
+    time: float
+    routes_from: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    rows: np.ndarray
+
+
+class TrainedRoutes(msgspec.Struct, frozen=True):
+    """One sample of optimizer step `step` (from 1), `[T]` tokens, and what the learner's routers did with them.
+
+    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`: columns of the sample. `own`, `used` `[T, L, K]`: the
+    experts that the routers would have chosen, and those that they used.
+    """
+
+    step: int
+    sample_id: str
+    trajectory_id: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    policy_version: np.ndarray
+    own: np.ndarray
+    used: np.ndarray
+
+
+Record = TypeVar("Record", EngineCall, TrainedRoutes)
+
+
+class RouteFile:
+    """Appends records to a new file `directory/NAME.N.routes`, made with the first one. Threads may share it."""
+
+    def __init__(self, directory: Path, name: str):
+        self._directory, self._name = directory, name
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def append(self, record: EngineCall | TrainedRoutes) -> None:
+        """The record is with the operating system on return. Raises `OSError`; the next record then begins a new file."""
+        fields = msgspec.structs.asdict(record)
+        arrays = {name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)}
+        header = msgspec.msgpack.encode(
+            {
+                "kind": type(record).__name__,
+                "facts": {name: value for name, value in fields.items() if name not in arrays},
+                "arrays": [(name, a.dtype.str, a.shape) for name, a in arrays.items()],
+            }
+        )
+        body = b"".join(a.tobytes() for a in arrays.values())
+        frame = _FRAME.pack(_MAGIC, len(header), zlib.crc32(header), len(body), zlib.crc32(body))
+        with self._lock:
+            try:
+                self._write(memoryview(frame + header + body))
+            except OSError:
+                self._close()
+                raise
+
+    def _write(self, left: memoryview) -> None:
+        if self._fd < 0:
+            self._fd = self._open()
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def _open(self) -> int:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        number = 0
+        while True:
+            try:
+                path = self._directory / f"{self._name}.{number}.routes"
+                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            except FileExistsError:
+                number += 1  # of an earlier process of this name
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+
+class Entry(NamedTuple):
+    """Where a record is, and the facts in its header."""
+
+    path: Path
+    offset: int
+    kind: str
+    facts: dict[str, Any]
+    arrays: list[tuple[str, str, list[int]]]
+    length: int
+    crc: int
+
+
+def scan(path: Path) -> tuple[list[Entry], str]:
+    """All records of a file, without their arrays; and what is wrong with the file, "" if nothing is."""
+    entries: list[Entry] = []
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        while (at := file.tell()) < size:
+            try:
+                magic, header_length, header_crc, length, crc = _FRAME.unpack(file.read(_FRAME.size))
+                if magic != _MAGIC:
+                    return entries, f"{path}: no record begins at byte {at}; what follows is not read"
+                header = file.read(header_length)
+                if len(header) == header_length and zlib.crc32(header) != header_crc:
+                    return entries, f"{path}: the record at byte {at} is damaged; what follows is not read"
+                if file.tell() + length > size or len(header) < header_length:
+                    raise EOFError
+            except (struct.error, EOFError):
+                return entries, f"{path}: ends in the middle of a record (its process died, or is still writing)"
+            described = msgspec.msgpack.decode(header)
+            entries.append(
+                Entry(path, file.tell(), described["kind"], described["facts"], described["arrays"], length, crc)
+            )
+            file.seek(length, os.SEEK_CUR)
+    return entries, ""
+
+
+def load(entry: Entry, kind: type[Record]) -> Record:
+    """The record with its arrays (read-only). Raises `RouteFileError` if they are damaged, or of another kind."""
+    with entry.path.open("rb") as file:
+        file.seek(entry.offset)
+        body = file.read(entry.length)
+    where = f"{entry.path}: the record at byte {entry.offset}"
+    if zlib.crc32(body) != entry.crc or len(body) != entry.length:
+        raise RouteFileError(f"{where} is damaged")
+    arrays: dict[str, Any] = {}
+    at = 0
+    try:
+        if entry.kind != kind.__name__:
+            raise ValueError(f"it is a record of {entry.kind}")
+        for name, dtype, shape in entry.arrays:
+            count = int(np.prod(shape, dtype=np.int64))
+            arrays[name] = np.frombuffer(body, _DTYPES[dtype], count, at).reshape(shape)
+            at += arrays[name].nbytes
+        return kind(**entry.facts, **arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RouteFileError(f"{where} can not be read: {error!r}") from error
+
+
+class RouteIndex:
+    """What a run kept of its routes. `trained`: samples in the order of their steps; `calls`: by trajectory, in order of
+    time; `problems`: what could not be read."""
+
+    def __init__(self, run_dir: Path):
+        self.trained: list[Entry] = []
+        self.calls: dict[str, list[Entry]] = {}
+        self.problems: list[str] = []
+        for path in sorted((run_dir / "routes").glob("*.routes")):
+            entries, problem = scan(path)
+            self.problems += [problem] if problem else []
+            for entry in entries:
+                if entry.kind == TrainedRoutes.__name__:
+                    self.trained.append(entry)
+                else:
+                    self.calls.setdefault(entry.facts["trajectory_id"], []).append(entry)
+        self.trained.sort(key=lambda entry: (entry.facts["step"], entry.facts["sample_id"]))
+        for calls in self.calls.values():
+            calls.sort(key=lambda entry: entry.facts["time"])
+
+    def calls_of(self, trajectory_id: str) -> list[EngineCall]:
+        """Raises `RouteFileError`."""
+        return [load(entry, EngineCall) for entry in self.calls.get(trajectory_id, ())]
+
+
+def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
+    """The traces of all ranks, put together: one for each micro-batch, with all its `N` tokens and all `layers`.
+
+    Parts may come in any order, and more than once if they are the same. Padding micro-batches are left out. Raises
+    `RoutingError` for a part that is missing, and for parts that contradict each other.
+    """
+    parts: dict[tuple[str, ...], list[RouteTrace]] = {}
+    for trace in traces:
+        if trace.sample_ids:
+            parts.setdefault(tuple(trace.sample_ids), []).append(trace)
+    return [_whole(of_one, layers) for of_one in parts.values()]
+
+
+def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
+    tokens, top_k = int(parts[0].cu_seqlens[-1]), parts[0].own.shape[-1]
+    merged = np.zeros((2, tokens, layers, top_k), parts[0].own.dtype)
+    have = np.zeros((tokens, layers), bool)
+    for part in parts:
+        here = np.ix_(range(part.first, part.first + len(part.own)), part.columns)
+        for whole, chosen in zip(merged, (part.own, part.used), strict=True):
+            if (whole[here] != chosen)[have[here]].any():
+                raise RoutingError(
+                    f"traces of two ranks contradict each other in the micro-batch of {part.sample_ids[0]}"
+                )
+            whole[here] = chosen
+        have[here] = True
+    if not have.all():
+        row, layer = np.argwhere(~have)[0]
+        raise RoutingError(
+            f"no trace has row {row} of MoE layer {layer} in the micro-batch of {parts[0].sample_ids[0]}: "
+            "the traces of all its ranks are needed"
+        )
+    own, used = merged
+    return msgspec.structs.replace(parts[0], first=0, columns=list(range(layers)), own=own, used=used)

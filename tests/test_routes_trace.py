@@ -1,0 +1,478 @@
+"""Routes written down by engine and learner, read back, put together from several ranks, and compared."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from r3async.batching.packing import pack
+from r3async.config import Config, ConfigError, config_from_dict
+from r3async.engines.base import GenerationRequest
+from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.learners.base import RouteTrace, StepResult
+from r3async.observe.jsonl import read_objects
+from r3async.observe.routes import (
+    EngineCall,
+    RouteFile,
+    RouteFileError,
+    RouteIndex,
+    TracePlan,
+    TrainedRoutes,
+    load,
+    merge_traces,
+    parse_id,
+    scan,
+)
+from r3async.observe.tracing import LOAD_EVERY, StepTracer, recording
+from r3async.observe.verify import compare_routes, engine_rows, verify_routes
+from r3async.records import Sample, TokenTable
+from r3async.routing import RoutingError
+
+LAYERS, TOP_K, EXPERTS = 3, 2, 8
+ID = "g00000000e0000"
+
+
+def traced(mode: str = "all", **routing) -> Config:
+    return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"groups_per_step": 4}})
+
+
+def experts(seed: int, tokens: int) -> np.ndarray:
+    """uint8 `[tokens, LAYERS, TOP_K]`, distinct in every row."""
+    scores = np.random.default_rng(seed).random((tokens, LAYERS, EXPERTS))
+    return scores.argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
+
+
+def call(turn: int, prompt, sampled, rows: np.ndarray, *, start: int = 0, logprob: float = -1.0, at: float = 0.0):
+    return EngineCall(
+        trajectory_id=ID,
+        turn=turn,
+        time=at or float(turn),
+        routes_from=start,
+        prompt_ids=np.asarray(prompt, np.int32),
+        token_ids=np.asarray(sampled, np.int32),
+        logprobs=np.full(len(sampled), logprob, np.float32),
+        rows=rows,
+    )
+
+
+PROMPT, ANSWER, BETWEEN, SECOND = [1, 2, 3], [10, 11, 12], [4, 5], [13, 14]
+TOKENS = [*PROMPT, *ANSWER, *BETWEEN, *SECOND]  # position 9 is never fed
+
+
+def episode(logprob: float = -1.0) -> tuple[TrainedRoutes, list[EngineCall]]:
+    """Two turns, and what a learner that replays faithfully did. The second call returns what the first left out."""
+    rows = experts(0, 9)
+    calls = [
+        call(0, PROMPT, ANSWER, rows[:5], logprob=logprob),
+        call(1, TOKENS[:8], SECOND, rows[5:], start=5, logprob=logprob),
+    ]
+    mask = np.asarray([t >= 10 for t in TOKENS])
+    own = experts(1, 10)
+    used = own.copy()
+    used[:9] = rows
+    trained = TrainedRoutes(
+        step=1,
+        sample_id=f"{ID}s0",
+        trajectory_id=ID,
+        token_ids=np.asarray(TOKENS, np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, np.float32(logprob), np.float32(0)),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        own=own,
+        used=used,
+    )
+    return trained, calls
+
+
+def with_rows(trained: TrainedRoutes, **columns: np.ndarray) -> TrainedRoutes:
+    return msgspec.structs.replace(trained, **columns)
+
+
+# --- comparing
+
+
+def test_routes_that_were_replayed_are_equal_and_the_last_token_routes_by_itself() -> None:
+    result = compare_routes(*episode())
+    assert (result.equal, result.different, result.unrecorded) == (9 * LAYERS, 0, LAYERS)
+    assert result.proven
+    assert result.first is None
+
+
+def test_the_order_of_experts_within_a_row_does_not_matter() -> None:
+    trained, calls = episode()
+    assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).proven
+
+
+@pytest.mark.parametrize(("position", "layer"), [(0, 0), (4, 2), (5, 1), (8, 2)])
+def test_one_flipped_expert_is_found_and_named(position: int, layer: int) -> None:
+    trained, calls = episode()
+    used = trained.used.copy()
+    before = used[position, layer].tolist()
+    used[position, layer, 1] = next(e for e in range(EXPERTS) if e not in before)
+    result = compare_routes(with_rows(trained, used=used), calls)
+    assert (result.equal, result.different) == (9 * LAYERS - 1, 1)
+    assert not result.proven
+    assert result.first is not None
+    found = result.first
+    assert (found.sample_id, found.step, found.position, found.layer) == (f"{ID}s0", 1, position, layer)
+    assert (found.recorded, found.expected, found.used) == (True, before, used[position, layer].tolist())
+    assert f"position {position}, MoE layer {layer}: the engine chose {before}" in found.describe()
+
+
+def test_what_a_later_call_returns_for_a_position_fed_before_does_not_count() -> None:
+    trained, calls = episode()
+    again = experts(7, 9)  # the second call's prefill disagrees about every position that the first one fed
+    again[5:] = calls[1].rows
+    calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=again)
+    assert compare_routes(trained, calls).proven
+    late = trained.used.copy()
+    late[2] = again[2]  # had the learner been given the later row, it would be found
+    assert compare_routes(with_rows(trained, used=late), calls).different > 0
+
+
+def test_positions_without_a_row_are_counted_and_have_to_route_by_themselves() -> None:
+    trained, calls = episode()
+    calls[0] = msgspec.structs.replace(calls[0], rows=calls[0].rows[:2])  # positions 2, 3 and 4 came without
+    used = trained.used.copy()
+    used[2:5] = trained.own[2:5]
+    result = compare_routes(with_rows(trained, used=used), calls)
+    assert (result.equal, result.different, result.unrecorded) == (6 * LAYERS, 0, 4 * LAYERS)
+    used[3, 1] = [0, 1] if set(trained.own[3, 1].tolist()) != {0, 1} else [2, 3]  # a fill where there is no record
+    result = compare_routes(with_rows(trained, used=used), calls)
+    assert result.first is not None
+    assert (result.different, result.first.position, result.first.recorded) == (1, 3, False)
+    assert "recorded nothing" in result.first.describe()
+
+
+def test_a_call_without_any_rows_leaves_its_positions_unrecorded_for_good() -> None:
+    trained, calls = episode()
+    calls[0] = msgspec.structs.replace(calls[0], rows=np.zeros((0, 0, 0), np.uint8))
+    calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=np.concatenate([experts(3, 5), calls[1].rows]))
+    found = engine_rows(trained, calls)
+    assert found is not None
+    assert found[1].tolist() == [False] * 5 + [True] * 4 + [False]
+
+
+def test_of_several_attempts_the_one_that_sampled_these_log_probs_counts() -> None:
+    trained, calls = episode()
+    _, failed = episode(logprob=-2.0)
+    failed = [msgspec.structs.replace(c, rows=experts(20 + c.turn, len(c.rows))) for c in failed]
+    assert compare_routes(trained, [*failed, *calls]).proven
+    assert compare_routes(trained, [*calls, *failed]).proven
+    assert compare_routes(trained, [failed[0], *calls]).proven  # it failed after its first turn
+    result = compare_routes(trained, failed)
+    assert (result.unmatched, result.proven) == ([f"{ID}s0"], False)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_sample_whose_sampling_is_not_in_the_record_is_unmatched(missing: int) -> None:
+    trained, calls = episode()
+    del calls[missing]
+    assert compare_routes(trained, calls).unmatched == [f"{ID}s0"]
+    assert compare_routes(trained, []).unmatched == [f"{ID}s0"]
+
+
+def test_a_trained_token_that_the_engine_did_not_sample_is_unmatched() -> None:
+    trained, calls = episode()
+    tokens = trained.token_ids.copy()
+    tokens[4] += 1
+    assert compare_routes(with_rows(trained, token_ids=tokens), calls).unmatched == [f"{ID}s0"]
+
+
+def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> None:
+    """Sample s1 keeps the first five tokens and goes on otherwise: rows 5.. belong to the call that fed its own tokens."""
+    trained, calls = episode()
+    rest, sampled = [6, 7], [15]
+    tokens = np.asarray([*TOKENS[:5], *rest, *sampled], np.int32)
+    fresh = experts(30, 2)
+    calls.append(call(2, tokens[:7], sampled, fresh, start=5))
+    own = experts(31, 8)
+    used = own.copy()
+    used[:5], used[5:7] = calls[0].rows, fresh
+    branch = msgspec.structs.replace(
+        trained,
+        sample_id=f"{ID}s1",
+        token_ids=tokens,
+        loss_mask=np.arange(8) == 7,
+        rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
+        policy_version=np.zeros(8, np.int32),
+        own=own,
+        used=used,
+    )
+    result = compare_routes(branch, calls)
+    assert (result.equal, result.different, result.unrecorded, result.unmatched) == (7 * LAYERS, 0, LAYERS, [])
+    assert compare_routes(trained, calls).proven
+
+
+def test_an_aborted_call_fed_what_it_returned_rows_for() -> None:
+    trained, calls = episode()
+    # It returned rows of 5 and 6, sampled nothing, and was asked again from there, in a turn of its own.
+    aborted = call(1, TOKENS[:8], [], calls[1].rows[:2], start=5)
+    after = msgspec.structs.replace(calls[1], turn=2, routes_from=7, rows=calls[1].rows[2:])
+    assert compare_routes(trained, [calls[0], aborted, after]).proven
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    trained, calls = episode()
+    calls[0] = msgspec.structs.replace(calls[0], rows=calls[0].rows[:, :2])
+    with pytest.raises(RouteFileError, match="different models"):
+        compare_routes(trained, calls)
+
+
+# --- files
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    trained, calls = episode()
+    RouteFile(tmp_path / "routes", "learner").append(trained)
+    engine = RouteFile(tmp_path / "routes", "engine-generator-0")
+    for each in reversed(calls):
+        engine.append(each)
+    index = RouteIndex(tmp_path)
+    assert index.problems == []
+    (entry,) = index.trained
+    again = load(entry, TrainedRoutes)
+    for name, value in msgspec.structs.asdict(trained).items():
+        found = getattr(again, name)
+        np.testing.assert_array_equal(found, value)
+        assert not isinstance(value, np.ndarray) or (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert [c.turn for c in index.calls_of(ID)] == [0, 1], "in order of time, not of writing"
+    assert verify_routes(index).proven
+    with pytest.raises(RouteFileError, match="a record of TrainedRoutes"):
+        load(entry, EngineCall)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 10_000])
+def test_a_torn_file_is_read_up_to_there_and_reported(tmp_path: Path, cut: int) -> None:
+    file = RouteFile(tmp_path / "routes", "learner")
+    trained, _ = episode()
+    file.append(trained)
+    path = tmp_path / "routes" / "learner.0.routes"
+    whole = path.stat().st_size
+    file.append(trained)
+    path.write_bytes(path.read_bytes()[: min(whole + cut, 2 * whole - 1)])
+    entries, problem = scan(path)
+    assert len(entries) == 1
+    assert "ends in the middle of a record" in problem
+    index = RouteIndex(tmp_path)
+    assert len(index.trained) == 1
+    assert index.problems == [problem]
+
+
+def test_damage_is_reported_and_not_taken_for_routes(tmp_path: Path) -> None:
+    file = RouteFile(tmp_path, "learner")
+    trained, _ = episode()
+    file.append(trained)
+    path = tmp_path / "learner.0.routes"
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    ((entry,), problem) = scan(path)
+    assert problem == ""
+    with pytest.raises(RouteFileError, match=r"learner\.0\.routes: the record at byte \d+ is damaged"):
+        load(entry, TrainedRoutes)
+    path.write_bytes(good[:30] + bytes([good[30] ^ 1]) + good[31:] + good)
+    assert scan(path)[0] == []
+    assert "the record at byte 0 is damaged" in scan(path)[1]
+    path.write_bytes(good + b"something else entirely, longer than a frame's head")
+    assert f"no record begins at byte {len(good)}" in scan(path)[1]
+
+
+def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    trained, _ = episode()
+    for _ in range(3):
+        RouteFile(tmp_path, "learner").append(trained)
+    RouteFile(tmp_path, "idle")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"learner.{n}.routes" for n in range(3)]
+
+
+def test_threads_share_a_file(tmp_path: Path) -> None:
+    file = RouteFile(tmp_path, "learner")
+    trained, _ = episode()
+    threads = [threading.Thread(target=lambda: [file.append(trained) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    entries, problem = scan(tmp_path / "learner.0.routes")
+    assert (len(entries), problem) == (200, "")
+
+
+# --- which trajectories
+
+
+def test_the_plan_is_a_question_of_the_id_alone() -> None:
+    assert parse_id("g00000012e0003s1") == ("g00000012e0003", 12, 3, 1)
+    assert parse_id("score#1") is None
+    plan = TracePlan(traced("sample", trace_every=3))
+    wanted = [g for g in range(30) if plan.wants(f"g{g:08d}e0000t2")]
+    assert wanted == [0, 12, 24], "groups_per_step = 4, every third step"
+    assert not plan.wants("g00000012e0001")
+    assert not plan.wants("score#1")
+    assert not TracePlan(traced("off")).wants(ID)
+    assert TracePlan(traced("all")).wants("g00000007e0003s0")
+    with pytest.raises(ConfigError, match="trace_every"):
+        traced(trace_every=0)
+
+
+# --- several ranks
+
+
+def parts(trace: RouteTrace, rows: list[slice], columns: list[list[int]]) -> list[RouteTrace]:
+    return [
+        msgspec.structs.replace(trace, first=r.start, columns=c, own=trace.own[r][:, c], used=trace.used[r][:, c])
+        for r in rows
+        for c in columns
+    ]
+
+
+def whole_trace(name: str = "a", tokens: int = 11) -> RouteTrace:
+    cu_seqlens = np.asarray([0, 4, tokens], np.int32)
+    own, used = (experts(seed, tokens).astype(np.uint16) for seed in (1, 2))
+    return RouteTrace((f"{name}0", f"{name}1"), cu_seqlens, 0, list(range(LAYERS)), own, used)
+
+
+def assert_same(one: RouteTrace, other: RouteTrace) -> None:
+    assert (one.sample_ids, one.first, one.columns) == (other.sample_ids, other.first, other.columns)
+    np.testing.assert_array_equal(one.own, other.own)
+    np.testing.assert_array_equal(one.used, other.used)
+
+
+def test_traces_split_by_tokens_and_layers_are_put_together() -> None:
+    one, other = whole_trace("a"), whole_trace("b", 6)
+    # Tensor parallel over padded tokens: the last rank has padding only, and so no row at all.
+    split = parts(one, [slice(0, 4), slice(4, 8), slice(8, 11), slice(11, 11)], [[0, 2], [1]])
+    split += parts(other, [slice(0, 6)], [[1], [0], [2]])
+    padding = RouteTrace((), np.zeros(1, np.int32), 0, [0], one.own[:0, :1], one.used[:0, :1])
+    merged = merge_traces([*reversed(split), padding, split[0]], LAYERS)
+    assert_same(merged[1], one)
+    assert_same(merged[0], other)
+
+
+def test_a_part_that_is_missing_or_contradicts_is_refused() -> None:
+    split = parts(whole_trace(), [slice(0, 4), slice(4, 11)], [[0, 1], [2]])
+    with pytest.raises(RoutingError, match=r"no trace has row 4 of MoE layer 2 in the micro-batch of a0"):
+        merge_traces(split[:3], LAYERS)
+    changed = split[1].used.copy()
+    changed[0, 0] = changed[0, 0] + 1
+    with pytest.raises(RoutingError, match="contradict"):
+        merge_traces([*split, msgspec.structs.replace(split[1], used=changed)], LAYERS)
+
+
+# --- who writes
+
+
+class Reports(list):
+    def __call__(self, event: str, **fields: object) -> None:
+        self.append((event, fields))
+
+
+def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:
+    return GenerationRequest(f"{name}{number}", np.asarray([1, 2, 3], np.int32), 4, routes_from=start)
+
+
+async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path: Path) -> None:
+    inner = ScriptedEngine([[5, 6, 7, 8]])
+    await inner.start()
+    engine = recording(inner, tmp_path, "generator-0", traced(), Reports())
+    assert (engine.routing, engine.version, engine.stats()["running"]) == (SCRIPTED_ROUTING, -1, 0)
+    first = await engine.generate(request(0, 0))
+    second = await engine.generate(request(1, 2))
+    await engine.generate(request(0, 0, "other-"))
+    rows = first.routed_experts.copy()
+    first.routed_experts[:] = 0  # whatever becomes of it, the record is what came
+    calls = RouteIndex(tmp_path).calls_of(ID)
+    assert [(c.turn, c.routes_from) for c in calls] == [(0, 0), (1, 2)]
+    np.testing.assert_array_equal(calls[0].rows, rows)
+    np.testing.assert_array_equal(calls[1].rows, second.routed_experts)
+    np.testing.assert_array_equal(calls[0].token_ids, [5, 6, 7, 8])
+    np.testing.assert_array_equal(calls[0].logprobs, first.logprobs)
+
+
+async def test_an_engine_is_left_alone_where_nothing_is_traced(tmp_path: Path) -> None:
+    dense, moe = ScriptedEngine([[5]], routing=None), ScriptedEngine([[5]])
+    assert recording(dense, tmp_path, "g", traced(), Reports()) is dense
+    assert recording(moe, tmp_path, "g", traced("off"), Reports()) is moe
+    await moe.start()
+    await recording(moe, tmp_path, "g", traced("sample"), Reports()).generate(request(0, 0, "g00000001e0000t"))
+    assert not (tmp_path / "routes").exists()
+
+
+async def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_episode(tmp_path: Path) -> None:
+    (tmp_path / "routes").write_text("a file where the directory should be")
+    reports = Reports()
+    inner = ScriptedEngine([[5, 6]])
+    await inner.start()
+    engine = recording(inner, tmp_path, "generator-0", traced(), reports)
+    for number in range(3):
+        assert len((await engine.generate(request(number, 0))).token_ids) == 2
+    assert [event for event, _ in reports] == ["routes_not_written"]
+
+
+def step_result(samples: list[Sample], *, whole: bool = True) -> StepResult:
+    traces = []
+    for micro_batch in pack(samples, 24):
+        tokens = micro_batch.real_tokens
+        own, used = (experts(seed, tokens).astype(np.uint16) for seed in (3, 4))
+        columns = list(range(LAYERS if whole else LAYERS - 1))
+        cu_seqlens = micro_batch.cu_seqlens
+        traces.append(RouteTrace(micro_batch.sample_ids, cu_seqlens, 0, columns, own[:, columns], used[:, columns]))
+    return StepResult({}, np.asarray([0.5, 1.0, 1 / 3], np.float32), np.arange(24).reshape(LAYERS, EXPERTS), traces)
+
+
+def sample(number: int) -> Sample:
+    table = TokenTable.of_tokens(np.arange(10) + 100 * number)
+    return Sample(f"g{number:08d}e0000s0", table)
+
+
+def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None:
+    samples = [sample(n) for n in range(5)]
+    reports = Reports()
+    tracer = StepTracer(tmp_path, traced("sample", trace_every=1), reports)  # groups 0 and 4
+    assert tracer.wants(samples)
+    assert not tracer.wants(samples[1:4])
+    result = step_result(samples)
+    tracer.write(1, samples, result)
+    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    assert [(t.step, t.sample_id) for t in written] == [(1, samples[0].sample_id), (1, samples[4].sample_id)]
+    for trained in written:
+        trace = next(t for t in result.traces if trained.sample_id in t.sample_ids)
+        start = int(trace.cu_seqlens[trace.sample_ids.index(trained.sample_id)])
+        np.testing.assert_array_equal(trained.used, trace.used[start : start + 10])
+        np.testing.assert_array_equal(trained.own, trace.own[start : start + 10])
+        assert trained.used.dtype == np.uint8
+        number = int(trained.sample_id[1:9])
+        np.testing.assert_array_equal(trained.token_ids, np.arange(10) + 100 * number)
+    assert reports == []
+
+
+def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Path) -> None:
+    tracer = StepTracer(tmp_path, traced("off"), Reports())
+    samples = [sample(0)]
+    result = msgspec.structs.replace(step_result(samples), traces=[])
+    for step in range(1, LOAD_EVERY + 2):
+        tracer.write(step, samples, result)
+    lines = list(read_objects(tmp_path / "routing.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, LOAD_EVERY + 2))
+    assert lines[0]["agreement"] == [0.5, 1.0, 0.33333]
+    assert [line["step"] for line in lines if "load" in line] == [1, LOAD_EVERY + 1]
+    assert lines[0]["load"] == np.arange(24).reshape(LAYERS, EXPERTS).tolist()
+    assert not (tmp_path / "routes").exists()
+
+
+def test_a_dense_model_writes_nothing(tmp_path: Path) -> None:
+    none = np.zeros((0, 0), np.int64)
+    StepTracer(tmp_path, traced(), Reports()).write(1, [], StepResult({}, np.zeros(0, np.float32), none))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_traces_that_are_not_whole_are_told_and_end_no_run(tmp_path: Path) -> None:
+    reports = Reports()
+    samples = [sample(0)]
+    StepTracer(tmp_path, traced(), reports).write(1, samples, step_result(samples, whole=False))
+    ((event, fields),) = reports
+    assert (event, fields["step"]) == ("routes_not_written", 1)
+    assert "no trace has row 0 of MoE layer 2" in fields["error"]

@@ -81,6 +81,9 @@ def settle(model: PackedModel) -> None:
     Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients under way are lost.
     """
     if isinstance(model, FSDPModule):
+        # FSDP's own reset (of torch 2.13) forgets the gradients of parameters that are whole at this moment, and would add
+        # them to those of the next pass.
+        model.zero_grad()
         model.reset_iter_state()
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from r3async.batching.packing import collate, pack, padding_like
+from r3async.batching.packing import aligned, collate, pack, padding_like
 from r3async.engines.base import RoutingShape
 from r3async.learners.base import LearnerBackend, LearnerError
 from r3async.learners.torch.backend import TorchLearner
@@ -57,6 +57,7 @@ def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, re
     layers = ht.moe_layers(VARIANTS[name][0])
     micro_batches = pack(ht.recorded_samples(layers, temperature=0.8), ht.BUDGET)
     assert len(micro_batches) == 3
+    micro_batches[1] = aligned(micro_batches[1], 7)  # with padding rows of its own
     passes = []
     for router in learner.model.routers:
         router.register_forward_hook(lambda m, *_: passes.append(m))
@@ -67,8 +68,8 @@ def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, re
     error, worst = ht.worst_error(gradients, expected)
     assert error < 1e-5, worst
     assert {n for n in gradients if ".gate." in n}, "routers receive gradient"
-    # Recomputed passes do run the routers again, and count their tokens once.
-    assert len(passes) == 4 * layers * (1 if recompute == "none" else 2)
+    # Recomputed passes do run the routers again, and count their tokens once. Nothing is run for nothing but padding.
+    assert len(passes) == 3 * layers * (1 if recompute == "none" else 2)
     assert result.expert_load.sum(axis=1).tolist() == [sum(ht.LENGTHS) * ht.TOP_K] * layers
     assert result.layer_agreement.shape == (layers,)
     assert 0 < result.metrics["routing/agreement"] < 0.2  # random routes
@@ -156,6 +157,24 @@ def test_logprobs_and_score_equal_transformers(models, name):
     assert got.dtype == np.float32
     assert np.abs(got - expected(samples[1], replay=False, temperature=1.0)).max() < 1e-4
     assert all(p.grad is None for p in learner.model.parameters())
+
+
+def test_a_trace_tells_what_every_router_did(models):
+    learner = TorchLearner(settings(learner__recompute="full"), models["qwen3"])
+    (own,) = learner.record_routes([collate(ht.recorded_samples(2))])
+    micro_batches = pack(ht.recorded_samples(2), ht.BUDGET)
+    micro_batches[2] = aligned(micro_batches[2], 7)
+    traces = learner.train_step(micro_batches, trace=True).traces
+    assert [t.sample_ids for t in traces] == [m.sample_ids for m in micro_batches]
+    for trace, m in zip(traces, micro_batches, strict=True):
+        wanted = m.table["routed_experts"][: m.real_tokens]
+        assert trace.columns == [0, 1]
+        assert np.array_equal(np.sort(trace.used, -1), np.sort(wanted, -1))
+        # The first router has replayed nothing before it.
+        at = own.sample_ids.index(m.sample_ids[0])
+        rows = own.table["routed_experts"][own.cu_seqlens[at] : own.cu_seqlens[at + 1], 0]
+        assert np.array_equal(np.sort(trace.own[: len(rows), 0], -1), np.sort(rows, -1))
+    assert learner.train_step(micro_batches).traces == []
 
 
 def test_record_routes_records_what_the_learner_chooses_by_itself(models):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.batching.packing import MicroBatch
+from r3async.batching.packing import MicroBatch, collate
 from r3async.config import Config
 from r3async.learners.base import StepResult
 from r3async.learners.files import save_model
@@ -22,6 +22,7 @@ from r3async.learners.step import Step
 from r3async.learners.torch.model import Packed, PackedModel, load_model, read_config
 from r3async.learners.torch.routers import attach_replay
 from r3async.learners.torch.sharding import Ranks, settle, shard, whole
+from r3async.records import Sample, TokenTable
 from r3async.routing import route_dtype
 
 
@@ -75,20 +76,28 @@ class TorchLearner:
         """Token ids are `0..vocab_size - 1`."""
         return self.model.vocab_size
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
         """One optimizer step; see `LearnerBackend.train_step`."""
-        replays = self.replay.enabled and bool(self.replay.columns)
-        step = Step(micro_batches, self._config, replays=replays, reduce=self._ranks.reduce)
-        self.replay.take_counts()  # of passes since the last step
+        step = Step(
+            micro_batches,
+            self._config,
+            replays=self.replay.enabled and bool(self.replay.columns),
+            reduce=self._ranks.reduce,
+            # One of many ranks takes part also where it trains nothing: the others wait for its part of the weights.
+            skip_untrained=not self._sharded,
+            trace=trace,
+        )
         report = self._optimizer.not_stepped()
         if step.trained:
             try:
-                for index, micro_batch in enumerate(micro_batches):
-                    with self.replay.bound(micro_batch) as routes:
-                        # Also without trained rows: other ranks wait for this one, and routing is reported for all tokens.
-                        step.loss(index, *self._logprobs(micro_batch, step.rows(index), routes)).backward()
+                for index, micro_batch in enumerate(step.micro_batches):
+                    with self.replay.bound(micro_batch, keep=trace) as routes:
+                        logprobs, entropies = self._logprobs(micro_batch, step.rows(index), routes)
+                        step.saw(routes)
+                        step.loss(index, logprobs, entropies).backward()
             except BaseException:
                 self._optimizer.clear()
+                self.replay.take_counts()
                 settle(self.model)
                 raise
             report = self._optimizer.step()
@@ -142,11 +151,8 @@ class TorchLearner:
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
-        at = np.arange(len(token_ids))
-        packed = Packed.of(token_ids, at, np.asarray([0, len(token_ids)]), self._device)
-        with self._forward_only():
-            rows = torch.from_numpy(at[1:]).to(self._device)
-            return self.model(packed, rows, torch.ones(len(rows), device=self._device))[0].cpu().numpy()
+        sample = Sample("scored", TokenTable.of_tokens(token_ids))
+        return self.logprobs([collate([sample])], replay=False)[0][1:]
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
@@ -154,6 +160,7 @@ class TorchLearner:
             with torch.no_grad():
                 yield
         finally:
+            self.replay.take_counts()
             settle(self.model)
 
     def export(self) -> dict[str, Tensor]:

@@ -104,6 +104,7 @@ def test_a_response_without_routes_does_not_shift_those_of_the_others(without, n
     for turn in range(3):
         builder.observe([9] * 2)
         first = builder.routes_from
+        assert first == (len(builder) - 3 if turn else 0)  # What was fed without a row is not asked for again.
         fresh = chosen(len(builder) + 3 - 1 - first, seed=10 + turn)
         builder.answer(turn, generation(3, nothing if turn == without else fresh, first))
         if turn != without:

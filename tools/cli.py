@@ -49,6 +49,40 @@ def presets(name: Annotated[str | None, typer.Argument(help="show this one whole
 
 
 @app.command()
+def inspect(
+    run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
+    routes: Annotated[bool, typer.Option("--routes", help="a trajectory's routes against the learner's")] = False,
+    verify_routes: Annotated[
+        bool, typer.Option("--verify-routes", help="prove that training used the engine's routes; exit 1 if not")
+    ] = False,
+    trajectory: Annotated[str | None, typer.Option(help="which one (--routes)", show_default="the first")] = None,
+    step: Annotated[int | None, typer.Option(help="of this step (--routes)", show_default="the last traced")] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option(help="only this MoE layer, from 0; may be repeated (--routes)")
+    ] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="only tokens that learner and engine route differently")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object per token, or for the whole proof")] = False,
+) -> None:
+    """Look into a run. Without an option: what there is to see."""
+    from tools.inspect_run import InspectError, find_run, overview
+
+    console = Console()
+    try:
+        run_dir = find_run(run)
+        if not routes and not verify_routes:
+            overview(run_dir, console)
+            return
+        from tools.inspect_routes import print_verification, show_routes
+
+        if routes:
+            show_routes(run_dir, console, trajectory=trajectory, step=step, layers=layer or (), diff=diff, json=json)
+        if verify_routes and not print_verification(run_dir, console, json=json):
+            raise typer.Exit(1)
+    except InspectError as error:
+        _fail(str(error), 2)
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, what works here, what does not, and the remedy."""
     from tools.doctor import run_doctor

@@ -18,6 +18,7 @@ from r3async.config import Config, to_dict
 from r3async.observe.charts import describe_charts, finite
 from r3async.observe.events import event_details, read_events
 from r3async.observe.jsonl import read_objects
+from r3async.observe.maps import describe_maps
 from r3async.observe.metrics import METRICS, read_metrics
 from r3async.observe.summary import (
     RunSummary,
@@ -41,11 +42,13 @@ def write_report(run_dir: Path) -> Path:
     config = read_run_config(run_dir)
     summary = summarize_records(run_dir, rows, events, config)
     charts, series = describe_charts(rows, summary.staleness_bound)
+    maps = describe_maps(list(read_objects(run_dir / "routing.jsonl")))
     body = "\n".join(
         [
             _header(summary),
             _figures(summary),
             _chart_cards(charts),
+            _map_cards(maps),
             _events(events, summary),
             _episodes(run_dir / "episodes.jsonl"),
             _config(config),
@@ -56,12 +59,13 @@ def write_report(run_dir: Path) -> Path:
         "steps": _steps(rows),
         "series": series,
         "charts": [{k: v for k, v in c.items() if k != "caption"} for c in charts],
+        "maps": [{k: v for k, v in m.items() if k != "caption"} for m in maps],
     }
     values = {
         "title": escape(f"{summary.name} · r3async"),
         "body": body,
         "data": _json(data),
-        "plotly": _plotly(charts),
+        "plotly": _plotly([*charts, *maps]),
     }
     path, aside = run_dir / "report.html", run_dir / ".report.html.tmp"
     aside.write_text(_fill(Path(__file__).with_name("report.html").read_text("utf-8"), values), "utf-8", "replace")
@@ -81,8 +85,8 @@ def _json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _plotly(charts: Sequence[dict[str, Any]]) -> str:
-    if not charts:
+def _plotly(drawings: Sequence[dict[str, Any]]) -> str:
+    if not drawings:
         return ""
     from plotly.offline import get_plotlyjs
 
@@ -184,6 +188,15 @@ def _chart_cards(charts: Sequence[dict[str, Any]]) -> str:
             f"<div class='plot' id='{chart['id']}'></div></section>"
         )
     return f"<h2>Curves</h2>\n<div class='charts'>{''.join(cards)}</div>" if cards else ""
+
+
+def _map_cards(maps: Sequence[dict[str, Any]]) -> str:
+    cards = [
+        f"<section class='card chart'><h3>{escape(each['title'])}</h3><p>{escape(each['caption'])}</p>"
+        f"<div class='plot' id='{each['id']}'></div></section>"
+        for each in maps
+    ]
+    return f"<h2>Routing<small>by MoE layer</small></h2>\n<div class='charts'>{''.join(cards)}</div>" if cards else ""
 
 
 def _swatch(line: dict[str, Any]) -> str:

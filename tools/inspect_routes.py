@@ -1,0 +1,349 @@
+"""A trajectory's routes against the learner's, token by token, and the proof that those used are the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from r3async.observe.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
+from r3async.observe.summary import format_percent, read_run_config
+from r3async.observe.verify import engine_rows, same_experts, verify_routes
+from tools.inspect_run import InspectError, nearest
+
+TEXT_CELLS = 12
+
+
+class LayerRoutes(msgspec.Struct, frozen=True):
+    """One token in MoE layer `layer`. `engine` is None where the engine recorded nothing. `agree`: the learner's router
+    would have chosen (`own`) what the engine did."""
+
+    layer: int
+    engine: list[int] | None
+    own: list[int]
+    used: list[int]
+    agree: bool | None
+
+
+class TokenRoutes(msgspec.Struct, frozen=True):
+    """One token of a sample. `role`: prompt, sampled, observation, or injected (an end that was not sampled)."""
+
+    step: int
+    sample: str
+    position: int
+    token: int
+    text: str
+    role: str
+    version: int | None
+    layers: list[LayerRoutes]
+
+    @property
+    def disagrees(self) -> bool:
+        return any(routes.agree is False for routes in self.layers)
+
+
+def describe_kept(run_dir: Path) -> list[str]:
+    """For the overview: which routes this run kept, and how to look at them."""
+    index = RouteIndex(run_dir)
+    if not index.trained:
+        return [f"routes: none kept ({_why_none(run_dir)})"]
+    steps = [entry.facts["step"] for entry in index.trained]
+    shown = choose(index, None, None)[0].facts
+    count = len({entry.facts["trajectory_id"] for entry in index.trained})
+    return [
+        f"routes: {count} trajector{'y' if count == 1 else 'ies'} of {_steps(steps)}",
+        f"  --routes                            token by token: {shown['trajectory_id']} of step {shown['step']}",
+        "  --routes --step N --trajectory ID   another one; --layer L, --diff: less of it; --json: for programs",
+        "  --verify-routes                     compare all that was kept with the engine's own record",
+        *index.problems,
+    ]
+
+
+def _steps(steps: Sequence[int]) -> str:
+    low, high, count = min(steps), max(steps), len(set(steps))
+    return f"step {low}" if count == 1 else f"{count} steps ({low} to {high})"
+
+
+def _why_none(run_dir: Path) -> str:
+    trace = read_run_config(run_dir).get("routing", {}).get("trace")
+    if trace is None:
+        return (
+            'the run is older than `routing.trace`; a new one keeps some by default, and all with routing.trace="all"'
+        )
+    if trace == "off":
+        return '`routing.trace` was "off"; train with routing.trace="sample" or "all"'
+    return f'`routing.trace` was "{trace}", but no step of an MoE model was traced'
+
+
+def _index(run_dir: Path) -> RouteIndex:
+    """Raises `InspectError` where there is nothing to look at."""
+    index = RouteIndex(run_dir)
+    if not index.trained:
+        raise InspectError(f"{run_dir} has no routes: {_why_none(run_dir)}")
+    return index
+
+
+def choose(index: RouteIndex, trajectory: str | None, step: int | None) -> list[Entry]:
+    """All samples of one trajectory: the one named, or the first of `step`, or of the last step that was traced."""
+    entries = index.trained
+    if step is not None:
+        entries = [e for e in entries if e.facts["step"] == step]
+        steps = sorted({e.facts["step"] for e in index.trained})
+        if not entries:
+            close = min(steps, key=lambda s: abs(s - step))
+            raise InspectError(f"no routes of step {step} were kept; the nearest step that has some is {close}")
+    if trajectory is None:
+        step = step or entries[-1].facts["step"]
+        trajectory = next(e.facts["trajectory_id"] for e in entries if e.facts["step"] == step)
+    chosen = [e for e in entries if trajectory in (e.facts["trajectory_id"], e.facts["sample_id"])]
+    if not chosen:
+        known = list(dict.fromkeys(e.facts["trajectory_id"] for e in entries))
+        of = f" of step {step}" if step is not None else ""
+        raise InspectError(f"no routes of trajectory {trajectory!r}{of} were kept; {nearest(trajectory, known)}")
+    return chosen
+
+
+class Tokenizer:
+    """The text of single tokens, and the end-of-sequence token, of a run's model; ids alone if there is no tokenizer."""
+
+    def __init__(self, run_dir: Path):
+        self._decode: Callable[[int], str] = lambda token: f"#{token}"
+        self.end_id: int | None = None
+        path = read_run_config(run_dir).get("model", {}).get("path")
+        for directory in [run_dir / "init", *([Path(path)] if path else []), run_dir / "model"]:
+            if (directory / "tokenizer.json").is_file():
+                self._read(directory)
+                return
+
+    def _read(self, directory: Path) -> None:
+        import json
+
+        from tokenizers import Tokenizer as Reader
+
+        reader = Reader.from_file(str(directory / "tokenizer.json"))
+        self._decode = lambda token: reader.decode([token], skip_special_tokens=False)
+        described = directory / "tokenizer_config.json"
+        end = json.loads(described.read_text()).get("eos_token") if described.is_file() else None
+        end = end.get("content") if isinstance(end, dict) else end
+        self.end_id = reader.token_to_id(end) if end else None
+
+    def text(self, token: int) -> str:
+        return self._decode(token)
+
+
+def roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
+    """Of each token. An end of sequence that follows a sampled token which is none itself was injected."""
+    sampled_at = np.flatnonzero(loss_mask)
+    first = int(sampled_at[0]) if len(sampled_at) else len(tokens)
+    found = []
+    for at, token in enumerate(tokens):
+        if loss_mask[at]:
+            found.append("sampled")
+        elif at < first:
+            found.append("prompt")
+        elif token == end_id and loss_mask[at - 1] and tokens[at - 1] != end_id:
+            found.append("injected")
+        else:
+            found.append("observation")
+    return found
+
+
+class SampleRoutes:
+    """One sample with the engine's rows beside the learner's. `owned`: the engine's record of it was found; if not, what
+    was replayed is unknown, and no row counts as recorded."""
+
+    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: Tokenizer):
+        self.trained = load(entry, TrainedRoutes)
+        found = engine_rows(self.trained, index.calls_of(self.trained.trajectory_id))
+        self.owned = found is not None
+        self.rows, self.recorded = found or (np.zeros_like(self.trained.used), np.zeros(self.tokens, bool))
+        self.agree = same_experts(self.rows, self.trained.own)
+        """bool `[T, L]`; means nothing where nothing is recorded."""
+        self._tokenizer = tokenizer
+
+    @property
+    def tokens(self) -> int:
+        return len(self.trained.token_ids)
+
+    @property
+    def layers(self) -> int:
+        return self.trained.used.shape[1]
+
+    def token_routes(self, layers: Sequence[int]) -> list[TokenRoutes]:
+        """Every token, with its routes in these layers."""
+        trained = self.trained
+        of = roles(trained.token_ids, trained.loss_mask, self._tokenizer.end_id)
+        return [
+            TokenRoutes(
+                step=trained.step,
+                sample=trained.sample_id,
+                position=at,
+                token=int(token),
+                text=self._tokenizer.text(int(token)),
+                role=of[at],
+                version=int(trained.policy_version[at]) if trained.policy_version[at] >= 0 else None,
+                layers=[
+                    LayerRoutes(
+                        layer=layer,
+                        engine=self.rows[at, layer].tolist() if self.recorded[at] else None,
+                        own=trained.own[at, layer].tolist(),
+                        used=trained.used[at, layer].tolist(),
+                        agree=bool(self.agree[at, layer]) if self.recorded[at] else None,
+                    )
+                    for layer in layers
+                ],
+            )
+            for at, token in enumerate(trained.token_ids)
+        ]
+
+
+def show_routes(
+    run_dir: Path,
+    console: Console,
+    *,
+    trajectory: str | None = None,
+    step: int | None = None,
+    layers: Sequence[int] = (),
+    diff: bool = False,
+    json: bool = False,
+) -> None:
+    """Print a trajectory's samples token by token. `layers`: only these; `diff`: only tokens that disagree in them."""
+    index, tokenizer = _index(run_dir), Tokenizer(run_dir)
+    for entry in choose(index, trajectory, step):
+        sample = SampleRoutes(index, entry, tokenizer)
+        for layer in layers:
+            if not 0 <= layer < sample.layers:
+                raise InspectError(f"there is no MoE layer {layer}: there are 0 to {sample.layers - 1}")
+        rows = sample.token_routes(layers or range(sample.layers))
+        shown = [row for row in rows if row.disagrees] if diff else rows
+        if json:
+            for row in shown:
+                console.file.write(msgspec.json.encode(row).decode() + "\n")
+        else:
+            _print(sample, shown, len(layers) > 0, console)
+
+
+def _print(sample: SampleRoutes, rows: Sequence[TokenRoutes], chosen: bool, console: Console) -> None:
+    def say(line: Text | str, style: str = "") -> None:
+        text = Text(line, style) if isinstance(line, str) else line
+        console.print(text, soft_wrap=True, highlight=False)
+
+    _header(sample, console, say)
+    if not rows:
+        say("no token to show: the learner would have chosen the engine's experts everywhere")
+        return
+    cells = [[_cell(routes) for routes in row.layers] for row in rows]
+    heads = [f"layer {routes.layer}" for routes in rows[0].layers]
+    widths = [max(len(head), *(len(line[i]) for line in cells)) for i, head in enumerate(heads)]
+    wide = len(_lead(rows[0])) + sum(widths) + 2 * len(widths) > console.width
+    if wide and not chosen:
+        heads, widths = ["layers that agree; those that do not"], [0]
+        cells = [[_brief(row)] for row in rows]
+        say("too many layers for this width; --layer L shows the experts of one")
+    else:
+        say(
+            "experts of the engine; 3>5: of these the learner's router would replace 3 by 5; [3]: its own, none recorded"
+        )
+    titles = "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))
+    say(f"{'pos':>5} {'token':<{TEXT_CELLS}} {'role':<11} {'ver':>4}  {titles}".rstrip(), "bold")
+    for row, line in zip(rows, cells, strict=True):
+        text = Text(_lead(row))
+        for cell, width, routes in zip(line, widths, row.layers, strict=False):
+            differs = routes.agree is False or (wide and not chosen and row.disagrees)
+            text.append(f"  {cell.ljust(width)}", "bold red" if differs else "dim" if routes.engine is None else "")
+        text.rstrip()
+        say(text)
+
+
+def _header(sample: SampleRoutes, console: Console, say: Callable[..., None]) -> None:
+    trained, recorded = sample.trained, sample.recorded
+    top_k = trained.used.shape[2]
+    say(f"sample {trained.sample_id} of step {trained.step}", "bold")
+    say(
+        f"{sample.tokens} tokens, {int(trained.loss_mask.sum())} sampled; {sample.layers} MoE layers, {top_k} experts a token"
+    )
+    if not sample.owned:
+        say(
+            "the engine's record of these tokens is not among the files: only the learner's routes can be shown",
+            "yellow",
+        )
+        return
+    agree = sample.agree[recorded]
+    everywhere = format_percent(float(agree.mean())) if agree.size else "-"
+    share = format_percent(float(recorded.mean()))
+    say(f"recorded {int(recorded.sum())} of {sample.tokens} positions ({share}); agreement {everywhere}")
+    if agree.size and sample.layers > 1:
+        by_layer = "  ".join(f"{layer}: {100 * value:.0f}" for layer, value in enumerate(agree.mean(axis=0)))
+        console.print(Text(f"by layer, %:  {by_layer}"), highlight=False)
+
+
+def _lead(row: TokenRoutes) -> str:
+    visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in row.text)
+    if cell_len(visible) > TEXT_CELLS:
+        visible = set_cell_size(visible, TEXT_CELLS - 1) + "…"
+    version = "-" if row.version is None else str(row.version)
+    return f"{row.position:>5} {set_cell_size(visible, TEXT_CELLS)} {row.role:<11} {version:>4}"
+
+
+def _cell(routes: LayerRoutes) -> str:
+    if routes.engine is None:
+        return f"[{' '.join(map(str, sorted(routes.own)))}]"
+    text = " ".join(map(str, sorted(routes.engine)))
+    if routes.agree:
+        return text
+    gone, come = sorted(set(routes.engine) - set(routes.own)), sorted(set(routes.own) - set(routes.engine))
+    return f"{text}  {','.join(map(str, gone))}>{','.join(map(str, come))}"
+
+
+def _brief(row: TokenRoutes) -> str:
+    if row.layers[0].engine is None:
+        return "not recorded"
+    differing = [str(routes.layer) for routes in row.layers if not routes.agree]
+    more = f" and {len(differing) - 6} more" if len(differing) > 6 else ""
+    which = f"; not {', '.join(differing[:6])}{more}" if differing else ""
+    return f"{len(row.layers) - len(differing)} of {len(row.layers)}{which}"
+
+
+def print_verification(run_dir: Path, console: Console, *, json: bool = False) -> bool:
+    """Compare everything that was kept with the engine's record, and say what came out. True if it is proven equal."""
+    index = _index(run_dir)
+    replay = read_run_config(run_dir).get("routing", {}).get("replay")
+    if replay in ("learner", "off"):
+        raise InspectError(
+            f'{run_dir} was trained with routing.replay="{replay}": the routes used are the learner\'s own, and not meant '
+            "to be the engine's; --routes compares the two"
+        )
+    try:
+        result = verify_routes(index)
+    except RouteFileError as error:
+        raise InspectError(str(error)) from error
+    if json:
+        facts = {**msgspec.to_builtins(result), "proven": result.proven, "problems": index.problems}
+        console.file.write(msgspec.json.encode(facts).decode() + "\n")
+        return result.proven
+
+    def say(line: str, style: str = "") -> None:
+        console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
+
+    for problem in index.problems:
+        say(problem, "yellow")
+    steps = _steps([entry.facts["step"] for entry in index.trained])
+    say(f"{result.samples} samples of {steps}; a row is one position in one MoE layer")
+    say(f"equal       {result.equal:>12,}  rows that training used as the engine had chosen them")
+    say(f"different   {result.different:>12,}", "bold red" if result.different else "")
+    say(f"unrecorded  {result.unrecorded:>12,}  rows that the engine did not return; there the router chose by itself")
+    if result.first is not None:
+        say(f"first difference: {result.first.describe()}", "bold red")
+    if result.unmatched:
+        count, first = len(result.unmatched), result.unmatched[0]
+        say(f"{count} samples are not in the engine's record as they were trained; the first is {first}", "bold red")
+    if result.proven:
+        say("every recorded route was used in training as the engine chose it", "green")
+    elif not result.different and not result.unmatched:
+        say("nothing could be compared", "bold red")
+    return result.proven

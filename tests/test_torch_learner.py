@@ -17,6 +17,7 @@ from r3async.engines.base import RoutingShape
 from r3async.learners.base import LearnerBackend, LearnerError
 from r3async.learners.torch.backend import TorchLearner
 from r3async.records import Sample
+from r3async.routing import RoutingError
 from tests import helpers_torch as ht
 from tests.helpers_models import make_samples
 from tests.helpers_torch import SHARED, replace_columns, settings
@@ -250,6 +251,22 @@ def test_nothing_is_left_behind_after_an_exception(models):
     assert np.array_equal(learner.logprobs([collate(samples)])[0], plain)
     assert learner.version == 0
     assert learner.train_step(pack(samples, ht.BUDGET)).metrics["optimizer/skipped"] == 0
+
+
+@pytest.mark.parametrize("lengths", [[30], [5, 5]])
+def test_more_or_fewer_tokens_than_routes_raise(models, lengths):
+    learner = TorchLearner(settings(), models["mixtral"])
+    bound, fed = (collate(make_samples(9, n, layers=3, vocab=ht.VOCAB)) for n in ([20], lengths))
+    with pytest.raises(RoutingError, match=rf"routes of 20 tokens .* the router chose \({sum(lengths)}, 2\)"):
+        with learner.replay.bound(bound):
+            ht.logits(learner, fed)
+    with torch.no_grad(), learner.replay.bound(fed):
+        ht.logits(learner, fed)
+    # The routes of a micro-batch do not outlive it: its backward pass has to begin inside.
+    with learner.replay.bound(fed) as routes:
+        hidden = routes.follow(ht.logits(learner, fed))
+    with pytest.raises(RoutingError, match="after its routes were released"):
+        hidden.sum().backward()
 
 
 def test_steps_are_deterministic(models):

@@ -189,12 +189,14 @@ class PackedModel(nn.Module):
                 f"the model's sliding window is {min(windows)} tokens, which packed attention has not: set "
                 f"episode.max_total_tokens, which is {longest}, to at most that"
             )
-        if not torch.isfinite(logits).all() and search.routers:
+        if not torch.isfinite(logits).all():
             raise LearnerError(
-                f"{type(search.routers[min(search.routers)][0]).__name__} takes gate weights from scores in which some groups "
-                "of experts are masked: recorded experts of the other groups could not be replayed"
+                f"{type(next(iter(search.grouped))).__name__} takes gate weights from scores in which some groups of experts "
+                "are masked: recorded experts of the other groups could not be replayed"
+                if search.grouped
+                else f"{type(self.causal).__name__} gives logits that are not finite: its weights are broken"
             )
-        if not torch.equal(self.causal.get_output_embeddings()(hidden[0]), logits):
+        if not torch.equal(self.causal.get_output_embeddings()(hidden[0]).float(), logits.float()):
             raise LearnerError(
                 f"{type(self.causal).__name__} changes its logits after the output layer (scaling, soft-capping)"
             )

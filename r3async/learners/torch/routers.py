@@ -32,18 +32,18 @@ def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
 class RouterSearch(TorchFunctionMode):
     """While in force, notes which module of which layer chooses experts.
 
-    `routers`: by layer index, the modules in whose forward a choice was made, one for each time. The values of a choice
-    among groups of experts come back as NaN: a model that uses them (DeepSeek-V2's group-limited routers do) takes gate
-    weights from scores in which the groups that it did not choose are masked, and replay could not choose from those. A
-    model that reads its weights from the whole scores (DeepSeek-V3, GLM-4) does not notice.
+    `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped`: those that chose
+    among groups of experts first. The values of such a choice come back as NaN: a model that uses them (DeepSeek-V2's
+    group-limited routers do) takes gate weights from scores in which the other groups are masked, and recorded experts of
+    those would have none. A model that reads its weights from the whole scores (DeepSeek-V3, GLM-4) does not notice.
     """
 
     def __init__(self, layers: Sequence[nn.Module], shape: RoutingShape | None):
         super().__init__()
         self.routers: dict[int, list[nn.Module]] = {}
         self._layers, self._shape = layers, shape
+        self.grouped: set[nn.Module] = set()
         self._running: list[tuple[int, nn.Module]] = []
-        self._grouped = False
         self._handles: list[Any] = []
 
     def __enter__(self) -> RouterSearch:
@@ -60,7 +60,6 @@ class RouterSearch(TorchFunctionMode):
 
     def _begins(self, index: int, module: nn.Module, _: Any) -> None:
         self._running.append((index, module))
-        self._grouped = False
 
     def _ends(self, *_: Any) -> None:
         self._running.pop()
@@ -72,12 +71,12 @@ class RouterSearch(TorchFunctionMode):
         if func not in _TOPK or not self._running:
             return result
         scores = args[0] if args else (kwargs or {})["input"]
-        if not _is_choice(scores, result.indices, self._shape):
-            self._grouped = True
-            return result
         index, module = self._running[-1]
+        if not _is_choice(scores, result.indices, self._shape):
+            self.grouped.add(module)
+            return result
         self.routers.setdefault(index, []).append(module)
-        return _result(torch.full_like(result.values, torch.nan), result.indices) if self._grouped else result
+        return _result(torch.full_like(result.values, torch.nan), result.indices) if module in self.grouped else result
 
 
 class _ReplayedChoice(TorchFunctionMode):

@@ -88,12 +88,11 @@ def settle(model: PackedModel) -> None:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor | None:
-    """The whole of a parameter in `dtype`, in host memory of rank 0; None elsewhere. Collective."""
+    """The whole of a weight in `dtype` (integers stay as they are), in host memory of rank 0; None elsewhere. Collective."""
+    tensor = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, DTensor):
-        tensor = tensor.to(dtype).full_tensor()
-    if ranks.rank != 0:
-        return None
-    return tensor.to("cpu", dtype)
+        tensor = tensor.full_tensor()
+    return tensor.cpu() if ranks.rank == 0 else None
 
 
 def _local(tensor: Tensor) -> Tensor:

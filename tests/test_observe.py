@@ -19,6 +19,7 @@ from rich.console import Console
 from r3async.config import Config, to_toml
 from r3async.observe.charts import CHARTS, describe_charts
 from r3async.observe.events import format_event, open_events, read_events
+from r3async.observe.maps import MAX_COLUMNS, describe_maps
 from r3async.observe.metrics import METRICS, MetricsWriter, read_metrics
 from r3async.observe.report import write_report
 from r3async.observe.summary import format_number, format_percent, format_seconds, format_summary, summarize
@@ -314,3 +315,63 @@ def test_charts_leave_out_what_was_not_measured() -> None:
     charts, series = describe_charts(rows, None)
     assert [chart["title"] for chart in charts] == ["Reward"]
     assert series == {"reward/mean": [0.5]}
+
+
+# --- maps of routing
+
+
+def routing_lines(steps: int) -> list[dict]:
+    lines: list[dict] = [{"step": step, "agreement": [1 - step / 1e4, 0.75]} for step in range(1, steps + 1)]
+    lines[0]["load"] = [[9, 9, 9], [9, 9, 9]]
+    if steps > 2:
+        lines[2]["load"] = [[0, 10, 20], [10, 10, 10]]
+    return lines
+
+
+def test_routing_is_drawn_by_layer() -> None:
+    agreement, load = describe_maps(routing_lines(5))
+    assert (agreement["x"], agreement["y"]) == ([1, 2, 3, 4, 5], [0, 1])
+    assert agreement["z"] == [[0.9999, 0.9998, 0.9997, 0.9996, 0.9995], [0.75] * 5]
+    assert agreement["range"] == [0.75, 1]
+    assert load["caption"].startswith("step 3:")
+    assert (load["x"], load["z"]) == ([0, 1, 2], [[0.0, 1.0, 2.0], [1.0, 1.0, 1.0]])
+
+
+def test_a_long_run_is_thinned_out_and_ends_with_its_last_step() -> None:
+    agreement, _ = describe_maps(routing_lines(3 * MAX_COLUMNS + 1))
+    assert len(agreement["x"]) <= MAX_COLUMNS
+    assert agreement["x"][-1] == 3 * MAX_COLUMNS + 1
+    assert all(len(row) == len(agreement["x"]) for row in agreement["z"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        {"step": 1, "agreement": []},
+        {"step": "x", "agreement": [0.5]},
+        {"step": 1, "agreement": [None]},
+        {"step": 1, "load": []},
+        {"step": 1, "load": [[1, 2], [1]]},
+        {"step": 1, "load": [[1, "<b>"]]},
+        {"agreement": {}, "load": 3},
+    ],
+    ids=repr,
+)
+def test_what_is_no_routing_is_not_drawn(line: dict) -> None:
+    assert describe_maps([]) == []
+    assert describe_maps([line]) == []
+    assert len(describe_maps([line, *routing_lines(3), line])) == 2
+
+
+def test_report_has_the_maps_where_there_is_routing(tmp_path: Path) -> None:
+    fill(tmp_path, 5)
+    page = Page(write_report(tmp_path))
+    assert "Agreement by layer" not in page.text
+    assert json.loads(page.scripts[0])["maps"] == []
+    (tmp_path / "routing.jsonl").write_text("\n".join(json.dumps(line) for line in routing_lines(5)) + "\n{torn")
+    page = Page(write_report(tmp_path))
+    assert "Agreement by layer" in page.text
+    assert "step 3: tokens sent to each expert" in page.text
+    assert [each["id"] for each in json.loads(page.scripts[0])["maps"]] == ["map-agreement", "map-load"]
+    assert (page.fetched, len(page.scripts)) == ([], 3)

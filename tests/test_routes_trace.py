@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
-from r3async.batching.packing import pack
-from r3async.config import Config, ConfigError, config_from_dict
+from r3async.batching.packing import aligned, pack
+from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.engines.base import GenerationRequest
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.envs.reverse_text import ReverseText
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.group import GroupPlayer
 from r3async.learners.base import RouteTrace, StepResult
+from r3async.learners.replay import RoutingReplay
 from r3async.observe.jsonl import read_objects
 from r3async.observe.routes import (
     EngineCall,
@@ -31,61 +37,21 @@ from r3async.observe.tracing import LOAD_EVERY, StepTracer, recording
 from r3async.observe.verify import compare_routes, engine_rows, verify_routes
 from r3async.records import Sample, TokenTable
 from r3async.routing import RoutingError
-
-LAYERS, TOP_K, EXPERTS = 3, 2, 8
-ID = "g00000000e0000"
+from r3async.scheduling.admission import GroupLease
+from tests.helpers_routes import (
+    EXPERTS,
+    ID,
+    LAYERS,
+    TOKENS,
+    call,
+    episode,
+    experts,
+)
+from tools.init_model import byte_tokenizer
 
 
 def traced(mode: str = "all", **routing) -> Config:
     return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"groups_per_step": 4}})
-
-
-def experts(seed: int, tokens: int) -> np.ndarray:
-    """uint8 `[tokens, LAYERS, TOP_K]`, distinct in every row."""
-    scores = np.random.default_rng(seed).random((tokens, LAYERS, EXPERTS))
-    return scores.argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
-
-
-def call(turn: int, prompt, sampled, rows: np.ndarray, *, start: int = 0, logprob: float = -1.0, at: float = 0.0):
-    return EngineCall(
-        trajectory_id=ID,
-        turn=turn,
-        time=at or float(turn),
-        routes_from=start,
-        prompt_ids=np.asarray(prompt, np.int32),
-        token_ids=np.asarray(sampled, np.int32),
-        logprobs=np.full(len(sampled), logprob, np.float32),
-        rows=rows,
-    )
-
-
-PROMPT, ANSWER, BETWEEN, SECOND = [1, 2, 3], [10, 11, 12], [4, 5], [13, 14]
-TOKENS = [*PROMPT, *ANSWER, *BETWEEN, *SECOND]  # position 9 is never fed
-
-
-def episode(logprob: float = -1.0) -> tuple[TrainedRoutes, list[EngineCall]]:
-    """Two turns, and what a learner that replays faithfully did. The second call returns what the first left out."""
-    rows = experts(0, 9)
-    calls = [
-        call(0, PROMPT, ANSWER, rows[:5], logprob=logprob),
-        call(1, TOKENS[:8], SECOND, rows[5:], start=5, logprob=logprob),
-    ]
-    mask = np.asarray([t >= 10 for t in TOKENS])
-    own = experts(1, 10)
-    used = own.copy()
-    used[:9] = rows
-    trained = TrainedRoutes(
-        step=1,
-        sample_id=f"{ID}s0",
-        trajectory_id=ID,
-        token_ids=np.asarray(TOKENS, np.int32),
-        loss_mask=mask,
-        rollout_logprobs=np.where(mask, np.float32(logprob), np.float32(0)),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
-        own=own,
-        used=used,
-    )
-    return trained, calls
 
 
 def with_rows(trained: TrainedRoutes, **columns: np.ndarray) -> TrainedRoutes:
@@ -476,3 +442,90 @@ def test_traces_that_are_not_whole_are_told_and_end_no_run(tmp_path: Path) -> No
     ((event, fields),) = reports
     assert (event, fields["step"]) == ("routes_not_written", 1)
     assert "no trace has row 0 of MoE layer 2" in fields["error"]
+
+
+# --- the whole way, without Ray
+
+
+async def play(engine, fail_first: bool) -> list[Sample]:
+    """Three-turn episodes of two groups; the first try at one of them fails after its first turn."""
+    failing = [fail_first]
+
+    class Fails(ReverseText):
+        async def step(self, action):
+            result = await super().step(action)
+            if failing.pop() if failing else False:
+                raise RuntimeError("the environment broke")
+            return result
+
+    delivered = []
+
+    async def deliver(trajectory):
+        delivered.append(trajectory)
+
+    player = GroupPlayer(
+        factory=lambda: Fails(4, 3),
+        engine=engine,
+        renderer=ChatRenderer(byte_tokenizer()),
+        settings=EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
+        generator_id="generator-0",
+        deliver=deliver,
+        report=Reports(),
+    )
+    for group in range(2):
+        await player.play(GroupLease(group, 7, (0, 1)))
+    return [s for t in delivered for s in t.samples]
+
+
+def train(samples: list[Sample]) -> StepResult:
+    """What a learner's routers do, on two pipeline stages and two sequence-parallel ranks."""
+    shape, traces = SCRIPTED_ROUTING, []
+    for micro_batch in (aligned(m, 2) for m in pack(samples, 128)):
+        for column, rank in itertools.product(range(shape.layers), range(2)):
+            replay = RoutingReplay(
+                layers=shape.layers,
+                columns=[column],
+                top_k=shape.top_k,
+                num_experts=shape.num_experts,
+                enabled=True,
+                device=torch.device("cpu"),
+                shard=(rank, 2),
+            )
+            with replay.bound(micro_batch, keep=True) as routes:
+                routes.choose(0, torch.rand(routes.local_tokens, shape.num_experts).topk(shape.top_k).indices)
+                traces.append(routes.trace())
+    load = np.zeros((shape.layers, shape.num_experts), np.int64)
+    return StepResult({}, np.ones(shape.layers, np.float32), load, traces)
+
+
+@pytest.mark.parametrize("rows", ["all", "half", "none"])
+@pytest.mark.parametrize("fail_first", [False, True])
+async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: bool) -> None:
+    answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
+    inner = ScriptedEngine(answers, rows=rows)
+    await inner.start()
+    samples = await play(recording(inner, tmp_path, "generator-0", traced(), Reports()), fail_first)
+    reports = Reports()
+    StepTracer(tmp_path, traced(), reports).write(1, samples, train(samples))
+    result = verify_routes(RouteIndex(tmp_path))
+    tokens, layers = sum(len(s.table) for s in samples), SCRIPTED_ROUTING.layers
+    recorded = sum(int(s.table["routing_recorded"].sum()) for s in samples)
+    assert reports == []
+    assert (result.samples, result.different, result.unmatched) == (4, 0, [])
+    assert result.equal == recorded * layers
+    assert result.equal + result.unrecorded == tokens * layers
+    assert (result.equal > 0) == (rows != "none")
+
+
+async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: Path) -> None:
+    inner = ScriptedEngine([[*b"dcba", 257]])
+    await inner.start()
+    samples = await play(recording(inner, tmp_path, "generator-0", traced(), Reports()), False)
+    table = samples[2].table
+    slipped = table.with_columns(routed_experts=np.roll(table["routed_experts"], 1, axis=0))
+    samples[2] = Sample(samples[2].sample_id, slipped)
+    StepTracer(tmp_path, traced(), Reports()).write(1, samples, train(samples))
+    result = verify_routes(RouteIndex(tmp_path))
+    assert result.different > 0
+    assert result.first is not None
+    assert result.first.sample_id == samples[2].sample_id

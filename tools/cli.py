@@ -64,6 +64,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="one JSON object per token, or for the whole proof")] = False,
 ) -> None:
     """Look into a run. Without an option: what there is to see."""
+    from r3async.observe.routes import RouteFileError
     from tools.inspect_run import InspectError, find_run, overview
 
     console = Console()
@@ -78,7 +79,7 @@ def inspect(
             show_routes(run_dir, console, trajectory=trajectory, step=step, layers=layer or (), diff=diff, json=json)
         if verify_routes and not print_verification(run_dir, console, json=json):
             raise typer.Exit(1)
-    except InspectError as error:
+    except (InspectError, RouteFileError) as error:
         _fail(str(error), 2)
 
 

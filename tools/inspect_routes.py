@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from r3async.observe.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
+from r3async.observe.routes import Entry, RouteIndex, TrainedRoutes, load
 from r3async.observe.summary import format_percent, read_run_config
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
 from tools.inspect_run import InspectError, nearest
@@ -318,10 +318,7 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
             f'{run_dir} was trained with routing.replay="{replay}": the routes used are the learner\'s own, and not meant '
             "to be the engine's; --routes compares the two"
         )
-    try:
-        result = verify_routes(index)
-    except RouteFileError as error:
-        raise InspectError(str(error)) from error
+    result = verify_routes(index)
     if json:
         facts = {**msgspec.to_builtins(result), "proven": result.proven, "problems": index.problems}
         console.file.write(msgspec.json.encode(facts).decode() + "\n")

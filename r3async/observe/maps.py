@@ -30,8 +30,12 @@ def describe_maps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _agreement(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    rows = [(line["step"], shares) for line in lines if "step" in line and (shares := _numbers(line.get("agreement")))]
-    rows = [row for row in rows if len(row[1]) == len(rows[-1][1]) and _numbers([row[0]])]
+    rows = [
+        (line["step"], shares)
+        for line in lines
+        if _numbers([line.get("step")]) and (shares := _numbers(line.get("agreement")))
+    ]
+    rows = [row for row in rows if len(row[1]) == len(rows[-1][1])]
     if not rows:
         return None
     every = -(-len(rows) // MAX_COLUMNS)

@@ -197,9 +197,10 @@ def test_record_routes_records_what_the_learner_chooses_by_itself(models):
             reference(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None])
         rows = recorded.table["routed_experts"][start : start + len(sample.table)]
         assert np.array_equal(np.sort(rows, -1), np.sort(torch.stack(seen, 1).numpy(), -1))
-    metrics = learner.train_step([recorded, padding]).metrics
-    assert metrics["routing/agreement"] == 1.0
-    assert metrics["routing/recorded_fraction"] == 1.0
+    result = learner.train_step([recorded, padding])
+    assert result.metrics["routing/agreement"] == 1.0
+    assert result.metrics["routing/recorded_fraction"] == 1.0
+    assert result.expert_load.sum(axis=1).tolist() == [sum(ht.LENGTHS) * ht.TOP_K] * 2, "of this step alone"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -245,22 +245,12 @@ def test_text_that_could_upset_a_terminal_or_the_table_is_made_visible(tmp_path,
 
 
 def test_an_end_that_was_not_sampled_is_injected() -> None:
-    tokens = np.asarray([5, 6, END, 5, 9, END, 5, 9, END])
-    mask = np.asarray([0, 1, 1, 0, 1, 0, 0, 1, 0], bool)
-    expected = [
-        "prompt",
-        "sampled",
-        "sampled",
-        "observation",
-        "sampled",
-        "injected",
-        "observation",
-        "sampled",
-        "injected",
-    ]
-    assert roles(tokens, mask, END) == expected
-    assert roles(tokens, mask, None)[5] == "observation"
-    assert roles(tokens, np.zeros(9, bool), END) == ["prompt"] * 9
+    tokens = np.asarray([5, 6, END, END, 5, 9, END, 5, 9, END])
+    mask = np.asarray([0, 1, 1, 0, 0, 1, 0, 0, 1, 0], bool)
+    expected = ["prompt", "sampled", "sampled", "observation", "observation", "sampled", "injected", "observation"]
+    assert roles(tokens, mask, END) == [*expected, "sampled", "injected"]
+    assert roles(tokens, mask, None)[6] == "observation"
+    assert roles(tokens, np.zeros(10, bool), END) == ["prompt"] * 10
 
 
 def test_ids_stand_for_tokens_where_there_is_no_tokenizer(tmp_path, monkeypatch) -> None:

@@ -338,9 +338,9 @@ def test_routing_is_drawn_by_layer() -> None:
 
 
 def test_a_long_run_is_thinned_out_and_ends_with_its_last_step() -> None:
-    agreement, _ = describe_maps(routing_lines(3 * MAX_COLUMNS + 1))
+    agreement, _ = describe_maps(routing_lines(3 * MAX_COLUMNS + 3))
     assert len(agreement["x"]) <= MAX_COLUMNS
-    assert agreement["x"][-1] == 3 * MAX_COLUMNS + 1
+    assert agreement["x"][-1] == 3 * MAX_COLUMNS + 3
     assert all(len(row) == len(agreement["x"]) for row in agreement["z"])
 
 

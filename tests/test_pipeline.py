@@ -14,8 +14,11 @@ from actors.conductor import RunFailed
 from r3async.config import load_config
 from r3async.engines.vllm_worker import WorkerExtension
 from r3async.observe.metrics import METRICS, read_metrics
+from r3async.observe.routes import RouteIndex
 from r3async.observe.summary import summarize
+from r3async.observe.verify import verify_routes
 from tools.init_model import init_model
+from tools.inspect_routes import print_verification, show_routes
 from tools.train import train
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400)]
@@ -100,7 +103,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     killed = []
     killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
     killer.start()
-    run_dir, screen = run(model, tmp_path, "killed", f"steps={STEPS}", GENTLE)
+    run_dir, screen = run(model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all")
     killer.join(timeout=10)
     assert len(killed) == 1
 
@@ -126,6 +129,25 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
         assert (run_dir / product).stat().st_size > 0, product
     assert (tmp_path / "latest").resolve() == run_dir.resolve()
     assert load_config(str(run_dir / "config.toml")).steps == STEPS
+    routes_were_the_engines_own(run_dir, rows)
+
+
+def routes_were_the_engines_own(run_dir, rows):
+    """Every trained sample's, also those that were played again after the kill."""
+    index = RouteIndex(run_dir)
+    result = verify_routes(index)
+    assert result.samples == STEPS * 16
+    assert (result.different, result.first, result.unmatched) == (0, None, [])
+    layers = len(json.loads((run_dir / "routing.jsonl").read_text().splitlines()[0])["agreement"])
+    positions = int(sum(r["batch/tokens"] for r in rows))
+    assert result.equal + result.unrecorded == positions * layers
+    # Only the last token of a sample is never fed.
+    assert result.unrecorded == result.samples * layers
+    screen = io.StringIO()
+    assert print_verification(run_dir, Console(file=screen, width=80))
+    show_routes(run_dir, Console(file=screen, width=80), step=STEPS)
+    assert "every recorded route was used in training as the engine chose it" in screen.getvalue()
+    assert screen.getvalue().count(" sampled ") >= 3
 
 
 def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(model, tmp_path):

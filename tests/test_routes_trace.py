@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -176,9 +177,9 @@ def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> No
 
 def test_an_aborted_call_fed_what_it_returned_rows_for() -> None:
     trained, calls = episode()
-    # It returned rows of 5 and 6, sampled nothing, and was asked again from there, in a turn of its own.
-    aborted = call(1, TOKENS[:8], [], calls[1].rows[:2], start=5)
-    after = msgspec.structs.replace(calls[1], turn=2, routes_from=7, rows=calls[1].rows[2:])
+    # It returned the row of 5, sampled nothing, and was asked again from there, in a turn of its own.
+    aborted = call(1, TOKENS[:8], [], calls[1].rows[:1], start=5)
+    after = msgspec.structs.replace(calls[1], turn=2, routes_from=6, rows=calls[1].rows[1:])
     assert compare_routes(trained, [calls[0], aborted, after]).proven
 
 
@@ -255,8 +256,10 @@ def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"learner.{n}.routes" for n in range(3)]
 
 
-def test_threads_share_a_file(tmp_path: Path) -> None:
+def test_threads_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RouteFile(tmp_path, "learner")
+    opened = file._open
+    monkeypatch.setattr(file, "_open", lambda: (time.sleep(0.05), opened())[1])  # so that all of them want to open it
     trained, _ = episode()
     threads = [threading.Thread(target=lambda: [file.append(trained) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
@@ -265,6 +268,7 @@ def test_threads_share_a_file(tmp_path: Path) -> None:
         thread.join(timeout=30)
     entries, problem = scan(tmp_path / "learner.0.routes")
     assert (len(entries), problem) == (200, "")
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 # --- which trajectories
@@ -314,6 +318,7 @@ def test_traces_split_by_tokens_and_layers_are_put_together() -> None:
     split += parts(other, [slice(0, 6)], [[1], [0], [2]])
     padding = RouteTrace((), np.zeros(1, np.int32), 0, [0], one.own[:0, :1], one.used[:0, :1])
     merged = merge_traces([*reversed(split), padding, split[0]], LAYERS)
+    assert len(merged) == 2
     assert_same(merged[1], one)
     assert_same(merged[0], other)
 

@@ -183,6 +183,12 @@ def test_only_what_disagrees_and_only_one_layer(tmp_path, monkeypatch) -> None:
     assert "no token to show" in inspect("same", "--routes", "--diff", root=tmp_path, monkeypatch=monkeypatch)
 
 
+def test_an_option_of_routes_asks_for_routes(tmp_path, monkeypatch) -> None:
+    write_run(tmp_path)
+    for words in (["--diff"], ["--layer", "0"], ["--step", "11"], ["--trajectory", LAST]):
+        assert f"sample {LAST}s0" in inspect("demo", *words, root=tmp_path, monkeypatch=monkeypatch)
+
+
 def test_one_json_object_per_token(tmp_path, monkeypatch) -> None:
     write_run(tmp_path)
     text = inspect("demo", "--routes", "--step", "1", "--json", root=tmp_path, monkeypatch=monkeypatch)

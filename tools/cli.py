@@ -64,6 +64,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="one JSON object per token, or for the whole proof")] = False,
 ) -> None:
     """Look into a run. Without an option: what there is to see."""
+    routes = routes or diff or bool(layer) or trajectory is not None or step is not None
     from r3async.observe.routes import RouteFileError
     from tools.inspect_run import InspectError, find_run, overview
 

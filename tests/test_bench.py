@@ -18,6 +18,7 @@ from tools.bench.replay_records import Case, LearnerJob, Report, RolloutJob, Rol
 from tools.bench.replay_stats import (
     compare,
     histogram,
+    median_ratio_interval,
     mismatch,
     relative_error,
     step_time,
@@ -89,10 +90,20 @@ def test_step_ratio_is_of_medians_so_that_one_disturbed_step_does_not_matter():
         cpu_without=[1.0, 1.0, 1.0],
         wall_with=[2.0, 2.0, 2.0],
         wall_without=[1.0, 1.0, 1.0],
+        route_seconds=0.01,
     )
     assert found.ratio == pytest.approx(1.02)
     assert found.wall_ratio == pytest.approx(2.0)
-    assert found.ratio_low == pytest.approx(1.02)
+    assert found.ratio_interval[0] == pytest.approx(1.02)
+    assert found.ratio_interval[1] == pytest.approx(9.0), "three pairs say little"
+
+
+def test_the_interval_of_a_ratio_narrows_with_pairs_and_holds_the_truth():
+    rng = np.random.default_rng(0)
+    over, under = 1.02 + 0.05 * rng.normal(size=400), 1.0 + 0.05 * rng.normal(size=400)
+    few, many = median_ratio_interval(over[:20], under[:20]), median_ratio_interval(over, under)
+    assert many[1] - many[0] < (few[1] - few[0]) / 2
+    assert many[0] < 1.02 < many[1]
 
 
 def a_case(own, replay, seed=0):
@@ -214,6 +225,7 @@ def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
         assert found.agreement_without < 1
         assert 0 <= found.grad_error_with < found.grad_error_without < 1
         assert report.steps[name].ratio > 0
+        assert report.steps[name].route_seconds > 0
     exact = report.headline[0].learners["float32"]
     assert exact.replay.grad_error == exact.own.grad_error_own == 0, "the references themselves"
     assert "kl_ratio" in render(report)

@@ -44,7 +44,7 @@ def replay(
         list[Path] | None,
         typer.Option(help="also measure this Hugging Face model; one in a run's directory plays that run's episodes"),
     ] = None,
-    pairs: Annotated[int | None, typer.Option(help="pairs of timed steps; 0 times none", show_default="12")] = None,
+    pairs: Annotated[int | None, typer.Option(help="pairs of timed steps; 0 times none", show_default="24")] = None,
 ) -> None:
     """What routing replay costs (step time, bytes) and buys (log-probs and gradients nearer to the engine's)."""
     from tools.bench.replay import plan, render, run

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import msgspec
 
@@ -35,7 +35,7 @@ from tools.bench.replay_stats import StepTime, ratio
 
 ROLLOUT_TIMEOUT = 600.0
 LEARNER_TIMEOUT = 2400.0
-PAIRS = 12
+PAIRS = 24
 EPISODES = 512
 """Episodes played with a run's model. They are short: this many have about as many tokens as the random prompts."""
 ENGINE_DTYPE = "bfloat16"
@@ -244,8 +244,9 @@ def render(report: Report) -> str:
         )
     for dtype, t in report.steps.items():
         lines.append(
-            f"step of {t.tokens} tokens, {dtype}: step_ratio {t.ratio:.3f} in CPU time (quartiles of {len(t.cpu_with)} pairs "
-            f"{t.ratio_low:.3f} - {t.ratio_high:.3f}), {t.wall_ratio:.3f} in wall time"
+            f"step of {t.tokens} tokens, {dtype}: step_ratio {t.ratio:.3f} in CPU time (95 % interval "
+            f"{t.ratio_interval[0]:.3f} - {t.ratio_interval[1]:.3f}, {len(t.cpu_with)} pairs), {t.wall_ratio:.3f} in wall time; "
+            f"routes take {t.route_seconds * 1e3:.0f} ms of {median(t.cpu_without):.2f} s"
         )
     lines.append(
         f"routes take {report.route_bytes_per_token:.0f} bytes per token; on the wire a token takes "

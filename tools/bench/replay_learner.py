@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -19,12 +20,15 @@ import numpy as np
 from r3async.batching.packing import pack
 from r3async.config import Config, config_from_dict
 from r3async.learners.megatron.backend import MegatronLearner
+from r3async.learners.replay import MicroBatchRoutes
 from r3async.records import Sample
 from tools.bench.jobs import job_main, progress
 from tools.bench.replay_records import LearnerDone, LearnerJob
 from tools.bench.replay_rollouts import read_samples
 from tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
 
+INSIDE_STEPS = 3
+"""Steps of each kind in which the time inside of the routes is taken."""
 NO_STEP = 1e-12
 """Learning rate of every step here: too small to change a weight, so that all passes see the same model."""
 
@@ -145,21 +149,30 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
     """`job.pairs` pairs of steps, each with and without routes, in an order that changes from pair to pair.
 
     One learner takes all of them. Garbage is collected between the steps, outside of the times. The first pair is a
-    warm-up and is not counted.
+    warm-up and is not counted. Steps in which the time inside of the routes is taken come after all pairs.
     """
     variants = {"with": list(samples), "without": bare(samples)}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     wall: dict[str, list[float]] = {name: [] for name in variants}
+    routes: dict[str, list[float]] = {name: [] for name in variants}
     with learner_of(job, dtype, "rollout") as learner:
+
+        def step(name: str) -> None:
+            learner.train_step(pack(variants[name], job.max_tokens_per_micro_batch))
+
         for pair in range(-1, job.pairs):
             progress(directory, f"steps in {dtype}: {f'pair {pair + 1} of {job.pairs}' if pair >= 0 else 'warm-up'}")
             for name in sorted(variants, reverse=pair % 2 == 0):
                 gc.collect()
                 cpu_start, wall_start = time.process_time(), time.perf_counter()
-                learner.train_step(pack(variants[name], job.max_tokens_per_micro_batch))
+                step(name)
                 if pair >= 0:
                     cpu[name].append(time.process_time() - cpu_start)
                     wall[name].append(time.perf_counter() - wall_start)
+        for name in [*variants] * INSIDE_STEPS:
+            with time_in_routes() as spent:
+                step(name)
+            routes[name].append(sum(spent))
     micro_batches = pack(samples, job.max_tokens_per_micro_batch)
     return step_time(
         dtype,
@@ -169,7 +182,31 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
         cpu_without=cpu["without"],
         wall_with=wall["with"],
         wall_without=wall["without"],
+        route_seconds=float(np.median(routes["with"]) - np.median(routes["without"])),
     )
+
+
+@contextmanager
+def time_in_routes() -> Iterator[list[float]]:
+    """CPU seconds of each call in the block that takes a micro-batch's routes in, or chooses experts by them."""
+    spent: list[float] = []
+
+    def timed(call):
+        def wrapper(*args, **kwargs):
+            start = time.process_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent.append(time.process_time() - start)
+
+        return wrapper
+
+    take_in, choose = MicroBatchRoutes.__init__, MicroBatchRoutes.choose
+    with (
+        mock.patch.object(MicroBatchRoutes, "__init__", timed(take_in)),
+        mock.patch.object(MicroBatchRoutes, "choose", timed(choose)),
+    ):
+        yield spent
 
 
 def main(directory: Path) -> None:
@@ -177,7 +214,7 @@ def main(directory: Path) -> None:
     samples = with_random_advantages(read_samples(directory / "samples.bin"), job.seed)
     done = LearnerDone(
         comparisons=comparisons(job, samples, directory) if job.dtypes else {},
-        steps={dtype: time_steps(job, dtype, samples, directory) for dtype in job.step_dtypes},
+        steps={dtype: time_steps(job, dtype, samples[: job.step_samples], directory) for dtype in job.step_dtypes},
     )
     (directory / "learner-done.json").write_bytes(msgspec.json.encode(done))
 

@@ -58,13 +58,15 @@ class Rollouts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LearnerJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`dtypes`: compare the learner with the engine in these. `step_dtypes`: time whole steps in these, `pairs` pairs."""
+    """`dtypes`: compare the learner with the engine in these. `step_dtypes`: time whole steps in these, `pairs` pairs, with
+    the first `step_samples` samples."""
 
     model: str
     seed: int = 0
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     step_dtypes: tuple[str, ...] = ()
     pairs: int = 0
+    step_samples: int = 24
     max_tokens_per_micro_batch: int = 4096
 
 

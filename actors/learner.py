@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from actors.process import redirect_output
+from actors.ranks import LocalLearner, RankedLearner
 from r3async.algorithms.advantages import group_advantages
 from r3async.batching.packing import pack
 from r3async.buffer.groups import GroupBuffer
@@ -25,7 +26,8 @@ from r3async.observe.events import open_events
 from r3async.observe.tracing import StepTracer
 from r3async.records import Trajectory
 from r3async.transport.receiver import Receiver, Refuse
-from r3async.weights.publish import Publisher, default_directory
+
+CLOSE_SECONDS = 5.0
 
 
 class LearnerActor:
@@ -35,7 +37,7 @@ class LearnerActor:
     per thread.
     """
 
-    def __init__(self, run_id: str, config: dict[str, Any], model_path: str, run_dir: str):
+    def __init__(self, run_id: str, config: dict[str, Any], model_path: str, run_dir: str, gpus_per_rank: float = 0.0):
         redirect_output(Path(run_dir) / "logs" / "learner.log")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
@@ -43,7 +45,8 @@ class LearnerActor:
         self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
         self.buffer = GroupBuffer(self.config.schedule.samples_per_group)
         self.routing: RoutingShape | None = None
-        self.backend: Any = None
+        self.backend: LocalLearner | RankedLearner | None = None
+        self._gpus_per_rank = gpus_per_rank
         self.version = 0
         """Steps consumed. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
         are freed by it, and generators see time pass."""
@@ -58,19 +61,17 @@ class LearnerActor:
     async def start(self) -> dict[str, Any]:
         """Load the model and bind the socket. Returns the endpoint and whereabouts."""
         await self._in_torch(self._load)
-        self.publisher = Publisher(Path(self.config.weights.directory or default_directory()))
         self.receiver = Receiver(self.run_id, self.config.transport, self._arrive)
         endpoint = await self.receiver.start()
         self.events.info("learner_started", endpoint=endpoint, pid=os.getpid(), backend=self.config.learner.backend)
         return {"endpoint": endpoint, "pid": os.getpid(), "host": socket.gethostname()}
 
     def _load(self) -> None:
-        import torch
-
-        torch.set_num_threads(self.config.learner.threads)
-        from r3async.learners.build import build_learner
-
-        self.backend = build_learner(self.config, Path(self.model_path))
+        path = Path(self.model_path)
+        if self.config.learner.parallel.world == 1:
+            self.backend = LocalLearner(self.config, path)
+        else:
+            self.backend = RankedLearner(self.config, path, self.run_dir, self._gpus_per_rank)
         self._vocab_size = self.backend.vocab_size
 
     def expect_routes(self, routing: dict[str, int] | None) -> None:
@@ -96,16 +97,12 @@ class LearnerActor:
 
     async def publish(self) -> bytes:
         """Write the current weights to shared memory; returns the manifest (msgpack)."""
-        manifest = await self._in_torch(self._publish)
+        assert self.backend is not None
+        manifest = await self._in_torch(self.backend.publish, self.version)
         return msgspec.msgpack.encode(manifest)
 
-    def _publish(self) -> Any:
-        import torch
-
-        dtype = getattr(torch, self.config.generator.dtype)
-        return self.publisher.publish(self.version, self.backend.export(), dtype)
-
     async def score(self, token_ids: list[int]) -> np.ndarray:
+        assert self.backend is not None
         return await self._in_torch(self.backend.score, np.asarray(token_ids, np.int32))
 
     def missing(self, group_indices: list[int]) -> dict[int, list[int]]:
@@ -174,8 +171,7 @@ class LearnerActor:
         settings = self.config.algorithm
         samples = [s for g in groups for s in group_advantages(g, settings.credit, settings.normalize_std)]
         micro_batches = pack(samples, self.config.learner.max_tokens_per_micro_batch)
-        if self.config.routing.replay == "learner":
-            micro_batches = self.backend.record_routes(micro_batches)
+        assert self.backend is not None
         result = self.backend.train_step(micro_batches, trace=self.tracer.wants(samples))
         self.tracer.write(self.version + 1, samples, result)
         return result.metrics
@@ -196,6 +192,7 @@ class LearnerActor:
 
     async def save(self, directory: str) -> str:
         """Export the current weights as a Hugging Face model directory."""
+        assert self.backend is not None
         await self._in_torch(self.backend.save, Path(directory))
         return directory
 
@@ -208,6 +205,8 @@ class LearnerActor:
         self.interrupt()
         if hasattr(self, "receiver"):
             await self.receiver.close()
-        if hasattr(self, "publisher"):
-            self.publisher.close()
+        if self.backend is not None:
+            # Published files that a running step keeps from being removed now go when the next run starts.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._in_torch(self.backend.close), CLOSE_SECONDS)
         self._torch.shutdown(wait=False, cancel_futures=True)

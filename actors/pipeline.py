@@ -34,7 +34,8 @@ class Pipeline:
         import ray
 
         address = self.config.cluster.address or os.environ.get("RAY_ADDRESS")
-        actors = self.config.generator.count + 2
+        world = self.config.learner.parallel.world
+        actors = self.config.generator.count + 2 + (world if world > 1 else 0)
         if not ray.is_initialized():
             if address:
                 ray.init(address=address, log_to_driver=True, logging_level="error")
@@ -43,7 +44,7 @@ class Pipeline:
                 ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
             self._owns_ray = True
         gpus = ray.cluster_resources().get("GPU", 0)
-        share = min(1.0, gpus / (self.config.generator.count + 1)) if gpus else 0.0
+        share = min(1.0, gpus / (self.config.generator.count + world)) if gpus else 0.0
         plain = to_dict(self.config)
         directory = str(self.run_dir.absolute())
 
@@ -53,8 +54,9 @@ class Pipeline:
                 num_cpus=1 if threads else 0, num_gpus=share, runtime_env={"env_vars": environment}, **options
             )
 
-        learner = remote(LearnerActor, self.config.learner.threads, share).remote(
-            self.run_id, plain, str(self.model_path), directory
+        # With several ranks the learner actor only receives and packs; its ranks compute, in processes of their own.
+        learner = remote(LearnerActor, self.config.learner.threads, share if world == 1 else 0.0).remote(
+            self.run_id, plain, str(self.model_path), directory, share
         )
         generators = {}
         for index in range(self.config.generator.count):

@@ -239,9 +239,12 @@ class LearnerConfig(Section):
     threads: int = 1
     """Torch threads of the learner on CPU."""
     start_timeout: float = 600.0
+    collective_timeout: float = 600.0
+    """Seconds that one rank waits for the others before it gives up."""
 
     def __post_init__(self) -> None:
         _positive(self, "lr", "eps", "max_grad_norm", "max_tokens_per_micro_batch", "threads", "start_timeout")
+        _positive(self, "collective_timeout")
         p = self.parallel
         if self.backend == "torch" and max(p.tp, p.pp, p.ep) > 1:
             raise ValueError(

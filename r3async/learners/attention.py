@@ -70,7 +70,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionP
     if plan.padded is not None:
         query, key, value = (_Rearrange.apply(x, plan.padded, plan.slots) for x in (query, key, value))
     parts = (x.split([count * width for count, width in plan.buckets]) for x in (query, key, value))
-    attended = [_attend(q, k, v, *shape, scale) for q, k, v, shape in zip(*parts, plan.buckets, strict=True)]
+    attended = [_attend(q, k, v, n, width, scale) for q, k, v, (n, width) in zip(*parts, plan.buckets, strict=True)]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return out if plan.slots is None else _Restore.apply(out, plan.slots)
 

@@ -63,6 +63,11 @@ class LearnerBackend(Protocol):
         """Optimizer steps taken. A step that was skipped does not count."""
         ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are `0..vocab_size - 1`."""
+        ...
+
     def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
         """One optimizer step over all micro-batches, which need the column `advantages`.
 

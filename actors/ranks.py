@@ -1,0 +1,179 @@
+"""The learner's ranks: one in this process, or several, each a Ray actor of its own, driven as one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.process import redirect_output
+from r3async.batching.packing import MicroBatch, shares
+from r3async.config import Config, config_from_dict, to_dict
+from r3async.learners.base import LearnerError, StepResult
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import Publisher, default_directory
+
+
+class LocalLearner:
+    """A backend and the publisher of its weights. Every call must come from the thread that made it."""
+
+    def __init__(self, config: Config, model_path: Path):
+        import torch
+
+        torch.set_num_threads(config.learner.threads)
+        from r3async.learners.build import build_learner
+
+        self._config = config
+        self._backend = build_learner(config, model_path)
+        self._publisher = Publisher(Path(config.weights.directory or default_directory()))
+        self._dtype = getattr(torch, config.generator.dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.vocab_size
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
+        """See `LearnerBackend.train_step`. With `routing.replay = learner` the routes are recorded here first."""
+        if self._config.routing.replay == "learner":
+            micro_batches = self._backend.record_routes(micro_batches)
+        return self._backend.train_step(micro_batches, trace=trace)
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """See `LearnerBackend.score`."""
+        return self._backend.score(token_ids)
+
+    def publish(self, version: int) -> WeightManifest | None:
+        """Write the weights for the engines. None on a rank that does not hand them in."""
+        tensors = self._backend.export()
+        return self._publisher.publish(version, tensors, self._dtype) if tensors else None
+
+    def save(self, directory: Path) -> None:
+        """See `LearnerBackend.save`."""
+        self._backend.save(directory)
+
+    def close(self) -> None:
+        """Release groups, and the published weights."""
+        self._publisher.close()
+        self._backend.close()
+
+
+class RankActor:
+    """One rank of several, in a process of its own."""
+
+    def __init__(self, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
+        redirect_output(Path(run_dir) / "logs" / f"learner-rank-{rank}.log")
+        self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
+        self._learner: LocalLearner | None = None
+        self._store: Any = None
+
+    def whereabouts(self) -> tuple[int, int]:
+        """Process id, and the port of the store over which the ranks meet, which is made here."""
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return os.getpid(), self._store.port
+
+    def load(self, port: int) -> int:
+        """Meet the other ranks and load the model; returns the vocabulary's size."""
+        import torch
+        import torch.distributed as dist
+
+        cuda = torch.cuda.is_available()
+        world = self._config.learner.parallel.world
+        store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
+        )
+        self._learner = LocalLearner(self._config, self._model_path)
+        return self._learner.vocab_size
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of this rank's learner."""
+        return getattr(self._learner, name)(*args, **kwargs)
+
+
+class RankedLearner:
+    """The same calls as `LocalLearner`, made on all ranks at once. They are actors on this node.
+
+    A rank that fails leaves the others waiting for it in a collective operation: the first failure ends all of them and
+    is raised as `LearnerError`.
+    """
+
+    def __init__(self, config: Config, model_path: Path, run_dir: Path, gpus: float = 0.0):
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._config, self._ray = config, ray
+        learner = config.learner
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        kind = ray.remote(RankActor).options(
+            num_cpus=0 if not learner.threads else 1,
+            num_gpus=gpus,
+            scheduling_strategy=here,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(learner.threads)}},
+        )
+        plain = to_dict(config)
+        self._ranks = [
+            kind.remote(rank, plain, str(model_path), str(run_dir)) for rank in range(learner.parallel.world)
+        ]
+        (_, port), *_ = self._wait([self._ranks[0].whereabouts.remote()], learner.start_timeout)
+        self.vocab_size: int = self._wait([r.load.remote(port) for r in self._ranks], learner.start_timeout)[0]
+
+    def _wait(self, calls: list[Any], timeout: float | None = None) -> list[Any]:
+        ray, waiting = self._ray, list(calls)
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=timeout)
+            if not ready:
+                self.close()
+                raise LearnerError(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
+            try:
+                ray.get(ready)
+            except ray.exceptions.RayError as error:
+                rank = calls.index(ready[0])
+                self.close()
+                reason = getattr(error, "cause", None) or error
+                raise LearnerError(f"rank {rank} of the learner failed: {reason}") from error
+        return ray.get(calls)
+
+    def _all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._wait([rank.call.remote(name, *args, **kwargs) for rank in self._ranks])
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
+        """See `LearnerBackend.train_step`; the traces are those of all ranks."""
+        p = self._config.learner.parallel
+        given = [self._ray.put(share) for share in shares(micro_batches, p.dp)]
+        # Megatron's order of ranks: tp varies fastest, then dp, then pp.
+        calls = [
+            actor.call.remote("train_step", given[rank // p.tp % p.dp], trace=trace)
+            for rank, actor in enumerate(self._ranks)
+        ]
+        results: list[StepResult] = self._wait(calls)
+        first = results[0]
+        return StepResult(
+            first.metrics, first.layer_agreement, first.expert_load, [t for r in results for t in r.traces]
+        )
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """See `LearnerBackend.score`."""
+        return self._all("score", token_ids)[0]
+
+    def publish(self, version: int) -> WeightManifest:
+        """Write the weights for the engines of this host."""
+        return self._all("publish", version)[0]
+
+    def save(self, directory: Path) -> None:
+        """See `LearnerBackend.save`."""
+        self._all("save", directory)
+
+    def close(self) -> None:
+        """End the ranks' processes."""
+        for rank in self._ranks:
+            self._ray.kill(rank)

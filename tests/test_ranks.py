@@ -1,0 +1,91 @@
+"""A learner of several ranks in Ray actors, driven as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.ranks import LocalLearner, RankedLearner
+from r3async.batching.packing import shares
+from r3async.learners.base import LearnerError
+from r3async.weights.publish import verify
+from tests import helpers_models as hm
+from tests.helpers_parity import LENGTHS, batch, config
+
+
+@pytest.fixture(scope="module")
+def ray():
+    import ray
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(num_cpus=8, include_dashboard=False, logging_level="error")
+    yield ray
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_rank_is_given_the_same_number_of_micro_batches(count):
+    micro_batches = batch()
+    divided = shares(micro_batches, count)
+    assert {len(s) for s in divided} == {-(-len(micro_batches) // count)}
+    given = [i for s in divided for m in s for i in m.sample_ids]
+    assert sorted(given) == sorted(i for m in micro_batches for i in m.sample_ids)
+    for m in [m for s in divided for m in s if not m.sample_ids]:
+        assert list(m.table) == list(micro_batches[0].table)
+        assert m.real_tokens == 0
+        assert not m.table["loss_mask"].any()
+        assert not m.table["routing_recorded"].any()
+    assert shares([], count) == [[]] * count
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("replay", ["rollout", "learner"])
+def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path, replay):
+    alone = LocalLearner(config(replay=replay), model_path)
+    expected = [alone.train_step(batch(), trace=True) for _ in range(2)]
+    ranked = RankedLearner(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
+    try:
+        assert ranked.vocab_size == hm.VOCAB
+        results = [ranked.train_step(batch(), trace=True) for _ in range(2)]
+        for ours, exact in zip(results, expected, strict=True):
+            assert ours.metrics == pytest.approx(exact.metrics, rel=1e-4, abs=1e-6)
+            traced = [i for t in ours.traces for i in t.sample_ids]
+            assert sorted(traced) == sorted(f"s{i}" for i in range(len(LENGTHS)))
+        assert results[0].metrics["routing/agreement"] == (1.0 if replay == "learner" else pytest.approx(0, abs=0.2))
+        manifest = ranked.publish(3)
+        verify(manifest)
+        ranked.save(tmp_path / "saved")
+        saved, exact = load_file(tmp_path / "saved" / "model.safetensors"), load_file(manifest.path)
+        source = load_file(model_path / "model.safetensors")
+        assert set(saved) == set(source) == set(exact)
+        assert all(torch.equal(saved[n].to(exact[n].dtype), exact[n]) for n in saved)
+        ids = np.arange(10, 30, dtype=np.int32)
+        np.testing.assert_allclose(ranked.score(ids), alone.score(ids), atol=1e-3)
+    finally:
+        ranked.close()
+        alone.close()
+    assert (tmp_path / "logs" / "learner-rank-1.log").exists()
+
+
+@pytest.mark.pipeline
+def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_path):
+    ranked = RankedLearner(config(dp=2), model_path, tmp_path)
+    pid, _ = ray.get(ranked._ranks[1].whereabouts.remote(), timeout=30)
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(LearnerError, match="rank 1 of the learner failed"):
+        ranked.train_step(batch())
+    assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import helpers_models as hm
-from tests.helpers_parity import batch, config, gradients_of_rank, reference
+from tests.helpers_parity import LENGTHS, batch, config, gradients_of_rank, reference
 
 TOLERANCE = 1e-5
 
@@ -35,6 +35,8 @@ def assert_equal(answers, expected) -> None:
     for answer in answers:
         assert answer["norm"] == pytest.approx(norm, rel=1e-5)
         assert answer["result"].metrics == metrics
+        # A recomputed forward pass is not counted again, and padding is not counted at all.
+        assert answer["result"].expert_load.sum(axis=1).tolist() == [hm.TOP_K * sum(LENGTHS)] * 3
 
 
 LAYOUTS = {

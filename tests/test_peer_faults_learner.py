@@ -9,8 +9,9 @@ import torch
 from r3async.batching.packing import collate, pack, padding_like
 from r3async.learners.megatron.backend import MegatronLearner
 from r3async.learners.replay import RoutingReplay
+from r3async.records import Sample
 from tests import helpers_models as hm
-from tests.helpers_learner import LENGTHS, gradients, logits, replace_columns
+from tests.helpers_learner import LENGTHS, gradients, logits, replace_columns, with_routes
 from tests.helpers_parity import config
 
 
@@ -32,6 +33,13 @@ def assert_bit_equal(found, exact) -> None:
     assert all(torch.equal(found[name], exact[name]) for name in exact)
 
 
+def blanked(sample: Sample, fill: np.uint8) -> Sample:
+    """The sample with every id of its unrecorded rows replaced by `fill`."""
+    table = sample.table
+    kept = table["routing_recorded"][:, None, None]
+    return replace_columns(sample, routed_experts=np.where(kept, table["routed_experts"], fill))
+
+
 def test_missing_rows_are_not_trained_as_expert_0(model_path):
     """A record of zeros, or of any ids, where nothing was recorded, changes nothing: these tokens route by themselves."""
     samples = hm.make_samples(1, LENGTHS)
@@ -45,7 +53,20 @@ def test_missing_rows_are_not_trained_as_expert_0(model_path):
         assert_bit_equal(step_gradients(learner, [collate(unrecorded)]), exact)
         assert torch.equal(learner.replay.take_counts().load, load)
     assert load.sum() == hm.LAYERS * hm.TOP_K * sum(LENGTHS)
-    assert load[:, 1:].sum() > load[:, 0].sum()
+
+    # Where some rows are recorded, the others are what the model chooses after these: recorded as such, no bit changes.
+    some = [replace_columns(s, routing_recorded=np.arange(len(s.table)) % 3 == 1) for s in samples]
+    exact = step_gradients(learner, [collate(some)])
+    with torch.no_grad(), learner.replay.bound(collate(some), keep=True) as routes:
+        logits(learner, collate(some))
+        used = routes.trace().used
+    known = collate(some).table["routing_recorded"]
+    assert (np.sort(used[known]) == np.sort(collate(samples).table["routed_experts"][known])).all()
+    assert (used[~known] != 0).any(axis=(1, 2)).all()
+    assert_bit_equal(step_gradients(learner, [collate(with_routes(samples, used))]), exact)
+    for fill in (0, 7):
+        other = [blanked(s, np.uint8(fill)) for s in some]
+        assert_bit_equal(step_gradients(learner, [collate(other)]), exact)
 
 
 def test_no_replay_is_stale_on_a_padding_micro_batch(model_path):

@@ -125,7 +125,7 @@ def a_case(own, replay, seed=0):
         rollout_job=RolloutJob(model="", seed=seed),
         learner_job=LearnerJob(model=""),
         rollouts=shape,
-        learners={"bfloat16": compare(own, replay)},
+        learners={"bfloat16": compare(own, replay), "float32": compare(own, replay)},
     )
 
 

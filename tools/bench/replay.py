@@ -107,11 +107,11 @@ def plan(
 def _given_model(path: Path, seed: int) -> CasePlan:
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model {path} is not a model directory (no config.json in it)")
-    run = path.absolute().parent / "config.toml"
-    rollout_job = RolloutJob(model=str(path.absolute()), dtype=ENGINE_DTYPE, seed=seed)
+    run = path.parent / "config.toml"
+    rollout_job = RolloutJob(model=str(path), dtype=ENGINE_DTYPE, seed=seed)
     if run.is_file():
         rollout_job = msgspec.structs.replace(rollout_job, episodes=str(run), samples=EPISODES)
-    learner_job = LearnerJob(model=str(path.absolute()), dtypes=DTYPES, seed=seed)
+    learner_job = LearnerJob(model=str(path), dtypes=DTYPES, seed=seed)
     return CasePlan(str(path), "model", rollout_job, learner_job)
 
 
@@ -222,20 +222,25 @@ def machine() -> dict[str, str]:
 
 
 def render(report: Report) -> str:
-    """The report as Markdown tables."""
-    cases = [*report.headline, *report.table, *report.models]
-    titles = (
-        "model, seed, learner, k3 own, k3 replay, ratio, max abs Δ own → replay, agreement own / replay, gradient error"
-    )
-    columns = titles.split(", ")
+    """The report as a Markdown table, one model a row, and a few lines."""
+    columns = ["model, seed"]
+    for dtype in DTYPES:
+        columns += [f"{dtype} learner: KL own → replay", "ratio", "max abs Δ"]
+    columns += ["gradient error, bfloat16", "agreement, bfloat16"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for case in cases:
-        for dtype, c in case.learners.items():
-            lines.append(
-                f"| {describe(case)} | {case.rollout_job.seed} | {dtype} | {c.kl_without:.2e} | {c.kl_with:.2e} | "
-                f"{c.kl_ratio:.1f} | {c.own.max_abs:.3f} → {c.replay.max_abs:.3f} | "
-                f"{c.own.agreement:.3f} / {c.replay.agreement:.3f} | {c.own.grad_error:.4f} → {c.replay.grad_error:.4f} |"
-            )
+    for case in [*report.headline, *report.table, *report.models]:
+        cells = [f"{describe(case)}, {case.rollout_job.seed}"]
+        for dtype in DTYPES:
+            c = case.learners[dtype]
+            cells += [
+                f"{c.kl_without:.2e} → {c.kl_with:.2e}",
+                f"{c.kl_ratio:.1f}",
+                f"{c.own.max_abs:.3f} → {c.replay.max_abs:.3f}",
+            ]
+        c = case.learners["bfloat16"]
+        cells.append(f"{c.own.grad_error:.3f} → {c.replay.grad_error:.3f}")
+        cells.append(f"{c.own.agreement:.3f} → {c.replay.agreement:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
     for dtype, s in report.summary.items():
         lines.append(

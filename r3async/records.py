@@ -72,7 +72,13 @@ SCHEMA = Schema(
         # Turn that sampled the token; -1 where not sampled.
         Column("turn", ("int32",), -1),
         Column("rewards", ("float32",), 0.0),
+        # The next four are added by the learner.
         Column("advantages", ("float32",), 0.0, optional=True),
+        # What the token's terms of the loss are multiplied by: 1 / the denominator of `algorithm.reduction`.
+        Column("loss_weights", ("float32",), 0.0, optional=True),
+        # Log-probs of the learner before the step's first update, and of the frozen reference model.
+        Column("old_logprobs", ("float32",), 0.0, optional=True),
+        Column("reference_logprobs", ("float32",), 0.0, optional=True),
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
         Column("routed_experts", ("uint8", "uint16"), "arange", inner=("layers", "top_k"), optional=True),
         Column("routing_recorded", ("bool",), False, optional=True),

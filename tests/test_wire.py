@@ -162,6 +162,7 @@ def edit(*path: Any, value: Any) -> Any:
     return change
 
 
+COLUMNS = len(SCHEMA.columns)
 ROUTES = list(SCHEMA.columns).index("routed_experts")
 TABLE = ("samples", 0, "table")
 FORGED = {
@@ -177,7 +178,10 @@ FORGED = {
     "dimension over the limit": (edit(*TABLE, 0, 2, value=[2**40]), "<= 16777216"),
     "no dimension": (edit(*TABLE, 0, 2, value=[]), "length >= 1"),
     "a column too many": (edit("samples", 1, "table", value=[]), "column 'token_ids' is missing"),
-    "a missing sample": (lambda b: b | {"samples": b["samples"][:1], "turns": []}, "18 column frames.*describes 9"),
+    "a missing sample": (
+        lambda b: b | {"samples": b["samples"][:1], "turns": []},
+        f"{2 * COLUMNS} column frames.*describes {COLUMNS}",
+    ),
     "a table of text": (edit(*TABLE, value="rows"), r"got `str` .*at `\$.samples\[0\].table"),
     "text for a reward": (edit("turns", 0, "reward", value="0.5"), r"`\$.turns\[0\].reward"),
     "true for a number": (edit("group_index", value=True), "group_index"),
@@ -220,8 +224,8 @@ def test_refused_frames():
         ([frames[0][:-3], *frames[1:]], "malformed header"),
         ([frames[0] + b"zz", *frames[1:]], "malformed header"),
         ([b"\x00" * (wire.MAX_HEADER + 1), *frames[1:]], "more than 4194304"),
-        (frames[:-1], "only 17 column frames, no frame for column 'routing_recorded'"),
-        ([*frames, b"x"], "19 column frames, but the header describes 18"),
+        (frames[:-1], f"only {2 * COLUMNS - 1} column frames, no frame for column 'routing_recorded'"),
+        ([*frames, b"x"], f"{2 * COLUMNS + 1} column frames, but the header describes {2 * COLUMNS}"),
         ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
         ([frames[0], flipped, *frames[2:]], "checksum"),
         (forge([*frames[:2], not_bool, *frames[3:]], lambda b: b), "'loss_mask' of sample 0 has a byte"),

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -174,7 +175,7 @@ def test_a_model_in_a_run_directory_plays_that_runs_episodes(tmp_path):
 
 def test_a_job_says_what_it_does_and_what_it_died_of(tmp_path, monkeypatch):
     said = []
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "short.py").write_text("raise SystemExit('no such model')")
     with pytest.raises(BenchError, match=r"(?s)short failed with exit code 1.*no such model"):
         run_job("short", tmp_path, timeout=60, say=said.append)
@@ -211,7 +212,11 @@ def test_routes_and_mask_are_all_that_a_bare_sample_lacks():
 
 @pytest.mark.engine
 def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
-    done = cli("bench", "replay", "--quick", "--seeds", "0", "--json", cwd=tmp_path, timeout=280)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").write_text("raise SystemExit('a stranger')")
+    script = Path(sys.executable).with_name("r3async")
+    words = [script, "bench", "replay", "--quick", "--seeds", "0", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]
     report = msgspec.json.decode(line, type=Report)

@@ -28,7 +28,7 @@ def say_on_stderr(line: str) -> None:
 
 
 def run_job(module: str, directory: Path, *, timeout: float, say: Say) -> None:
-    """Run `python -m MODULE DIRECTORY` with one thread, and wait until it has ended.
+    """Run `python -P -m MODULE DIRECTORY` with one thread, and wait until it has ended.
 
     What the job prints goes to `DIRECTORY/log.txt`; the line that it last gave to `progress` is said when it changes.
     Raises `BenchError` with the end of the log if it fails, or takes longer than `timeout` seconds: it is then asked
@@ -40,7 +40,8 @@ def run_job(module: str, directory: Path, *, timeout: float, say: Say) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(directory)],
+            # -P: a folder `tools` where the command was typed must not stand in for ours.
+            [sys.executable, "-P", "-m", module, str(directory)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -133,10 +133,22 @@ class ScheduleConfig(Section):
     max_staleness: int = 1
     """Versions that the oldest trained token may lag behind. 0 is exactly on-policy (synchronous) training."""
     groups_per_step: int = 16
+    """Groups that a step trains; with `tokens_per_step`, at least."""
+    tokens_per_step: int = 0
+    """If not 0, a step takes further groups, in lease order, until it has that many trainable tokens, or until it has all
+    groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
     samples_per_group: int = 8
+    minibatches_per_step: int = 1
+    """Parts into which a step's samples are divided, each trained with an optimizer update of its own."""
+    steps_per_publication: int = 1
+    """Steps between two versions of the weights that engines are given. Staleness counts versions."""
 
     def __post_init__(self) -> None:
-        _positive(self, "groups_per_step", "samples_per_group")
+        _positive(self, "groups_per_step", "samples_per_group", "minibatches_per_step", "steps_per_publication")
+        if self.tokens_per_step < 0:
+            raise ValueError("`tokens_per_step` must be 0 (off) or more")
+        if self.minibatches_per_step > self.groups_per_step * self.samples_per_group:
+            raise ValueError("`minibatches_per_step` is more than a step's samples, groups_per_step * samples_per_group")
         if self.max_staleness < 0:
             raise ValueError("`max_staleness` must be 0 (on-policy) or more")
 
@@ -168,6 +180,15 @@ class RolloutKLConfig(Section):
             raise ValueError("`coef` must not be negative")
 
 
+class ReferenceKLConfig(Section):
+    coef: float = 0.0
+    """Weight of KL(learner || frozen reference model); 0 does without that model."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("`coef` must not be negative")
+
+
 class AlgorithmConfig(Section):
     credit: Literal["turn", "trajectory"] = "turn"
     """`turn`: a turn's advantage is relative to the same turn of its group."""
@@ -176,7 +197,10 @@ class AlgorithmConfig(Section):
     policy_loss: Literal["tis"] = "tis"
     """`tis`: importance-weighted policy gradient over rollout log-probs, weights truncated at `ratio_cap`."""
     ratio_cap: float = 2.0
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
+    reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
 
     def __post_init__(self) -> None:
         _positive(self, "ratio_cap")

@@ -8,7 +8,7 @@ import torch
 
 from r3async.algorithms.advantages import group_advantages, relative
 from r3async.algorithms.kl import ESTIMATORS, k1, k2, k3
-from r3async.algorithms.objective import ObjectiveSums, objective
+from r3async.algorithms.objective import ObjectiveSums, TokenBatch, objective
 from r3async.algorithms.policy_loss import tis
 from r3async.config import AlgorithmConfig, RolloutKLConfig
 from r3async.records import Sample, TokenTable, Trajectory, Turn
@@ -111,10 +111,27 @@ def test_tis_gradient_is_the_capped_importance_weight():
     assert torch.allclose(grad, -ratio.clamp(max=1.5) * tokens["advantages"], rtol=1e-6)
 
 
+def run(tokens: dict[str, torch.Tensor], denominator: int, config: AlgorithmConfig):
+    """`objective` with every token weighted by 1 / `denominator`."""
+    m = len(tokens["logprobs"])
+    token_batch = TokenBatch(
+        rollout_logprobs=tokens["rollout_logprobs"],
+        advantages=tokens["advantages"],
+        weights=torch.full((m,), 1 / denominator),
+        sequence=torch.zeros(m, dtype=torch.int64),
+        sequences=1,
+        ages=torch.zeros(m, dtype=torch.int32),
+        mask=tokens["mask"],
+    )
+    return objective(
+        token_batch, tokens["logprobs"], tokens["entropies"], config, rollout_kl_coef=config.rollout_kl.coef
+    )
+
+
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
 def test_objective_against_numpy(estimator):
     tokens, config = batch(), settings(estimator=estimator, coef=0.3, ratio_cap=1.7)
-    loss, sums = objective(**tokens, denominator=20, config=config)
+    loss, sums = run(tokens, 20, config)
     logp, mu, adv = (
         tokens[k].detach().numpy().astype(np.float64) for k in ("logprobs", "rollout_logprobs", "advantages")
     )
@@ -123,19 +140,17 @@ def test_objective_against_numpy(estimator):
     policy = -np.minimum(np.exp(delta), 1.7) * adv * logp
     assert loss.item() == pytest.approx((policy + 0.3 * kls[estimator]).sum() / 20, rel=1e-5)
     metrics, w = sums.metrics(), np.exp(delta)
-    assert metrics == pytest.approx(
-        {
-            "loss/policy": policy.mean(),
-            "loss/rollout_kl": 0.3 * kls[estimator].mean(),
-            "rollout_kl/k1": kls["k1"].mean(),
-            "rollout_kl/k2": kls["k2"].mean(),
-            "rollout_kl/k3": kls["k3"].mean(),
-            "ratio/max": w.max(),
-            "ratio/ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
-            "entropy/mean": tokens["entropies"].double().mean().item(),
-        },
-        rel=1e-5,
-    )
+    want = {
+        "loss/policy": policy.sum() / 20,
+        "loss/rollout_kl": 0.3 * kls[estimator].sum() / 20,
+        "rollout_kl/k1": kls["k1"].mean(),
+        "rollout_kl/k2": kls["k2"].mean(),
+        "rollout_kl/k3": kls["k3"].mean(),
+        "ratio/max": w.max(),
+        "ratio/ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
+        "entropy/mean": tokens["entropies"].double().mean().item(),
+    }
+    assert {k: metrics[k] for k in want} == pytest.approx(want, rel=1e-5)
     assert set(metrics) == set(ObjectiveSums.zero().metrics())
 
 
@@ -143,9 +158,7 @@ def test_masked_tokens_may_hold_anything():
     tokens = batch()
     tokens["mask"] = torch.tensor([True, False] * 3 + [True])
     keep = tokens["mask"]
-    clean, clean_sums = objective(
-        **{k: v[keep] for k, v in tokens.items()}, denominator=4, config=settings(coef=0.5, estimator="k3")
-    )
+    clean, clean_sums = run({k: v[keep] for k, v in tokens.items()}, 4, settings(coef=0.5, estimator="k3"))
     for name, bad in (
         ("rollout_logprobs", float("nan")),
         ("rollout_logprobs", float("-inf")),
@@ -153,7 +166,7 @@ def test_masked_tokens_may_hold_anything():
     ):
         dirty = dict(tokens)
         dirty[name] = torch.where(keep, tokens[name], bad)
-        loss, sums = objective(**dirty, denominator=4, config=settings(coef=0.5, estimator="k3"))
+        loss, sums = run(dirty, 4, settings(coef=0.5, estimator="k3"))
         grad = torch.autograd.grad(loss, tokens["logprobs"])[0]
         assert torch.isclose(loss, clean)
         assert torch.isfinite(grad).all()
@@ -163,18 +176,17 @@ def test_masked_tokens_may_hold_anything():
 
 def test_pieces_add_up_to_the_whole():
     tokens, config = batch(9), settings(coef=0.2)
-    whole, whole_sums = objective(**tokens, denominator=9, config=config)
-    parts = [
-        objective(**{k: v[s] for k, v in tokens.items()}, denominator=9, config=config)
-        for s in (slice(0, 2), slice(2, 9))
-    ]
+    whole, whole_sums = run(tokens, 9, config)
+    parts = [run({k: v[s] for k, v in tokens.items()}, 9, config) for s in (slice(0, 2), slice(2, 9))]
     assert torch.isclose(whole, parts[0][0] + parts[1][0])
     assert (parts[0][1] + parts[1][1]).metrics() == pytest.approx(whole_sums.metrics())
 
 
-def test_no_trained_token_is_refused():
-    with pytest.raises(ValueError, match="denominator is 0"):
-        objective(**batch(), denominator=0, config=settings())
+def test_no_token_gives_a_zero_that_can_be_propagated_back():
+    loss, sums = run({k: v[:0] for k, v in batch().items()}, 1, settings())
+    loss.backward()
+    assert loss == 0
+    assert set(sums.metrics().values()) == {0.0}
 
 
 # -- advantages ------------------------------------------------------------------------------------------------------

@@ -47,5 +47,14 @@ def k3(delta: Tensor) -> Tensor:
     return torch.where(delta.abs() < 1e-2, series, torch.expm1(delta) - delta)
 
 
+def reference_k3(delta: Tensor) -> Tensor:
+    """`e^delta - 1 - delta` with `delta = log ref - log pi`, for tokens sampled from pi: KL(pi || ref), never negative.
+
+    The term of GRPO (arXiv 2402.03300, eq. 4). For samples of pi its value is unbiased; its gradient is that of
+    KL(ref || pi), which agrees with KL(pi || ref)'s to first order in the drift.
+    """
+    return k3(delta)
+
+
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
 """By the names of `algorithm.rollout_kl.estimator`. Each maps a tensor of deltas to one of the same shape and dtype."""

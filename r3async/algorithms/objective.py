@@ -1,117 +1,94 @@
 """The loss of one micro-batch, and the sums that become the metrics of a step.
 
-`loss = sum over tokens (policy loss + coef * KL(rollout || learner)) / denominator`
+`loss = sum over tokens t of w_t (policy_t + coef KL(rollout || learner)_t + reference coef KL(learner || reference)_t
+- entropy coef entropy_t)`
 
-The denominator is the number of trained tokens of the *whole step*, known before its first micro-batch: gradients of the
-micro-batches add up to that of the step, however its samples were packed.
+The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (see `reduction`): every
+term is a plain sum, so gradients of micro-batches add up to that of the step, however its samples were packed, ordered
+or spread over ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.algorithms.kl import ESTIMATORS, k1, k2, k3
+from r3async.algorithms.kl import ESTIMATORS, k1, k2, k3, reference_k3
 from r3async.algorithms.policy_loss import POLICY_LOSSES
+from r3async.algorithms.sums import ObjectiveSums
 from r3async.config import AlgorithmConfig
+
+__all__ = ["ObjectiveSums", "TokenBatch", "objective"]
 
 
 @dataclass
-class ObjectiveSums:
-    """Sums over trained tokens, float64 scalars on the loss's device; add them over micro-batches."""
+class TokenBatch:
+    """The trained tokens of one micro-batch: M of them, of S samples that are whole in it; tensors on one device."""
 
-    tokens: Tensor
-    policy: Tensor
-    rollout_kl: Tensor
-    k1: Tensor
-    k2: Tensor
-    k3: Tensor
-    ratio: Tensor
-    ratio_squared: Tensor
-    ratio_max: Tensor
-    entropy: Tensor
-
-    def __add__(self, other: ObjectiveSums) -> ObjectiveSums:
-        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        added["ratio_max"] = torch.maximum(self.ratio_max, other.ratio_max)
-        return ObjectiveSums(**added)
-
-    @staticmethod
-    def names() -> list[str]:
-        """The sums in the order of `values`."""
-        return [f.name for f in fields(ObjectiveSums)]
-
-    @staticmethod
-    def zero() -> ObjectiveSums:
-        """Of no token at all."""
-        return ObjectiveSums(*(torch.zeros((), dtype=torch.float64) for _ in fields(ObjectiveSums)))
-
-    def values(self) -> np.ndarray:
-        """float64 `[n]` on the host, by one transfer."""
-        return torch.stack([getattr(self, name) for name in self.names()]).cpu().numpy()
-
-    def metrics(self) -> dict[str, float]:
-        """See `metrics_of`."""
-        return self.metrics_of(self.values())
-
-    @staticmethod
-    def metrics_of(values: np.ndarray) -> dict[str, float]:
-        """Means over trained tokens (nats), from `values` summed over micro-batches and ranks (`ratio_max`: their maximum).
-
-        `loss/policy + loss/rollout_kl` is the loss; `ratio/ess` is `(sum w)^2 / (n sum w^2)` of the uncapped ratios, 1 when
-        all are equal. All are 0 if no token was trained.
-        """
-        s = dict(zip(ObjectiveSums.names(), values.tolist(), strict=True))
-        n = max(s["tokens"], 1.0)
-        return {
-            "loss/policy": s["policy"] / n,
-            "loss/rollout_kl": s["rollout_kl"] / n,
-            "rollout_kl/k1": s["k1"] / n,
-            "rollout_kl/k2": s["k2"] / n,
-            "rollout_kl/k3": s["k3"] / n,
-            "ratio/max": s["ratio_max"],
-            "ratio/ess": s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0,
-            "entropy/mean": s["entropy"] / n,
-        }
+    rollout_logprobs: Tensor
+    """float32 `[M]`: log-probs under the policy that sampled the tokens (log mu)."""
+    advantages: Tensor
+    """float32 `[M]`."""
+    weights: Tensor
+    """float32 `[M]`: what each token's terms are multiplied by, 1 / the denominator of the reduction."""
+    sequence: Tensor
+    """int64 `[M]`: which of the S samples each token is of, ascending."""
+    sequences: int
+    """S."""
+    ages: Tensor
+    """int32 `[M]`: the learner's version minus the token's."""
+    mask: Tensor
+    """bool `[M]`: tokens that count; the others may hold anything (NaN too) in every other column."""
+    old_logprobs: Tensor | None = None
+    """float32 `[M]`: log-probs of the learner before the step's first update."""
+    reference_logprobs: Tensor | None = None
+    """float32 `[M]`: log-probs of the frozen reference model."""
 
 
 def objective(
-    logprobs: Tensor,
-    entropies: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    denominator: int,
-    config: AlgorithmConfig,
+    batch: TokenBatch, logprobs: Tensor, entropies: Tensor, config: AlgorithmConfig, *, rollout_kl_coef: float
 ) -> tuple[Tensor, ObjectiveSums]:
     """Scalar loss of one micro-batch, and its sums.
 
-    `logprobs` float32 `[M]`: learner's log-probs of the tokens, the only argument that receives gradient. `entropies`,
-    `rollout_logprobs`, `advantages` float32 `[M]`; `mask` bool `[M]`: tokens that count, the others may hold anything
-    (NaN too). `denominator`: trained tokens of the whole step, at least 1.
+    `logprobs` float32 `[M]`: the learner's log-probs of the tokens. `entropies` float32 `[M]`: of its distributions at
+    them; they need a gradient only if `config.entropy_coef` is not 0. Nothing else receives gradient. Without tokens the
+    loss is a 0 that can be propagated back.
     """
-    if denominator < 1:
-        raise ValueError(f"denominator is {denominator}: a step without trained tokens has no loss")
-    policy = POLICY_LOSSES[config.policy_loss](logprobs, rollout_logprobs, advantages, mask, config.ratio_cap)
-    delta = torch.where(mask, logprobs - rollout_logprobs, 0.0)
-    kl = config.rollout_kl.coef * ESTIMATORS[config.rollout_kl.estimator](delta)
-    loss = (policy + kl).sum() / denominator
+    mask, zero = batch.mask, torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    weights = torch.where(mask, batch.weights, zero)
+    logprobs = torch.where(mask, logprobs, zero)
+    delta = logprobs - torch.where(mask, batch.rollout_logprobs, zero)
+
+    terms = {
+        "policy": POLICY_LOSSES[config.policy_loss](
+            logprobs, batch.rollout_logprobs, batch.advantages, mask, config.ratio_cap
+        )
+    }
+    if rollout_kl_coef:
+        terms["rollout_kl"] = rollout_kl_coef * ESTIMATORS[config.rollout_kl.estimator](delta)
+    reference = torch.zeros_like(delta)
+    if batch.reference_logprobs is not None:
+        reference = reference_k3(torch.where(mask, batch.reference_logprobs, zero) - logprobs)
+        if config.reference_kl.coef:
+            terms["reference_kl"] = config.reference_kl.coef * reference
+    elif config.reference_kl.coef:
+        raise ValueError("`reference_kl.coef` is set, but the batch has no reference log-probs")
+    if config.entropy_coef:
+        terms["entropy_term"] = -config.entropy_coef * torch.where(mask, entropies, zero)
+    terms = {name: weights * value for name, value in terms.items()}
+    loss = torch.stack([value.sum() for value in terms.values()]).sum()
 
     exact = delta.detach().double()
     ratio = torch.where(mask, exact.exp(), 0.0)
-    sums = ObjectiveSums(
-        tokens=mask.sum(dtype=torch.float64),
-        policy=policy.detach().sum(dtype=torch.float64),
-        rollout_kl=kl.detach().sum(dtype=torch.float64),
-        k1=k1(exact).sum(),
-        k2=k2(exact).sum(),
-        k3=k3(exact).sum(),
-        ratio=ratio.sum(),
-        ratio_squared=ratio.square().sum(),
-        ratio_max=ratio.max() if len(ratio) else ratio.sum(),
-        entropy=torch.where(mask, entropies.detach(), 0.0).sum(dtype=torch.float64),
-    )
+    sums = ObjectiveSums.zero(logprobs.device)
+    for name, value in terms.items():
+        setattr(sums, name, value.detach().sum(dtype=torch.float64))
+    sums.tokens = mask.sum(dtype=torch.float64)
+    sums.k1, sums.k2, sums.k3 = k1(exact).sum(), k2(exact).sum(), k3(exact).sum()
+    sums.reference_k3 = reference.detach().sum(dtype=torch.float64)
+    sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
+    sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
+    sums.entropy = torch.where(mask, entropies.detach(), zero).sum(dtype=torch.float64)
     return loss, sums

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 import time
@@ -208,6 +209,16 @@ def test_routes_and_mask_are_all_that_a_bare_sample_lacks():
         values = np.unique(sample.table["advantages"][sample.table["loss_mask"]])
         assert len(values) == 1, "one advantage a sample"
         assert not sample.table["advantages"][~sample.table["loss_mask"]].any()
+
+
+def test_the_reports_kept_with_the_documentation_are_of_this_kind_and_the_figure_is_drawn_from_them():
+    figures = Path(__file__).parent.parent / "docs" / "figures"
+    for name in ("routing-replay.json", "routing-replay-table.json"):
+        report = msgspec.json.decode((figures / name).read_bytes(), type=Report)
+        assert report.kl_ratio >= 3
+        assert len(render(report).splitlines()) > len(report.headline)
+    drawn = runpy.run_path(str(figures / "make_routing_replay.py"))["draw"]()
+    assert drawn == (figures / "routing-replay.svg").read_text()
 
 
 @pytest.mark.engine

@@ -130,7 +130,7 @@ def sharpness(report: dict[str, Any], table: dict[str, Any]) -> Panel:
     return panel
 
 
-def main() -> None:
+def draw() -> str:
     report, table = (json.loads((HERE / f"routing-replay{kind}.json").read_text()) for kind in ("", "-table"))
     parts = [part for panel in (tails(report), sharpness(report, table)) for part in panel.parts]
     head = (
@@ -139,8 +139,8 @@ def main() -> None:
     )
     card = f'<rect class="card" width="{WIDTH}" height="{HEIGHT}" rx="8"/>'
     drawing = [head, f"<style>{STYLE}</style>", card, *parts, "</svg>"]
-    (HERE / "routing-replay.svg").write_text("\n".join(drawing) + "\n")
+    return "\n".join(drawing) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    (HERE / "routing-replay.svg").write_text(draw())

@@ -241,7 +241,7 @@ def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
         assert found.agreement_without < 1
         assert 0 <= found.grad_error_with < found.grad_error_without < 1
         assert report.steps[name].ratio > 0
-        assert report.steps[name].route_seconds > 0
+        assert math.isfinite(report.steps[name].route_seconds)
     exact = report.headline[0].learners["float32"]
     assert exact.replay.grad_error == exact.own.grad_error_own == 0, "the references themselves"
     assert "kl_ratio" in render(report)

@@ -22,14 +22,14 @@ from r3async.config import Config, config_from_dict
 from r3async.learners.megatron.backend import MegatronLearner
 from r3async.learners.replay import MicroBatchRoutes
 from r3async.records import Sample
-from tools.bench.jobs import job_main, progress
+from tools.bench.jobs import BenchError, job_main, progress
 from tools.bench.replay_records import LearnerDone, LearnerJob
 from tools.bench.replay_rollouts import read_samples
 from tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
 
 INSIDE_STEPS = 3
 """Steps of each kind in which the time inside of the routes is taken."""
-NO_STEP = 1e-12
+NO_STEP = 1e-30
 """Learning rate of every step here: too small to change a weight, so that all passes see the same model."""
 
 
@@ -120,7 +120,14 @@ def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]
     delta = [
         (s - t["rollout_logprobs"].astype(np.float64))[t["loss_mask"]] for s, t in zip(scored, tables, strict=True)
     ]
-    return Pass(np.concatenate(delta), gradient, metrics["routing/agreement"])
+    done = Pass(np.concatenate(delta), gradient, metrics["routing/agreement"])
+    # The step that was just taken must have seen the same differences and the same gradient as are reported here.
+    norm = sum(float(np.square(g, dtype=np.float64).sum()) for g in gradient) ** 0.5
+    k3 = float(np.mean(np.expm1(done.delta) - done.delta))
+    for name, value in (("rollout_kl/k3", k3), ("grad_norm", norm)):
+        if not np.isclose(value, metrics[name], rtol=1e-3, atol=1e-9):
+            raise BenchError(f"{name} is {value:.6g} here and {metrics[name]:.6g} in the learner's own step")
+    return done
 
 
 def comparisons(job: LearnerJob, samples: Sequence[Sample], directory: Path) -> dict[str, Comparison]:

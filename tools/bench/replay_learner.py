@@ -43,7 +43,7 @@ class Pass:
 
 
 def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
-    """The policy loss alone, without the KL term; any recorded fraction will do."""
+    """Truncated importance sampling alone, without the KL term; any recorded fraction will do."""
     return config_from_dict(
         {
             "learner": {
@@ -52,7 +52,7 @@ def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
                 "threads": 1,
                 "max_tokens_per_micro_batch": job.max_tokens_per_micro_batch,
             },
-            "algorithm": {"rollout_kl": {"coef": 0.0}},
+            "algorithm": {"policy_loss": "tis", "rollout_kl": {"coef": 0.0}},
             "routing": {"replay": replay, "min_recorded_fraction": 0.0},
             "episode": {"max_total_tokens": job.max_tokens_per_micro_batch, "max_prompt_tokens": 1},
         }

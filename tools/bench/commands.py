@@ -58,6 +58,22 @@ def replay(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="loss")
+def loss(
+    json: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="few tokens and a small vocabulary")] = False,
+) -> None:
+    """Memory and time of the loss's log-probs, by chunks, against all logits at once."""
+    from tools.bench.loss import render, run
+
+    try:
+        report = run(quick, say_on_stderr)
+    except BenchError as error:
+        typer.echo(f"the benchmark failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
 def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]

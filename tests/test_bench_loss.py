@@ -1,0 +1,21 @@
+"""`r3async bench loss`: both forms compute the same, and the report says so."""
+
+from __future__ import annotations
+
+import msgspec
+from typer.testing import CliRunner
+
+from tools.bench.loss import Report
+from tools.cli import app
+
+
+def test_both_forms_give_the_same_loss_and_gradient():
+    answer = CliRunner().invoke(app, ["bench", "loss", "--quick", "--json"])
+    assert answer.exit_code == 0, answer.output
+    report = msgspec.json.decode(answer.stdout.splitlines()[-1], type=Report)
+    assert report.benchmark == "loss"
+    assert abs(report.naive.loss - report.chunked.loss) < 1e-5 * report.naive.loss
+    assert report.gradient_difference < 1e-5
+    assert report.naive.peak_mib > 0
+    assert report.chunked.peak_mib > 0
+    assert len(report.chunked.seconds) == report.job.repeats

@@ -16,10 +16,13 @@ samples of pi (the KL to a frozen reference), and is not here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+TANGENT_FROM = 20.0
 
 
 def k1(delta: Tensor) -> Tensor:
@@ -38,13 +41,16 @@ def k2(delta: Tensor) -> Tensor:
 
 
 def k3(delta: Tensor) -> Tensor:
-    """`e^delta - 1 - delta`. Unbiased in value and in gradient, never negative.
+    """`e^delta - 1 - delta`; beyond delta = 20, its tangent there. Unbiased in value and in gradient, never negative.
 
     Computed by `expm1`, and near 0 by its series up to the fourth order (relative error below 1e-7): there the two terms
-    cancel, and in float32 would leave little of the value below 1e-5 and nothing of the gradient below 1e-7.
+    cancel, and in float32 would leave little of the value below 1e-5 and nothing of the gradient below 1e-7. The tangent
+    keeps a token that mu would sample once in 5e8 from overflowing, and its gradient from vanishing as a clamp's would.
     """
+    bounded = delta.clamp(max=TANGENT_FROM)
+    tangent = torch.where(delta > TANGENT_FROM, math.expm1(TANGENT_FROM) * (delta - TANGENT_FROM), 0.0)
     series = 0.5 * delta.square() * (1 + delta / 3 * (1 + delta / 4))
-    return torch.where(delta.abs() < 1e-2, series, torch.expm1(delta) - delta)
+    return torch.where(delta.abs() < 1e-2, series, torch.expm1(bounded) - bounded + tangent)
 
 
 def reference_k3(delta: Tensor) -> Tensor:

@@ -5,7 +5,11 @@
 
 The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (see `reduction`): every
 term is a plain sum, so gradients of micro-batches add up to that of the step, however its samples were packed, ordered
-or spread over ranks.
+or spread over ranks. What a policy loss needs of a whole sample, it finds, since samples are whole in a micro-batch.
+
+Tokens that are masked out may hold anything: each column is replaced by 0 there before anything is computed, by
+`torch.where`. At a token that counts, a log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing
+hides it. (Tokens whose *rollout* log-prob is not finite are for the caller to mask out, and to count.)
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from r3async.algorithms.kl import ESTIMATORS, k1, k2, k3, reference_k3
-from r3async.algorithms.policy_loss import POLICY_LOSSES
+from r3async.algorithms.correction import correction_mask
+from r3async.algorithms.kl import ESTIMATORS, reference_k3
+from r3async.algorithms.policy_loss import LossInputs, needs_old_logprobs, policy_loss
 from r3async.algorithms.sums import ObjectiveSums
 from r3async.config import AlgorithmConfig
 
@@ -55,40 +60,73 @@ def objective(
     `logprobs` float32 `[M]`: the learner's log-probs of the tokens. `entropies` float32 `[M]`: of its distributions at
     them; they need a gradient only if `config.entropy_coef` is not 0. Nothing else receives gradient. Without tokens the
     loss is a 0 that can be propagated back.
+
+    Raises `ValueError` if log-probs that the configuration needs are missing.
     """
-    mask, zero = batch.mask, torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    weights = torch.where(mask, batch.weights, zero)
-    logprobs = torch.where(mask, logprobs, zero)
-    delta = logprobs - torch.where(mask, batch.rollout_logprobs, zero)
+    mask = batch.mask
 
-    terms = {
-        "policy": POLICY_LOSSES[config.policy_loss](
-            logprobs, batch.rollout_logprobs, batch.advantages, mask, config.ratio_cap
-        )
-    }
+    def clean(column: Tensor) -> Tensor:
+        return torch.where(mask, column, 0.0)
+
+    def needed(column: Tensor | None, name: str, needs: bool) -> Tensor | None:
+        if needs and column is None:
+            raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
+        return None if column is None else clean(column)
+
+    old = needed(batch.old_logprobs, "old_logprobs", needs_old_logprobs(config))
+    reference = needed(batch.reference_logprobs, "reference_logprobs", config.reference_kl.coef != 0)
+    weights, rollout, entropies = clean(batch.weights), clean(batch.rollout_logprobs), clean(entropies)
+    logprobs = clean(logprobs)
+
+    kept = correction_mask(logprobs, rollout, batch.ages, mask, batch.sequence, batch.sequences, config.correction)
+    policy = policy_loss(config.policy_loss)(_loss_inputs(logprobs, rollout, old, batch, kept, config))
+    terms = {"policy": torch.where(kept, policy.value, 0.0)}
     if rollout_kl_coef:
-        terms["rollout_kl"] = rollout_kl_coef * ESTIMATORS[config.rollout_kl.estimator](delta)
-    reference = torch.zeros_like(delta)
-    if batch.reference_logprobs is not None:
-        reference = reference_k3(torch.where(mask, batch.reference_logprobs, zero) - logprobs)
-        if config.reference_kl.coef:
-            terms["reference_kl"] = config.reference_kl.coef * reference
-    elif config.reference_kl.coef:
-        raise ValueError("`reference_kl.coef` is set, but the batch has no reference log-probs")
+        terms["rollout_kl"] = rollout_kl_coef * ESTIMATORS[config.rollout_kl.estimator](logprobs - rollout)
+    if reference is not None and config.reference_kl.coef:
+        terms["reference_kl"] = config.reference_kl.coef * reference_k3(reference - logprobs)
     if config.entropy_coef:
-        terms["entropy_term"] = -config.entropy_coef * torch.where(mask, entropies, zero)
-    terms = {name: weights * value for name, value in terms.items()}
-    loss = torch.stack([value.sum() for value in terms.values()]).sum()
+        terms["entropy_bonus"] = -config.entropy_coef * torch.where(kept, entropies, 0.0)
+    weighted = {name: weights * value for name, value in terms.items()}
+    loss = torch.stack([value.sum() for value in weighted.values()]).sum()
 
-    exact = delta.detach().double()
-    ratio = torch.where(mask, exact.exp(), 0.0)
-    sums = ObjectiveSums.zero(logprobs.device)
-    for name, value in terms.items():
+    sums = ObjectiveSums.of_batch(
+        logprobs.detach(),
+        rollout,
+        reference,
+        entropies.detach(),
+        mask=mask,
+        kept=kept,
+        clipped=policy.clipped & kept,
+        sequence=batch.sequence,
+        sequences=batch.sequences,
+    )
+    for name, value in weighted.items():
         setattr(sums, name, value.detach().sum(dtype=torch.float64))
-    sums.tokens = mask.sum(dtype=torch.float64)
-    sums.k1, sums.k2, sums.k3 = k1(exact).sum(), k2(exact).sum(), k3(exact).sum()
-    sums.reference_k3 = reference.detach().sum(dtype=torch.float64)
-    sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
-    sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
-    sums.entropy = torch.where(mask, entropies.detach(), zero).sum(dtype=torch.float64)
     return loss, sums
+
+
+def _loss_inputs(
+    logprobs: Tensor,
+    rollout: Tensor,
+    old: Tensor | None,
+    batch: TokenBatch,
+    kept: Tensor,
+    config: AlgorithmConfig,
+) -> LossInputs:
+    """What the policy loss sees: 0 wherever it does not train."""
+    rollout = torch.where(kept, rollout, 0.0)
+    old = None if old is None else torch.where(kept, old, 0.0)
+    anchor = rollout if config.anchor == "rollout" else old
+    assert anchor is not None
+    return LossInputs(
+        logprobs=torch.where(kept, logprobs, 0.0),
+        anchor_logprobs=anchor,
+        rollout_logprobs=rollout,
+        old_logprobs=old,
+        advantages=torch.where(kept, batch.advantages, 0.0),
+        mask=kept,
+        sequence=batch.sequence,
+        sequences=batch.sequences,
+        config=config,
+    )

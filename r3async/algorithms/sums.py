@@ -1,4 +1,8 @@
-"""What a step reports of its loss: sums over trained tokens that add up over micro-batches and ranks."""
+"""What a step reports of its loss: sums over trained tokens and samples that add up over micro-batches and ranks.
+
+pi: the learner; mu: the rollout policy; `delta = log pi - log mu` and `r = e^clamp(delta, -20, 20)` at a token. Means over
+tokens are over the n trained ones, corrected or not; means over samples are over the N that have a trained token.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from r3async.algorithms.kl import k1, k2, k3, reference_k3
+from r3async.algorithms.policy_loss import bounded_exp
+from r3async.algorithms.segments import segment_count, segment_mean, segment_sum
+
 
 @dataclass
 class ObjectiveSums:
     """float64 scalars on the loss's device. All are sums, except those that `maxima` names."""
 
-    tokens: Tensor
+    # The terms of the loss, each token's multiplied by its weight.
     policy: Tensor
     rollout_kl: Tensor
     reference_kl: Tensor
-    entropy_term: Tensor
+    entropy_bonus: Tensor
+    # Over trained tokens.
+    tokens: Tensor
     k1: Tensor
     k2: Tensor
     k3: Tensor
@@ -26,9 +36,18 @@ class ObjectiveSums:
     ratio_squared: Tensor
     ratio_max: Tensor
     entropy: Tensor
+    clipped: Tensor
+    left_out: Tensor
+    # Over samples that have a trained token.
+    samples: Tensor
+    samples_left_out: Tensor
+    learner_perplexity: Tensor
+    rollout_perplexity: Tensor
+    perplexity_ratio: Tensor
+    sample_ratio_squared: Tensor
 
     def __add__(self, other: ObjectiveSums) -> ObjectiveSums:
-        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        added = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
         added |= {name: torch.maximum(getattr(self, name), getattr(other, name)) for name in self.maxima()}
         return ObjectiveSums(**added)
 
@@ -47,6 +66,48 @@ class ObjectiveSums:
         """Of no token at all."""
         return ObjectiveSums(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(ObjectiveSums)))
 
+    @staticmethod
+    def of_batch(
+        logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        reference_logprobs: Tensor | None,
+        entropies: Tensor,
+        *,
+        mask: Tensor,
+        kept: Tensor,
+        clipped: Tensor,
+        sequence: Tensor,
+        sequences: int,
+    ) -> ObjectiveSums:
+        """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, 0 where `mask` is False;
+        `kept`, `clipped` bool `[M]`: which of `mask` the policy loss trains, and clips."""
+        sums = ObjectiveSums.zero(logprobs.device)
+        logprobs, rollout_logprobs = logprobs.double(), rollout_logprobs.double()
+        delta = logprobs - rollout_logprobs
+        ratio = torch.where(mask, bounded_exp(delta), 0.0)
+        sums.tokens = mask.sum(dtype=torch.float64)
+        sums.k1, sums.k2, sums.k3 = k1(delta).sum(), k2(delta).sum(), k3(delta).sum()
+        if reference_logprobs is not None:
+            sums.reference_k3 = reference_k3(reference_logprobs.double() - logprobs).sum()
+        sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
+        sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
+        sums.entropy = entropies.sum(dtype=torch.float64)
+        sums.clipped = clipped.sum(dtype=torch.float64)
+        sums.left_out = (mask & ~kept).sum(dtype=torch.float64)
+
+        def over_samples(values: Tensor) -> Tensor:
+            return torch.where(trained, values, 0.0).sum()
+
+        trained = segment_count(mask, sequence, sequences) > 0
+        learner, rollout = (segment_mean(x, mask, sequence, sequences) for x in (logprobs, rollout_logprobs))
+        sums.samples = trained.sum(dtype=torch.float64)
+        sums.samples_left_out = over_samples((segment_count(kept, sequence, sequences) == 0).double())
+        sums.learner_perplexity = over_samples((-learner).exp())
+        sums.rollout_perplexity = over_samples((-rollout).exp())
+        sums.perplexity_ratio = over_samples(bounded_exp(rollout - learner))
+        sums.sample_ratio_squared = over_samples(bounded_exp(segment_sum(delta, mask, sequence, sequences)).square())
+        return sums
+
     def values(self) -> np.ndarray:
         """float64 `[n]` on the host, by one transfer."""
         return torch.stack([getattr(self, name) for name in self.names()]).cpu().numpy()
@@ -57,22 +118,44 @@ class ObjectiveSums:
 
     @staticmethod
     def metrics_of(values: np.ndarray) -> dict[str, float]:
-        """From `values` combined over micro-batches and ranks. `loss/*` (sums of weighted terms) add up to the loss; the
-        others are means over trained tokens, in nats. `ratio/ess` is `(sum w)^2 / (n sum w^2)` of the uncapped ratios, 1
-        when all are equal. All are 0 if no token was trained.
+        """From `values` combined over micro-batches and ranks. All are 0 if no token was trained.
+
+        * `loss/*`: the terms of the loss, which they add up to (`loss/entropy` is the bonus, so negative).
+        * `rollout_kl/k1`, `/k2`, `/k3`: means of the estimators of KL(mu || pi), see `kl`; `reference_kl/k3`: of
+          KL(pi || reference), 0 without a reference model. `entropy/mean`: nats.
+        * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when all
+          ratios are equal.
+        * `rollout_corr/*`, the vocabulary of verl's rollout correction: `kl` = k1, `k3_kl` = k3, `ess` = `ratio/ess`;
+          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over samples of e^2clamp(sum(delta), -20, 20) - 1`, both
+          estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over samples of `e^-mean(log pi)`, of
+          `e^-mean(log mu)`; `ppl_ratio` = mean over samples of `e^-mean(delta)`; `clipped_fraction`: of trained tokens,
+          those that a bound of the policy loss held; `masked_fraction`: those that `correction` left out of it, and
+          `masked_sequence_fraction`: samples of which it left out every token.
         """
         s = dict(zip(ObjectiveSums.names(), values.tolist(), strict=True))
-        n = max(s["tokens"], 1.0)
+        n, samples = max(s["tokens"], 1.0), max(s["samples"], 1.0)
+        ess = s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0
         return {
             "loss/policy": s["policy"],
             "loss/rollout_kl": s["rollout_kl"],
             "loss/reference_kl": s["reference_kl"],
-            "loss/entropy": s["entropy_term"],
+            "loss/entropy": s["entropy_bonus"],
             "rollout_kl/k1": s["k1"] / n,
             "rollout_kl/k2": s["k2"] / n,
             "rollout_kl/k3": s["k3"] / n,
             "reference_kl/k3": s["reference_k3"] / n,
             "ratio/max": s["ratio_max"],
-            "ratio/ess": s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0,
+            "ratio/ess": ess,
             "entropy/mean": s["entropy"] / n,
+            "rollout_corr/kl": s["k1"] / n,
+            "rollout_corr/k3_kl": s["k3"] / n,
+            "rollout_corr/ess": ess,
+            "rollout_corr/chi2_token": s["ratio_squared"] / n - 1 if s["tokens"] else 0.0,
+            "rollout_corr/chi2_seq": s["sample_ratio_squared"] / samples - 1 if s["samples"] else 0.0,
+            "rollout_corr/training_ppl": s["learner_perplexity"] / samples,
+            "rollout_corr/rollout_ppl": s["rollout_perplexity"] / samples,
+            "rollout_corr/ppl_ratio": s["perplexity_ratio"] / samples,
+            "rollout_corr/clipped_fraction": s["clipped"] / n,
+            "rollout_corr/masked_fraction": s["left_out"] / n,
+            "rollout_corr/masked_sequence_fraction": s["samples_left_out"] / samples,
         }

@@ -1,0 +1,68 @@
+"""The controller of the trust region: which coefficient the next step's KL term has, and which step is refused.
+
+What is measured after each step is the mean of k3 over its trained tokens (`rollout_kl/k3`): unbiased for KL(rollout ||
+learner), never negative, and the same whatever estimator the loss uses.
+"""
+
+from __future__ import annotations
+
+import math
+
+from r3async.config import RolloutKLConfig
+
+ERROR_LIMIT = 2.0
+"""e-folds of error that count: one wild step moves the coefficient no further than drift of 7 times the target does."""
+
+
+class TrustRegion:
+    """Coefficient of one run. No clock, no randomness: the same measurements give the same coefficients.
+
+    With a `target`, after each step, for the error `e = clamp(log(measured / target), -2, 2)`:
+
+        log coef += gain * (e + e - e_before), within log coef_min .. log coef_max
+
+    A proportional-integral controller of log coef in velocity form, so that a bound does not wind it up. Drift falls by a
+    power (0 to 2, roughly) of the coefficient, some steps late: staleness delays what a step changes until its tokens
+    are trained. In logarithms that is a delay, and a gain of at most 2, for which a `gain` of 0.1 is stable up to a delay of
+    8 steps. (PPO's penalty, arXiv 1707.06347, eq. 8, doubles or halves its coefficient instead, and oscillates.)
+    """
+
+    def __init__(self, config: RolloutKLConfig):
+        self._config = config
+        self._coef = config.coef
+        self._error: float | None = None
+
+    @property
+    def coef(self) -> float:
+        """Of the next step."""
+        return self._coef
+
+    def update(self, measured: float) -> None:
+        """Once after each step. A measurement that is not finite changes nothing."""
+        target = self._config.target
+        if target is None or not math.isfinite(measured):
+            return
+        ratio = max(measured, 0.0) / target
+        error = min(max(math.log(ratio), -ERROR_LIMIT), ERROR_LIMIT) if ratio > 0 else -ERROR_LIMIT
+        before = error if self._error is None else self._error
+        step = self._config.gain * (error + error - before)
+        self._coef, self._error = self._bounded(self._coef * math.exp(step)), error
+
+    def breaks(self, measured: float) -> bool:
+        """Whether a step with that drift must make no optimizer update: above `max`, or not finite. Never without `max`."""
+        limit = self._config.max
+        return limit is not None and not (math.isfinite(measured) and measured <= limit)
+
+    def state(self) -> dict[str, float | None]:
+        """For a checkpoint."""
+        return {"coef": self._coef, "error": self._error}
+
+    def restore(self, state: dict[str, float | None]) -> None:
+        """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
+        coef = state["coef"]
+        if self._config.target is None or coef is None:
+            return
+        self._coef, self._error = self._bounded(coef), state["error"]
+
+    def _bounded(self, coef: float) -> float:
+        return min(max(coef, self._config.coef_min), self._config.coef_max)

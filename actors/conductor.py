@@ -56,7 +56,9 @@ class Conductor:
             max_staleness=schedule.max_staleness,
             groups_per_step=schedule.groups_per_step,
             samples_per_group=schedule.samples_per_group,
-            steps=self.config.steps,
+            steps_per_publication=schedule.steps_per_publication,
+            # Steps that take as many groups as have enough tokens need nobody knows how many.
+            total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
             task_seed=self._task_seed,
         )
         self.generators: dict[str, Generator] = {}
@@ -64,6 +66,10 @@ class Conductor:
         self._routing: dict[str, int] | None = None
         self._endpoint = ""
         self._manifest: tuple[int, bytes] = (-1, b"")
+        self._consumed: dict[int, int] = {0: 0}
+        """By published version: the groups that it and all earlier ones were trained from."""
+        self._made = 0
+        """Version that the last step made, or had a part in."""
         self._published = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopping = False
@@ -206,7 +212,7 @@ class Conductor:
         for generator in self.generators.values():
             await self._install(generator)
             generator.state = "healthy"
-        self.admission.installed(0)
+        self.admission.installed(0, 0)
         if not self.config.weights.probe:
             return
         self._phase = "probing weights"
@@ -235,7 +241,7 @@ class Conductor:
         """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made."""
         steps = 0
         while steps < self.config.steps and not self._stopping:
-            step = asyncio.ensure_future(self.learner.train_step.remote())
+            step = asyncio.ensure_future(self.learner.train_step.remote(last=steps + 1 == self.config.steps))
             while not step.done():
                 await asyncio.wait([step, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in background:
@@ -248,8 +254,11 @@ class Conductor:
                 break
             steps += 1
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
-            self._manifest = (result["version"], result["manifest"])
-            self._published.set()
+            self._made = result["version"]
+            if result["manifest"] is not None:
+                self._consumed[self._made] = result["consumed"]
+                self._manifest = (self._made, result["manifest"])
+                self._published.set()
         await self._settle()
         return steps
 
@@ -259,7 +268,7 @@ class Conductor:
         while not self.book.empty and time.monotonic() < deadline:
             self._published.set()
             await asyncio.sleep(0.05)
-        self._delivered(self._manifest[0], 0.0, 0.0)
+        self._delivered(self._made, 0.0, 0.0)
 
     async def _deliver_forever(self) -> None:
         """Install the newest published weights in every live generator; free slots; write the rows of what was trained."""
@@ -282,7 +291,7 @@ class Conductor:
                     pauses.append(result["pause_seconds"])
             if not any(g.version >= version for g in self.generators.values()):
                 continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
-            self.admission.installed(version)
+            self.admission.installed(version, self._consumed[version])
             self._delivered(version, time.monotonic() - before, max(pauses))
 
     def _delivered(self, version: int, update_seconds: float, pause_seconds: float) -> None:

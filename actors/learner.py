@@ -16,15 +16,17 @@ import numpy as np
 
 from actors.process import redirect_output
 from actors.ranks import LocalLearner, RankedLearner
-from r3async.algorithms.advantages import group_advantages
 from r3async.batching.packing import pack
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.validation import validate_trajectory
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
+from r3async.learners.prepare import prepare
+from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
 from r3async.observe.tracing import StepTracer
 from r3async.records import Trajectory
+from r3async.scheduling.admission import most_groups
 from r3async.transport.receiver import Receiver, Refuse
 
 CLOSE_SECONDS = 5.0
@@ -48,8 +50,12 @@ class LearnerActor:
         self.backend: LocalLearner | RankedLearner | None = None
         self._gpus_per_rank = gpus_per_rank
         self.version = 0
-        """Steps consumed. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
+        """Versions published. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
         are freed by it, and generators see time pass."""
+        self.steps = 0
+        self._consumed = 0
+        self._since = [0, 0]
+        """Steps made, and groups consumed, since the last version was published."""
         self._vocab_size = 0
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._arrived = asyncio.Event()
@@ -109,28 +115,35 @@ class LearnerActor:
         """Episodes of these groups that have not arrived."""
         return {g: self.buffer.missing(g) for g in group_indices}
 
-    async def train_step(self) -> dict[str, Any] | None:
-        """Wait for the next groups, train one optimizer step on them, publish the new weights.
+    async def train_step(self, last: bool = False) -> dict[str, Any] | None:
+        """Wait for the next groups, train one step on them, publish the new weights when it is time, or if it is the `last`.
 
-        Returns metrics, manifest and episode previews; None if interrupted while waiting. Raises `TimeoutError` with
-        what is missing if nothing arrives for `supervise.stall_seconds`.
+        Returns metrics, manifest (None if nothing was published), groups consumed so far, and episode previews; None if
+        interrupted while waiting. Raises `TimeoutError` with what is missing if nothing arrives for
+        `supervise.stall_seconds`.
         """
         waited_from = time.monotonic()
-        if not await self._wait_for_groups():
+        if not (count := await self._wait_for_groups()):
             return None
         waited = time.monotonic() - waited_from
-        groups, _ = self.buffer.take(self.config.schedule.groups_per_step)
+        groups, _ = self.buffer.take(count)
         trajectories = [t for g in groups for t in g]
         version = self.version
         step_from = time.monotonic()
         metrics = await self._in_torch(self._train, groups)
         trained = time.monotonic()
-        self.version += 1
+        self.steps += 1
+        self._consumed += count
+        self._since = [self._since[0] + 1, self._since[1] + count]
         if metrics["optimizer/skipped"]:
-            self.events.warning("step_skipped", version=self.version, grad_norm=metrics["grad_norm"])
+            self.events.warning("step_skipped", step=self.steps, grad_norm=metrics["grad_norm"])
         for group in groups:
             self.receiver.forget(group[0].group_index)
-        manifest = await self.publish()
+        manifest = None
+        if last or self._since[0] == self.config.schedule.steps_per_publication:
+            self.version += 1
+            self._since = [0, 0]
+            manifest = await self.publish()
         metrics |= self._episode_metrics(trajectories, version)
         metrics |= {
             "transport/received": self.receiver.received,
@@ -140,20 +153,37 @@ class LearnerActor:
             "learner/step_seconds": trained - step_from,
             "weights/publish_seconds": time.monotonic() - trained,
             "buffer/ready_groups": self.buffer.ready_groups(),
+            "batch/groups": count,
         }
         previews = [
             {"group": t.group_index, "reward": t.reward, "messages": t.preview, "rewards": [x.reward for x in t.turns]}
             for t in trajectories
             if t.preview
         ]
-        return {"metrics": metrics, "manifest": manifest, "version": self.version, "previews": previews[:2]}
+        return {
+            "metrics": metrics,
+            "manifest": manifest,
+            "version": version + 1,
+            "consumed": self._consumed,
+            "previews": previews[:2],
+        }
 
-    async def _wait_for_groups(self) -> bool:
-        count, stall = self.config.schedule.groups_per_step, self.config.supervise.stall_seconds
+    async def _wait_for_groups(self) -> int:
+        """How many groups the next step takes; 0 if interrupted."""
+        schedule, stall = self.config.schedule, self.config.supervise.stall_seconds
+        at_least = at_most = schedule.groups_per_step
+        if schedule.tokens_per_step:
+            steps, consumed = self._since
+            at_most = most_groups(
+                slots=(schedule.max_staleness + 1) * at_least * schedule.steps_per_publication,
+                groups_per_step=at_least,
+                steps_left=schedule.steps_per_publication - steps,
+                consumed_since=consumed,
+            )
         last, held = time.monotonic(), -1
-        while not self.buffer.ready(count):
+        while not (count := self.buffer.enough(at_least, at_most, schedule.tokens_per_step)):
             if self._interrupted:
-                return False
+                return 0
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), 1.0)
@@ -161,20 +191,30 @@ class LearnerActor:
                 last, held = time.monotonic(), self.receiver.received
             elif time.monotonic() - last > stall:
                 first = self.buffer.next_group
-                lacking = {g: self.buffer.missing(g) for g in range(first, first + count) if self.buffer.missing(g)}
+                lacking = {g: self.buffer.missing(g) for g in range(first, first + at_least) if self.buffer.missing(g)}
                 raise TimeoutError(
                     f"no trajectory arrived for {stall:.0f} s (supervise.stall_seconds); missing by group: {lacking}"
                 )
-        return not self._interrupted
+        return 0 if self._interrupted else count
 
     def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:
-        settings = self.config.algorithm
-        samples = [s for g in groups for s in group_advantages(g, settings.credit, settings.normalize_std)]
-        micro_batches = pack(samples, self.config.learner.max_tokens_per_micro_batch)
         assert self.backend is not None
-        result = self.backend.train_step(micro_batches, trace=self.tracer.wants(samples))
-        self.tracer.write(self.version + 1, samples, result)
-        return result.metrics
+        minibatches, metrics = prepare(groups, self.config)
+        samples = [s for part in minibatches for s in part]
+        packed = [pack(part, self.config.learner.max_tokens_per_micro_batch) for part in minibatches]
+        results = self.backend.train(packed, version=self.version, trace=self.tracer.wants(samples))
+        for result in results:
+            if result.metrics["optimizer/broken"]:
+                self.events.error(
+                    "trust_region_broke",
+                    step=self.steps + 1,
+                    measured=result.metrics[MEASURED_DRIFT],
+                    allowed=self.config.algorithm.rollout_kl.max,
+                    hint="algorithm.rollout_kl.max: no update was made; look at staleness, lr and routing/agreement",
+                )
+        result = combined(results)
+        self.tracer.write(self.steps + 1, samples, result)
+        return result.metrics | metrics
 
     @staticmethod
     def _episode_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actors.process import redirect_output
+from r3async.algorithms.policy_loss import needs_old_logprobs
 from r3async.batching.packing import MicroBatch, shares
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher, default_directory
+
+
+def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence[np.ndarray]) -> list[MicroBatch]:
+    """The micro-batches with a column more."""
+    return [replace(m, table=m.table.with_columns(**{name: v})) for m, v in zip(micro_batches, values, strict=True)]
 
 
 class LocalLearner:
@@ -36,11 +43,21 @@ class LocalLearner:
     def vocab_size(self) -> int:
         return self._backend.vocab_size
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
-        """See `LearnerBackend.train_step`. With `routing.replay = learner` the routes are recorded here first."""
+    def train(
+        self, minibatches: Sequence[Sequence[MicroBatch]], *, version: int, trace: bool = False
+    ) -> list[StepResult]:
+        """One optimizer step for each minibatch. What is asked of the model as it is before the first of them comes first:
+        its own routes (`routing.replay = learner`), its log-probs, those of the reference model."""
+        algorithm = self._config.algorithm
+        batches = [list(m) for m in minibatches]
         if self._config.routing.replay == "learner":
-            micro_batches = self._backend.record_routes(micro_batches)
-        return self._backend.train_step(micro_batches, trace=trace)
+            batches = [self._backend.record_routes(b) for b in batches]
+        if needs_old_logprobs(algorithm):
+            batches = [with_column(b, "old_logprobs", self._backend.logprobs(b)) for b in batches]
+        if algorithm.reference_kl.coef:
+            values = [self._backend.logprobs(b, reference=True) for b in batches]
+            batches = [with_column(b, "reference_logprobs", v) for b, v in zip(batches, values, strict=True)]
+        return [self._backend.train_step(b, version=version, trace=trace) for b in batches]
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """See `LearnerBackend.score`."""
@@ -146,20 +163,23 @@ class RankedLearner:
     def _all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self._wait([rank.call.remote(name, *args, **kwargs) for rank in self._ranks])
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
-        """See `LearnerBackend.train_step`; the traces are those of all ranks."""
+    def train(
+        self, minibatches: Sequence[Sequence[MicroBatch]], *, version: int, trace: bool = False
+    ) -> list[StepResult]:
+        """See `LocalLearner.train`; the traces are those of all ranks."""
         p = self._config.learner.parallel
-        given = [self._ray.put(share) for share in shares(micro_batches, p.dp)]
+        divided = [shares(m, p.dp) for m in minibatches]
+        given = [self._ray.put([d[rank] for d in divided]) for rank in range(p.dp)]
         # Megatron's order of ranks: tp varies fastest, then dp, then pp.
         calls = [
-            actor.call.remote("train_step", given[rank // p.tp % p.dp], trace=trace)
+            actor.call.remote("train", given[rank // p.tp % p.dp], version=version, trace=trace)
             for rank, actor in enumerate(self._ranks)
         ]
-        results: list[StepResult] = self._wait(calls)
-        first = results[0]
-        return StepResult(
-            first.metrics, first.layer_agreement, first.expert_load, [t for r in results for t in r.traces]
-        )
+        answers: list[list[StepResult]] = self._wait(calls)
+        return [
+            StepResult(r[0].metrics, r[0].layer_agreement, r[0].expert_load, [t for rank in r for t in rank.traces])
+            for r in zip(*answers, strict=True)
+        ]
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """See `LearnerBackend.score`."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3async.algorithms.objective import objective
+from r3async.algorithms.objective import TokenBatch, objective
 from r3async.batching.packing import MicroBatch, pack, padding_like
 from r3async.config import Config, config_from_dict
 from tests import helpers_models as hm
@@ -40,6 +40,12 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
     return mine + [padding_like(micro_batches[0], 1 + 2 * dp_rank)] * (count - len(mine))
 
 
+class _NoOptimizer:
+    """Takes no step: the gradients are looked at."""
+
+    def step(self) -> None: ...
+
+
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
     from r3async.learners.megatron.backend import MegatronLearner
@@ -58,13 +64,9 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
             optimizer._reduce([m.grad for m in optimizer._masters])
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
-        result = step.result(
-            optimizer.not_stepped(),
-            learner.replay.take_counts(),
-            learner.replay.columns,
-            len(learner._shape.moe_layers),
-            holds_loss=learner.layout.holds_loss,
-        )
+        step.update(_NoOptimizer(), learner.trust_region, holds_loss=learner.layout.holds_loss)
+        counts = learner.replay.take_counts()
+        result = step.result(optimizer.skip(), counts, learner.replay.columns, len(learner._shape.moe_layers))
         assert learner.replay.current is None
         assert learner.replay._open == []
         return {
@@ -98,15 +100,17 @@ def reference(
             rows = np.flatnonzero(table["loss_mask"])
             everything = torch.log_softmax(logits, -1)
             logprobs = everything[rows - 1].gather(1, ids[rows][:, None])[:, 0]
-            loss, _ = objective(
-                logprobs,
-                torch.zeros(len(rows)),
-                torch.from_numpy(table["rollout_logprobs"][rows]),
-                torch.from_numpy(table["advantages"][rows]),
-                torch.ones(len(rows), dtype=torch.bool),
-                trained,
-                settings.algorithm,
+            tokens = TokenBatch(
+                rollout_logprobs=torch.from_numpy(table["rollout_logprobs"][rows]),
+                advantages=torch.from_numpy(table["advantages"][rows]),
+                weights=torch.full((len(rows),), 1 / trained),
+                sequence=torch.zeros(len(rows), dtype=torch.int64),
+                sequences=1,
+                ages=torch.zeros(len(rows), dtype=torch.int32),
+                mask=torch.ones(len(rows), dtype=torch.bool),
             )
+            coef = settings.algorithm.rollout_kl.coef
+            loss, _ = objective(tokens, logprobs, torch.zeros(len(rows)), settings.algorithm, rollout_kl_coef=coef)
             loss.backward()
             total += float(loss.detach())
     return total, {n: g.numpy() for n, g in hf_gradients(model).items()}

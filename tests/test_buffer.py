@@ -33,11 +33,11 @@ def test_groups_leave_in_lease_order_whatever_order_they_arrive_in():
     buffer = GroupBuffer(2)
     for group, episode in [(1, 1), (1, 0), (0, 1), (2, 0)]:
         assert buffer.add(make_trajectory(group, episode), 10)
-    assert not buffer.ready(1)
+    assert not buffer.enough(1, 1, 0)
     assert buffer.missing(0) == [0]
     buffer.add(make_trajectory(0, 0), 10)
-    assert buffer.ready(2)
-    assert not buffer.ready(3)
+    assert buffer.enough(2, 2, 0) == 2
+    assert not buffer.enough(3, 3, 0)
     groups, nbytes = buffer.take(2)
     assert [[t.trajectory_id for t in g] for g in groups] == [["g0e0", "g0e1"], ["g1e0", "g1e1"]]
     assert nbytes == 40
@@ -95,3 +95,21 @@ def test_a_mixture_of_experts_without_routes_is_refused():
     with pytest.raises(InvalidTrajectory, match="no routes"):
         check(trajectory)
     check(trajectory, routing=None)
+
+
+def test_a_batch_is_enough_with_its_groups_or_with_its_tokens():
+    buffer = GroupBuffer(1)
+    for group, tokens in enumerate([3, 4, 5, 6]):
+        t = make_trajectory(group, 0)
+        t.samples[0] = Sample(
+            "s", TokenTable.of_tokens(np.arange(8)).with_columns(loss_mask=np.arange(8) >= 8 - tokens)
+        )
+        buffer.add(t, 1)
+    assert buffer.enough(2, 2, 0) == 2
+    assert buffer.enough(1, 4, 0) == 1
+    assert buffer.enough(1, 4, 7) == 2
+    assert buffer.enough(1, 4, 8) == 3
+    assert buffer.enough(3, 4, 8) == 3
+    assert buffer.enough(1, 3, 100) == 3  # no more may be in flight
+    assert buffer.enough(1, 5, 100) == 0  # the fifth is still to come
+    assert buffer.enough(1, 5, 12) == 3

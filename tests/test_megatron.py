@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from r3async.algorithms.objective import ObjectiveSums
 from r3async.batching.packing import collate, pack
 from r3async.config import Config
 from r3async.learners.base import LearnerBackend, LearnerError
@@ -181,7 +182,9 @@ def test_metric_names_are_those_of_the_protocol(learner):
         "entropy/mean", "routing/recorded_fraction", "routing/agreement", "routing/agreement_min",
         "routing/load_imbalance", "grad_norm", "lr", "optimizer/skipped",
         "tokens/dropped_non_finite", "batch/tokens", "batch/trained_tokens", "batch/micro_batches", "batch/fill",
+        "optimizer/broken", "rollout_kl/coef",
     }  # fmt: skip
+    names |= set(ObjectiveSums.zero().metrics())
     for batch in ([], pack(hm.make_samples(0, [8]), 64)):
         metrics = backend.train_step(batch).metrics
         assert set(metrics) == names

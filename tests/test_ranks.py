@@ -55,16 +55,22 @@ def test_every_rank_is_given_the_same_number_of_micro_batches(count):
 @pytest.mark.parametrize("replay", ["rollout", "learner"])
 def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path, replay):
     alone = LocalLearner(config(replay=replay), model_path)
-    expected = [alone.train_step(batch(), trace=True) for _ in range(2)]
+    expected = alone.train([batch(), batch()], version=0, trace=True)
     ranked = RankedLearner(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
     try:
         assert ranked.vocab_size == hm.VOCAB
-        results = [ranked.train_step(batch(), trace=True) for _ in range(2)]
+        results = ranked.train([batch(), batch()], version=0, trace=True)
         for ours, exact in zip(results, expected, strict=True):
             assert ours.metrics == pytest.approx(exact.metrics, rel=1e-4, abs=1e-6)
             traced = [i for t in ours.traces for i in t.sample_ids]
             assert sorted(traced) == sorted(f"s{i}" for i in range(len(LENGTHS)))
-        assert results[0].metrics["routing/agreement"] == (1.0 if replay == "learner" else pytest.approx(0, abs=0.2))
+        # The learner's own routes of a pass before the first update: all of them in the first minibatch, fewer in the second.
+        agreement = [r.metrics["routing/agreement"] for r in results]
+        if replay == "learner":
+            assert agreement[0] == 1
+            assert 0.2 < agreement[1] < 1
+        else:
+            assert max(agreement) < 0.2
         manifest = ranked.publish(3)
         verify(manifest)
         ranked.save(tmp_path / "saved")
@@ -87,5 +93,5 @@ def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_pat
     os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(LearnerError, match="rank 1 of the learner failed"):
-        ranked.train_step(batch())
+        ranked.train([batch()], version=0)
     assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

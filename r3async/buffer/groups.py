@@ -27,7 +27,8 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
             count *= sizes[dimension]
         per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
     schedule = config.schedule
-    episodes = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.samples_per_group
+    groups = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
+    episodes = groups * schedule.samples_per_group
     return episodes * (config.episode.max_total_tokens * per_token + HEADER_BYTES)
 
 
@@ -59,9 +60,18 @@ class GroupBuffer:
         have = self._groups.get(group_index, {})
         return [i for i in range(self.samples_per_group) if i not in have]
 
-    def ready(self, count: int) -> bool:
-        """The next `count` groups are complete."""
-        return all(not self.missing(self.next_group + i) for i in range(count))
+    def enough(self, at_least: int, at_most: int, tokens: int) -> int:
+        """How many of the next groups make a batch: `at_least`, and more until they have `tokens` trainable tokens or are
+        `at_most`. 0 while one of those is not complete."""
+        held = 0
+        for count in range(1, at_most + 1):
+            if self.missing(self.next_group + count - 1):
+                return 0
+            members = self._groups[self.next_group + count - 1].values()
+            held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if tokens else 0
+            if count >= at_least and held >= tokens:
+                return count
+        return at_most
 
     def ready_groups(self) -> int:
         """Complete groups, in or out of order."""
@@ -69,7 +79,7 @@ class GroupBuffer:
 
     def take(self, count: int) -> tuple[list[list[Trajectory]], int]:
         """The next `count` groups, episodes in order, and their bytes on the wire."""
-        if not self.ready(count):
+        if any(self.missing(self.next_group + i) for i in range(count)):
             raise ValueError(f"groups {self.next_group}..{self.next_group + count - 1} are not complete")
         groups, nbytes = [], 0
         for _ in range(count):

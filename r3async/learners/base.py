@@ -68,17 +68,20 @@ class LearnerBackend(Protocol):
         """Token ids are `0..vocab_size - 1`."""
         ...
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
+    ) -> StepResult:
         """One optimizer step over all micro-batches, which need the column `advantages`.
 
-        A token is trained if its `loss_mask` is set and its rollout log-prob is finite (others are counted and left
-        out). Without any trained token, or with a gradient that is not finite, weights and `version` stay as they are
-        and `optimizer/skipped` is 1. Raises `LearnerError`, before any forward pass, if less than
+        `version`: of the weights, from which tokens' ages count; by default, the steps taken. A token is trained if its
+        `loss_mask` is set and its rollout log-prob is finite (others are counted and left out). Without any trained token,
+        with a gradient that is not finite, or with drift beyond `algorithm.rollout_kl.max`, weights and `version` stay as
+        they are and `optimizer/skipped` is 1. Raises `LearnerError`, before any forward pass, if less than
         `routing.min_recorded_fraction` of the routes needed are there. With `trace` the result tells what every router did.
 
         Metrics (means are over trained tokens, log-probs in nats):
 
-        * `loss/policy`, `loss/rollout_kl`: the two terms; they add up to the loss.
+        * `loss/policy`, `loss/rollout_kl`, `loss/reference_kl`, `loss/entropy`: the terms, which add up to the loss.
         * `rollout_kl/k1`, `/k2`, `/k3`: KL(rollout || learner), unweighted (see `algorithms.kl`).
         * `ratio/max`, `ratio/ess`: pi / mu uncapped: its maximum, and the effective share of the sample, 0-1.
         * `entropy/mean`: of the learner's distribution at the sample's temperature.
@@ -86,17 +89,21 @@ class LearnerBackend(Protocol):
         * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
           replay off; 0 if nothing is recorded. `routing/agreement_min`: of the layer where it is lowest.
         * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
-        * `grad_norm` before clipping, `lr` used, `optimizer/skipped` 0 or 1.
+        * `grad_norm` before clipping, `lr` used, `optimizer/skipped` 0 or 1; `optimizer/broken` 1 if it was skipped because
+          the drift was beyond `algorithm.rollout_kl.max`. `rollout_kl/coef`: of the trust region in this step.
         * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
         * `batch/fill`: tokens as a share of the micro-batches' token budget.
         """
         ...
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, replay: bool = True) -> list[np.ndarray]:
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, replay: bool = True, reference: bool = False
+    ) -> list[np.ndarray]:
         """A forward-only pass: for each micro-batch float32 `[N]`, the log-prob of every token at its sample's temperature.
 
         0 for the first token of a sample, and for padding. With `replay` recorded routes are used as `routing.replay` says;
-        without, the learner routes by itself. The rank that has no loss (an earlier pipeline stage) returns zeros.
+        without, the learner routes by itself. With `reference` the weights are those that the learner began with
+        (`algorithm.reference_kl.coef` must not be 0). Every rank returns those of its own micro-batches.
         """
         ...
 

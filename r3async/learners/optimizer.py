@@ -16,11 +16,13 @@ from r3async.config import LearnerConfig
 
 @dataclass(frozen=True)
 class StepReport:
-    """`grad_norm`: global L2 norm before clipping. `lr`: of this step. `skipped`: the norm was not finite, nothing changed."""
+    """`grad_norm`: global L2 norm before clipping. `lr`: of this step. `skipped`: nothing changed, because the norm was not
+    finite, because there was nothing to train, or because the drift was beyond `rollout_kl.max` (`broken`)."""
 
     grad_norm: float
     lr: float
     skipped: bool
+    broken: bool = False
 
 
 Gradients = Sequence[Tensor]
@@ -101,9 +103,10 @@ class MasterAdamW:
         self.clear()
         return StepReport(norm, lr, skipped)
 
-    def not_stepped(self) -> StepReport:
-        """The report of a step that had nothing to train."""
-        return StepReport(0.0, self.lr, skipped=True)
+    def skip(self, *, broken: bool = False) -> StepReport:
+        """No step: forget the gradients."""
+        self.clear()
+        return StepReport(0.0, self.lr, skipped=True, broken=broken)
 
     def clear(self) -> None:
         """Forget accumulated gradients."""

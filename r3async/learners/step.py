@@ -9,15 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.algorithms.objective import ObjectiveSums, objective
+from r3async.algorithms.objective import ObjectiveSums, TokenBatch, objective
+from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.base import LearnerError, RouteTrace, StepResult
-from r3async.learners.optimizer import StepReport
+from r3async.learners.optimizer import MasterAdamW, StepReport
 from r3async.learners.replay import MicroBatchRoutes, RoutingCounts
 
 Reduce = Callable[[np.ndarray, str], np.ndarray]
 """`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
+
+MEASURED_DRIFT = "rollout_kl/k3"
+"""The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
 
 
 def alone(values: np.ndarray, how: str) -> np.ndarray:
@@ -60,6 +64,7 @@ class Step:
     that the loss's denominator is global and known before the first micro-batch. Every check is made before that.
 
     `skip_untrained`: leave out micro-batches in which nothing is trained; only where no other rank waits for this one.
+    `version`: of the weights that are trained, which tokens' ages count from. `rollout_kl_coef`: of the trust region.
     `is_first_copy`: whether this rank counts its micro-batches; exactly one of the ranks that are given the same ones does.
     Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the ranks
     were given different numbers of micro-batches.
@@ -71,12 +76,16 @@ class Step:
         config: Config,
         *,
         replays: bool,
+        version: int,
+        rollout_kl_coef: float,
         reduce: Reduce = alone,
         is_first_copy: bool = True,
         skip_untrained: bool = False,
         trace: bool = False,
     ):
         self._config, self._reduce, self.trace = config, reduce, trace
+        self._version, self._coef = version, rollout_kl_coef
+        self._total: np.ndarray | None = None
         self._traces: list[RouteTrace] = []
         self._chosen = [trained_tokens(m) for m in micro_batches]
         self._sums: ObjectiveSums | None = None
@@ -120,50 +129,72 @@ class Step:
             self._traces.append(routes.trace())
 
     def loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """Scalar loss of micro-batch `index`, entered in the books. `logprobs`, `entropies`: float32 `[M]`, of `rows(index)`."""
-        table, rows = self.micro_batches[index].table, self.rows(index)
-        loss, sums = objective(
-            logprobs,
-            entropies,
-            torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device),
-            torch.from_numpy(table["advantages"][rows]).to(logprobs.device),
-            torch.ones(len(rows), dtype=torch.bool, device=logprobs.device),
-            self.trained,
-            self._config.algorithm,
+        """Scalar loss of micro-batch `index`, entered in the books. `logprobs`, `entropies`: float32 `[M]`, of `rows(index)`.
+
+        Without the column `loss_weights` every trained token of the step weighs the same (`token_mean`).
+        """
+        micro_batch, rows = self.micro_batches[index], self.rows(index)
+        table = micro_batch.table
+
+        def column(name: str) -> Tensor | None:
+            return torch.from_numpy(table[name][rows]).to(logprobs.device) if name in table else None
+
+        rollout_logprobs, advantages = column("rollout_logprobs"), column("advantages")
+        assert rollout_logprobs is not None
+        assert advantages is not None
+        weights = column("loss_weights")
+        sequence = np.searchsorted(micro_batch.cu_seqlens, rows, side="right") - 1
+        batch = TokenBatch(
+            rollout_logprobs=rollout_logprobs,
+            advantages=advantages,
+            weights=torch.full_like(advantages, 1 / max(self.trained, 1)) if weights is None else weights,
+            sequence=torch.from_numpy(sequence).to(logprobs.device),
+            sequences=len(micro_batch.sample_ids),
+            ages=torch.from_numpy(self._version - table["policy_version"][rows]).to(logprobs.device),
+            mask=torch.ones(len(rows), dtype=torch.bool, device=logprobs.device),
+            old_logprobs=column("old_logprobs"),
+            reference_logprobs=column("reference_logprobs"),
         )
+        loss, sums = objective(batch, logprobs, entropies, self._config.algorithm, rollout_kl_coef=self._coef)
         self._sums = sums if self._sums is None else self._sums + sums
         return loss
 
-    def result(
-        self,
-        optimizer: StepReport,
-        routing: RoutingCounts,
-        columns: Sequence[int],
-        layers: int,
-        *,
-        holds_loss: bool = True,
-    ) -> StepResult:
-        """The figures of the step, over all ranks. `columns`: which of the `layers` MoE layers this rank's routers are.
-        `holds_loss`: exactly one of the ranks that computed the same losses says so."""
+    def update(self, optimizer: MasterAdamW, trust_region: TrustRegion, *, holds_loss: bool = True) -> StepReport:
+        """Close the books and make the optimizer's step, unless the measured drift is beyond `rollout_kl.max`. Collective.
+
+        The coefficient of the next step follows from the drift measured in this one. `holds_loss`: exactly one of the
+        ranks that computed the same losses says so.
+        """
         sums = self._sums if holds_loss and self._sums is not None else ObjectiveSums.zero()
+        mine = sums.values()
+        self._total = self._reduce(mine, "sum")
+        maxima = [ObjectiveSums.names().index(name) for name in ObjectiveSums.maxima()]
+        self._total[maxima] = self._reduce(mine[maxima], "max")
+        drift = ObjectiveSums.metrics_of(self._total)[MEASURED_DRIFT]
+        report = optimizer.skip(broken=True) if trust_region.breaks(drift) else optimizer.step()
+        trust_region.update(drift)
+        return report
+
+    def result(self, optimizer: StepReport, routing: RoutingCounts, columns: Sequence[int], layers: int) -> StepResult:
+        """The figures of the step, over all ranks: collective. `columns`: which of the `layers` MoE layers this rank's
+        routers are."""
+        total = ObjectiveSums.zero().values() if self._total is None else self._total
         mine = np.zeros((layers, 2 + routing.load.shape[1]))
         if columns:
             figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
             mine[list(columns)] = figures.cpu().numpy()
-        values = sums.values()
-        total = self._reduce(np.concatenate([values, mine.reshape(-1)]), "sum")
-        (ratio_max,) = self._reduce(values[[ObjectiveSums.names().index("ratio_max")]], "max")
-        total_values, by_layer = total[: len(values)], total[len(values) :].reshape(mine.shape)
-        total_values[ObjectiveSums.names().index("ratio_max")] = ratio_max
+        by_layer = self._reduce(mine.reshape(-1), "sum").reshape(mine.shape)
         agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
         agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
         budget = max(self._real, 1.0) * self._config.learner.max_tokens_per_micro_batch
-        metrics = ObjectiveSums.metrics_of(total_values) | {
+        metrics = ObjectiveSums.metrics_of(total) | {
+            "rollout_kl/coef": self._coef,
             "routing/recorded_fraction": self.recorded_fraction,
             "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),
             "grad_norm": optimizer.grad_norm,
             "lr": optimizer.lr,
             "optimizer/skipped": float(optimizer.skipped),
+            "optimizer/broken": float(optimizer.broken),
             "tokens/dropped_non_finite": self._dropped,
             "batch/tokens": self._tokens,
             "batch/trained_tokens": float(self.trained),
@@ -177,3 +208,40 @@ class Step:
                 "routing/load_imbalance": float(worst.max()),
             }
         return StepResult(metrics, agreement.astype(np.float32), load.astype(np.int64), self._traces)
+
+
+def combined(results: Sequence[StepResult]) -> StepResult:
+    """The figures of several optimizer steps as one: counts add up, extremes stay, the rest is averaged over trained tokens."""
+    if len(results) == 1:
+        return results[0]
+    weights = np.asarray([r.metrics["batch/trained_tokens"] for r in results])
+    weights = weights if weights.any() else np.ones(len(results))
+    metrics = {}
+    for name in results[0].metrics:
+        values = [r.metrics[name] for r in results]
+        if name in COMBINED:
+            metrics[name] = float(COMBINED[name](values))
+        else:
+            metrics[name] = float(np.average(values, weights=weights))
+    return StepResult(
+        metrics,
+        np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
+        np.sum([r.expert_load for r in results], axis=0),
+        [t for r in results for t in r.traces],
+    )
+
+
+COMBINED: dict[str, Callable[[list[float]], float]] = {
+    "batch/tokens": sum,
+    "batch/trained_tokens": sum,
+    "batch/micro_batches": sum,
+    "tokens/dropped_non_finite": sum,
+    "ratio/max": max,
+    "routing/agreement_min": min,
+    "routing/load_imbalance": max,
+    "optimizer/skipped": max,
+    "optimizer/broken": max,
+    "lr": lambda values: values[-1],
+    "rollout_kl/coef": lambda values: values[-1],
+}
+"""How a metric of several optimizer steps becomes one, if not by its mean."""

@@ -15,6 +15,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch, aligned, collate
 from r3async.config import Config
 from r3async.learners.base import StepResult
@@ -27,6 +28,7 @@ from r3async.learners.megatron.modules import build_model, make_plan
 from r3async.learners.megatron.pipeline import run_stages
 from r3async.learners.megatron.replay import attach
 from r3async.learners.optimizer import MasterAdamW
+from r3async.learners.reference import Reference, weights_of
 from r3async.learners.replay import MicroBatchRoutes
 from r3async.learners.step import Step
 from r3async.records import Sample, TokenTable
@@ -81,6 +83,8 @@ class MegatronLearner:
             squared_norm=summed.squared_norm,
         )
         self._logits_here, self._logprobs_of = self._vocabulary()
+        self.trust_region = TrustRegion(config.algorithm.rollout_kl)
+        self._reference = Reference(self.model.parameters()) if config.algorithm.reference_kl.coef else None
 
     def _vocabulary(self) -> tuple[int, LogProbs]:
         """Columns of this rank's logits, and how log-probs are made of them."""
@@ -101,29 +105,27 @@ class MegatronLearner:
         """Token ids are `0..vocab_size - 1`."""
         return self._shape.vocab_size
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
+    ) -> StepResult:
         """One optimizer step; see `LearnerBackend.train_step`."""
-        step = self._begin(micro_batches, trace)
-        report = self._optimizer.not_stepped()
+        step = self._begin(micro_batches, version, trace)
+        report = self._optimizer.skip()
         if step.trained:
             with self._nothing_left_if_it_fails():
                 self.backward(step)
-                report = self._optimizer.step()
-        return step.result(
-            report,
-            self.replay.take_counts(),
-            self.replay.columns,
-            len(self._shape.moe_layers),
-            holds_loss=self.layout.holds_loss,
-        )
+                report = step.update(self._optimizer, self.trust_region, holds_loss=self.layout.holds_loss)
+        return step.result(report, self.replay.take_counts(), self.replay.columns, len(self._shape.moe_layers))
 
-    def _begin(self, micro_batches: Sequence[MicroBatch], trace: bool = False) -> Step:
+    def _begin(self, micro_batches: Sequence[MicroBatch], version: int | None = None, trace: bool = False) -> Step:
         # Padding keeps sequence-parallel parts equal. One of many ranks takes part also where it trains nothing.
         alone = self._config.learner.parallel.world == 1
         return Step(
             self._aligned(micro_batches),
             self._config,
             replays=self.replay.enabled and bool(self._shape.moe_layers),
+            version=self.version if version is None else version,
+            rollout_kl_coef=self.trust_region.coef,
             reduce=self.layout.reduce,
             is_first_copy=self.layout.tp_rank == self.layout.pp_rank == 0,
             skip_untrained=alone,
@@ -188,6 +190,7 @@ class MegatronLearner:
             self._tensor(micro_batch.token_temperatures[rows]),
             self._logits_here,
             logprobs=self._logprobs_of,
+            entropy_gradient=self._config.algorithm.entropy_coef != 0,
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -224,8 +227,13 @@ class MegatronLearner:
                     finish(index, forward(index))
         self.replay.take_counts()
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, replay: bool = True) -> list[np.ndarray]:
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, replay: bool = True, reference: bool = False
+    ) -> list[np.ndarray]:
         """A forward-only pass; see `LearnerBackend.logprobs`."""
+        if reference:
+            with weights_of(self._reference):
+                return self.logprobs(micro_batches, replay=replay)
         padded = self._aligned(micro_batches)
         out = [np.zeros(m.tokens, np.float32) for m in padded]
 

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch, collate
 from r3async.config import Config
 from r3async.learners.base import StepResult
 from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW
+from r3async.learners.reference import Reference, weights_of
 from r3async.learners.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learners.step import Step
 from r3async.learners.torch.model import Packed, PackedModel, load_model, read_config
@@ -45,6 +47,7 @@ class TorchLearner:
         described = read_config(self._source)
         causal = load_model(self._source, torch.float32 if self._sharded else self._dtype)
         self.model = PackedModel(causal, described, longest=config.episode.max_total_tokens)
+        self.model.entropy_gradient = config.algorithm.entropy_coef != 0
         routing = self.model.routing
         self.replay = RoutingReplay(
             layers=routing.layers if routing else 0,
@@ -65,6 +68,8 @@ class TorchLearner:
         else:
             self.model.to(self._device)
             self._optimizer = MasterAdamW(self.model.parameters(), config.learner)
+        self.trust_region = TrustRegion(config.algorithm.rollout_kl)
+        self._reference = Reference(self.model.parameters()) if config.algorithm.reference_kl.coef else None
 
     @property
     def version(self) -> int:
@@ -76,18 +81,22 @@ class TorchLearner:
         """Token ids are `0..vocab_size - 1`."""
         return self.model.vocab_size
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, trace: bool = False) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
+    ) -> StepResult:
         """One optimizer step; see `LearnerBackend.train_step`."""
         step = Step(
             micro_batches,
             self._config,
             replays=self.replay.enabled and bool(self.replay.columns),
+            version=self.version if version is None else version,
+            rollout_kl_coef=self.trust_region.coef,
             reduce=self._ranks.reduce,
             # One of many ranks takes part also where it trains nothing: the others wait for its part of the weights.
             skip_untrained=not self._sharded,
             trace=trace,
         )
-        report = self._optimizer.not_stepped()
+        report = self._optimizer.skip()
         if step.trained:
             try:
                 for index, micro_batch in enumerate(step.micro_batches):
@@ -100,7 +109,7 @@ class TorchLearner:
                 self.replay.take_counts()
                 settle(self.model)
                 raise
-            report = self._optimizer.step()
+            report = step.update(self._optimizer, self.trust_region)
         return step.result(report, self.replay.take_counts(), self.replay.columns, self.replay.layers)
 
     def _logprobs(
@@ -115,8 +124,13 @@ class TorchLearner:
             routes,
         )
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, replay: bool = True) -> list[np.ndarray]:
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, replay: bool = True, reference: bool = False
+    ) -> list[np.ndarray]:
         """float32 `[N]` for each micro-batch; see `LearnerBackend.logprobs`."""
+        if reference:
+            with weights_of(self._reference):
+                return self.logprobs(micro_batches, replay=replay)
         results = []
         with self._forward_only():
             for m in micro_batches:

@@ -144,6 +144,8 @@ class PackedModel(nn.Module):
     def __init__(self, causal: PreTrainedModel, config: Mapping[str, Any], longest: int):
         super().__init__()
         self.causal = causal
+        self.entropy_gradient = False
+        """Whether the loss has an entropy term."""
         layers = getattr(causal.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or causal.get_output_embeddings() is None:
             raise LearnerError(f"{type(causal).__name__} has no list of decoder layers, or no output layer")
@@ -222,6 +224,7 @@ class PackedModel(nn.Module):
             packed.ids.index_select(0, rows),
             temperatures,
             self.vocab_size,
+            entropy_gradient=self.entropy_gradient,
         )
         # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
         return logprobs.clone(), entropies

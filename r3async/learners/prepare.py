@@ -1,0 +1,47 @@
+"""From the groups of a step to what is trained: advantages, minibatches, and the weight of every token in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from r3async.algorithms.advantages import assign_advantages
+from r3async.algorithms.reduction import loss_weights
+from r3async.config import Config
+from r3async.records import Sample, Trajectory
+
+
+def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[list[list[Sample]], dict[str, float]]:
+    """The samples of each minibatch, with the columns `advantages` and `loss_weights`, and figures about them."""
+    samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
+    group_of = [index for index, group in enumerate(groups) for t in group for _ in t.samples]
+    trained = [s.table["loss_mask"] & np.isfinite(s.table["rollout_logprobs"]) for s in samples]
+    minibatches = []
+    for part in divide([int(mask.sum()) for mask in trained], config.schedule.minibatches_per_step):
+        weights = loss_weights(
+            [trained[i] for i in part],
+            [group_of[i] for i in part],
+            config.algorithm.reduction,
+            norm_length=config.episode.max_new_tokens,
+        )
+        minibatches.append(
+            [
+                Sample(samples[i].sample_id, samples[i].table.with_columns(loss_weights=w), samples[i].temperature)
+                for i, w in zip(part, weights, strict=True)
+            ]
+        )
+    return minibatches, metrics
+
+
+def divide(tokens: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of samples in `parts` parts with about the same number of trained tokens, each in order; deterministic.
+
+    The longest come first, each to the part that has the least so far. Parts that would be empty are left out.
+    """
+    held, members = [0] * parts, [[] for _ in range(parts)]  # type: ignore[var-annotated]
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        least = min(range(parts), key=lambda p: (held[p], len(members[p]), p))
+        members[least].append(index)
+        held[least] += tokens[index]
+    return [sorted(m) for m in members if m]

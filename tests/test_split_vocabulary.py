@@ -1,0 +1,73 @@
+"""Log-probs and entropies of a vocabulary that two ranks share, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from r3async.learners.logprobs import split_vocabulary, token_logprobs, whole_vocabulary
+
+VOCABULARY, TOKENS = 11, 7
+
+
+def given() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, 5, generator=generator)
+    matrix = 3 * torch.randn(VOCABULARY, 5, generator=generator)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    temperatures = 0.5 + torch.rand(TOKENS, generator=generator)
+    return hidden, matrix, targets, temperatures
+
+
+def whole(entropy_gradient: bool):
+    hidden, matrix, targets, temperatures = (t.double() if t.is_floating_point() else t for t in given())
+    matrix.requires_grad_()
+    logits = hidden @ matrix.T / temperatures[:, None]
+    logprobs, entropies = whole_vocabulary(logits, targets, entropy_gradient)
+    loss = logprobs.square().sum() + (entropies.pow(3).sum() if entropy_gradient else 0)
+    return logprobs.detach(), entropies.detach(), torch.autograd.grad(loss, matrix)[0]
+
+
+def split(chunk: int, entropy_gradient: bool):
+    hidden, matrix, targets, temperatures = given()
+    rank, rows = dist.get_rank(), -(-VOCABULARY // 2)
+    part = matrix[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    logprobs, entropies = token_logprobs(
+        lambda h: h @ part.T,
+        hidden,
+        targets,
+        temperatures,
+        len(part),
+        logprobs=split_vocabulary(rank * rows, dist.group.WORLD),
+        chunk_elements=chunk,
+        entropy_gradient=entropy_gradient,
+    )
+    loss = logprobs.square().sum() + (entropies.pow(3).sum() if entropy_gradient else 0)
+    (grad,) = torch.autograd.grad(loss, part)
+    assert entropies.requires_grad is entropy_gradient
+    return logprobs.detach().numpy(), entropies.detach().numpy(), grad.numpy()
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk", [10**6, 12])
+def test_two_ranks_have_the_log_probs_entropies_and_gradients_of_one(two_ranks, chunk, entropy_gradient):
+    logprobs, entropies, gradient = whole(entropy_gradient)
+    answers = two_ranks.call(split, chunk, entropy_gradient)
+    for ours, spread, _ in answers:
+        assert torch.allclose(torch.from_numpy(ours).double(), logprobs, atol=1e-5)
+        assert torch.allclose(torch.from_numpy(spread).double(), entropies, atol=1e-5)
+    found = torch.cat([torch.from_numpy(g) for _, _, g in answers]).double()
+    assert (found - gradient).norm() < 1e-5 * gradient.norm()
+    exact = torch.distributions.Categorical(logits=given()[0].double() @ given()[1].double().T / given()[3][:, None])
+    assert torch.allclose(entropies, exact.entropy())
+
+
+def test_an_impossible_token_adds_nothing_to_the_entropy_and_has_no_gradient():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
+    logprobs, entropies = whole_vocabulary(logits, torch.tensor([1]), True)
+    (logprobs + entropies).sum().backward()
+    exact = torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0]))
+    assert entropies.item() == pytest.approx(exact.entropy().item())
+    assert logits.grad[0, 2] == 0
+    assert torch.isfinite(logits.grad).all()

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from r3async.batching.cost import Cost
+from r3async.batching.planner import PackingError, plan
 from r3async.records import Sample, SchemaError, TokenTable
-
-
-class PackingError(ValueError):
-    """Samples that can not be packed as asked."""
 
 
 @dataclass(frozen=True)
@@ -107,32 +105,22 @@ def shares(micro_batches: Sequence[MicroBatch], ranks: int) -> list[list[MicroBa
     return out
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of samples per micro-batch, each at most `max_tokens` tokens: best-fit decreasing, deterministic.
-
-    Raises `PackingError` if one sample alone is longer than `max_tokens`.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > max_tokens:
-            raise PackingError(
-                f"sample {index} has {length} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}: "
-                "raise that, or lower episode.max_total_tokens"
-            )
-        fitting = [b for b in range(len(bins)) if room[b] >= length]
-        if fitting:
-            best = min(fitting, key=lambda b: (room[b], b))
-            bins[best].append(index)
-            room[best] -= length
-        else:
-            bins.append([index])
-            room.append(max_tokens - length)
-    return [sorted(b) for b in bins]
-
-
 def pack(samples: Sequence[Sample], max_tokens: int) -> list[MicroBatch]:
-    """All samples in token-budget micro-batches."""
-    plan = plan_micro_batches([len(s.table) for s in samples], max_tokens)
-    return [collate([samples[i] for i in members]) for members in plan]
+    """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
+    return pack_for_ranks(samples, max_tokens)[0]
+
+
+def pack_for_ranks(
+    samples: Sequence[Sample], max_tokens: int, *, ranks: int = 1, cost: Cost | None = None
+) -> list[list[MicroBatch]]:
+    """What each data-parallel rank trains: every sample once, and the same number of micro-batches for all.
+
+    A rank that runs out is given padding of one row, because the others wait for it in every forward and backward pass.
+    Raises `PackingError` for a sample longer than `max_tokens`, or for samples whose columns differ.
+    """
+    planned = plan([len(s.table) for s in samples], max_tokens=max_tokens, ranks=ranks, cost=cost)
+    if not samples:
+        return [[] for _ in range(ranks)]
+    # No rows of every sample: that all have the same columns is found out here, not when ranks wait for each other.
+    padding = padding_like(collate([Sample(s.sample_id, s.table.slice(0, 0)) for s in samples]))
+    return [[collate([samples[i] for i in m]) if m else padding for m in mine] for mine in planned]

@@ -74,6 +74,22 @@ def loss(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="packing")
+def packing(
+    json: Json = False,
+    seeds: Annotated[str, typer.Option(help="seeds of the lengths")] = "0,1,2,3,4",
+    quick: Annotated[bool, typer.Option("--quick", help="without the largest batches")] = False,
+    model: Annotated[
+        str, typer.Option(help="whose costs: a Hugging Face model directory, or the default by name")
+    ] = "Qwen3-30B-A3B",
+) -> None:
+    """How well samples are divided into micro-batches and among ranks, on four distributions of lengths."""
+    from tools.bench.packing import render, run
+
+    report = run(_seeds(seeds), quick=quick, model=model)
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
 def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]

@@ -1,0 +1,165 @@
+"""Which samples make up which micro-batch: what holds for every plan, and how good plans are."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from r3async.batching.cost import Cost, cost_model
+from r3async.batching.planner import PackingError, levels, plan
+from tools.bench.packing import fewest_bins, lengths_like, shape_of
+
+COSTS = [Cost(), Cost(1, 0.01), Cost(1e-3, 5)]
+costs = st.sampled_from(COSTS)
+objectives = st.sampled_from(["lockstep", "cost"])
+some_lengths = st.lists(st.integers(0, 100), max_size=60) | st.lists(st.sampled_from([3, 7, 50, 51, 99]), max_size=40)
+
+
+def costs_of(planned, lengths, cost):
+    """float `[ranks, micro-batches]`."""
+    each = cost.of(np.asarray(lengths))
+    return np.asarray([[each[m].sum() for m in mine] for mine in planned])
+
+
+@settings(deadline=None)
+@example([], 100, 3, COSTS[0], "cost")
+@example([0, 0], 100, 3, COSTS[1], "lockstep")
+@example([100], 100, 64, COSTS[1], "lockstep")
+@example([100] * 7, 100, 3, COSTS[1], "cost")
+@given(some_lengths, st.integers(100, 300), st.integers(1, 9), costs, objectives)
+def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(lengths, cap, ranks, cost, objective):
+    planned = plan(lengths, max_tokens=cap, ranks=ranks, cost=cost, objective=objective)
+    assert sorted(i for mine in planned for m in mine for i in m) == list(range(len(lengths)))
+    assert all(m == sorted(m) and sum(lengths[i] for i in m) <= cap for mine in planned for m in mine)
+    assert len(planned) == ranks
+    assert len({len(mine) for mine in planned}) == 1
+    assert all(any(round_) for round_ in zip(*planned, strict=True))  # no round in which all ranks have padding
+    assert planned == plan(lengths, max_tokens=cap, ranks=ranks, cost=cost, objective=objective)
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(1, 9), costs, objectives, st.randoms())
+def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, objective, chance):
+    shuffled = lengths.copy()
+    chance.shuffle(shuffled)
+    one, other = (
+        [[sorted(given[i] for i in m) for m in mine] for mine in plan(given, max_tokens=128, ranks=ranks, cost=cost)]
+        for given in (lengths, shuffled)
+    )
+    assert one == other
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(1, 9), costs)
+def test_no_plan_is_better_than_the_bounds(lengths, ranks, cost):
+    planned = plan(lengths, max_tokens=128, ranks=ranks, cost=cost)
+    count = len(planned[0])
+    assert count >= -(-fewest_bins(np.asarray(lengths, np.int64), 128) // ranks)
+    found = costs_of(planned, lengths, cost)
+    work = cost.of(np.asarray(lengths)).sum()
+    least = levels(np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, work=work)
+    assert least.sum() <= found.max(0, initial=0).sum() * (1 + 1e-9)
+
+
+def every_plan(n, slots):
+    return itertools.product(range(slots), repeat=n)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), costs, st.sampled_from([(2, 1), (2, 2), (3, 1)]))
+def test_bounds_hold_for_every_plan_there_is(lengths, cost, shape):
+    """By enumeration of all ways to put up to six samples in up to four micro-batches."""
+    ranks, count = shape
+    each, best, fewest = cost.of(np.asarray(lengths)), np.inf, len(lengths)
+    for places in every_plan(len(lengths), ranks * count):
+        at = np.asarray(places)
+        if np.bincount(at, lengths, ranks * count).max() > 128:
+            continue
+        fewest = min(fewest, len(set(places)))
+        best = min(best, np.bincount(at, each, ranks * count).reshape(count, ranks).max(1).sum())
+    assume(best < np.inf)
+    bound = levels(np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, work=each.sum()).sum()
+    assert bound <= best * (1 + 1e-9)
+    assert fewest_bins(np.asarray(lengths, np.int64), 128) <= fewest
+    planned = plan(lengths, max_tokens=128, ranks=ranks, cost=cost)
+    if len(planned[0]) == count:
+        assert costs_of(planned, lengths, cost).max(0).sum() <= best * 4 / 3 * (1 + 1e-9)
+
+
+def test_a_level_is_raised_where_most_micro_batches_can_follow():
+    """Two rounds of two. Cost is length, the cap 10; 9 and 6 are alone, so the first round's level is at least 9."""
+    lengths = np.asarray([9, 6, 2, 2, 2, 2])
+    given = {"max_tokens": 10, "ranks": 2, "count": 2, "cost": Cost()}
+    assert levels(lengths, **given, work=18.0).tolist() == [9, 0]
+    assert levels(lengths, **given, work=23.0).sum() == pytest.approx(9 + 5 / 2)
+    assert levels(lengths, **given, work=99.0).tolist() == [10, 10]
+
+
+def test_alike_samples_share_a_round():
+    """Four long and twelve short ones on two ranks: long ones wait for long ones only."""
+    lengths = [90, 10, 90, 10] * 2 + [10] * 8
+    planned = plan(lengths, max_tokens=100, ranks=2, cost=Cost(1, 1))
+    found = costs_of(planned, lengths, Cost(1, 1))
+    assert found[0] == pytest.approx(found[1])
+    assert found.shape == (2, 3)
+    assert (np.diff(found[0]) <= 0).all()  # costliest first
+
+
+def test_fewer_samples_than_ranks():
+    assert sorted(plan([5, 9, 7], max_tokens=10, ranks=5)) == [[[]], [[]], [[0]], [[1]], [[2]]]
+
+
+@pytest.mark.parametrize("objective", ["lockstep", "cost"])
+def test_one_giant_sample_is_alone_where_the_cost_is_quadratic(objective):
+    lengths = [10] * 40 + [1000]
+    planned = plan(lengths, max_tokens=1000, ranks=4, cost=Cost(1, 1), objective=objective)
+    assert [len(mine) for mine in planned] == [1] * 4
+    found = costs_of(planned, lengths, Cost(1, 1))
+    assert found.max() == Cost(1, 1).of(np.asarray(1000.0))
+    assert sorted(found[:, 0])[:3] == [13 * 110, 13 * 110, 14 * 110]
+
+
+def test_gaps_are_filled_exactly_where_that_spares_a_micro_batch():
+    """First-fit decreasing takes 6 into the gap of 7 and leaves 1; two of the exact pairs are 4 + 3."""
+    assert len(plan([13, 13, 6, 4, 4, 3, 3, 1, 1, 2], max_tokens=20)[0]) == 3
+    lengths = lengths_like("bimodal", 8192, seed=0)
+    assert len(plan(lengths.tolist(), max_tokens=32768)[0]) == fewest_bins(lengths, 32768)
+
+
+@pytest.mark.parametrize("kind", ["lognormal", "bimodal", "pareto", "groups"])
+def test_plans_of_the_benchmark_are_near_the_bounds(kind):
+    cost, cap = cost_model(shape_of("Qwen3-30B-A3B")), 65536 if kind == "pareto" else 32768
+    for n, ranks in [(256, 8), (1024, 8), (1024, 64)]:
+        lengths = lengths_like(kind, n, seed=0)
+        each = cost.of(lengths)
+        found = costs_of(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), lengths, cost)
+        assert found.shape[1] == -(-fewest_bins(lengths, cap) // ranks)
+        bound = levels(lengths, max_tokens=cap, ranks=ranks, count=found.shape[1], cost=cost, work=each.sum()).sum()
+        assert found.max(0).sum() <= 1.08 * bound
+        flat = costs_of(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost, objective="cost"), lengths, cost)
+        assert flat.sum(1).max() <= 1.005 * max(each.sum() / ranks, each.max())
+        assert flat.shape[1] <= found.shape[1] + 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_sample_longer_than_the_cap_is_refused_with_the_setting(ranks):
+    with pytest.raises(PackingError, match=r"sample 1 has 9 tokens.*learner\.max_tokens_per_micro_batch = 8"):
+        plan([3, 9, 8], max_tokens=8, ranks=ranks)
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="`ranks` must be 1 or more"):
+        plan([1], max_tokens=8, ranks=0)
+    with pytest.raises(ValueError, match="`linear`"):
+        Cost(0, 1)
+    with pytest.raises(ValueError, match="`linear`"):
+        Cost(1, -1)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(0, 10), st.integers(0, 70_000))
+def test_the_longest_sample_of_a_budget_costs_the_budget(linear, quadratic, length):
+    cost = Cost(linear, quadratic)
+    assert cost.longest(float(cost.of(np.asarray(length)))) == pytest.approx(length, rel=1e-9)
+    assert cost.longest(-1.0) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import time
@@ -16,7 +17,8 @@ import numpy as np
 
 from actors.process import redirect_output
 from actors.ranks import LocalLearner, RankedLearner
-from r3async.batching.packing import pack
+from r3async.batching.cost import Cost, cost_model
+from r3async.batching.packing import pack_for_ranks
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.validation import validate_trajectory
 from r3async.config import config_from_dict
@@ -57,6 +59,7 @@ class LearnerActor:
         self._since = [0, 0]
         """Steps made, and groups consumed, since the last version was published."""
         self._vocab_size = 0
+        self._cost = Cost()
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._arrived = asyncio.Event()
         self._interrupted = False
@@ -74,6 +77,7 @@ class LearnerActor:
 
     def _load(self) -> None:
         path = Path(self.model_path)
+        self._cost = cost_model(json.loads((path / "config.json").read_text()))
         if self.config.learner.parallel.world == 1:
             self.backend = LocalLearner(self.config, path)
         else:
@@ -201,7 +205,11 @@ class LearnerActor:
         assert self.backend is not None
         minibatches, metrics = prepare(groups, self.config)
         samples = [s for part in minibatches for s in part]
-        packed = [pack(part, self.config.learner.max_tokens_per_micro_batch) for part in minibatches]
+        learner = self.config.learner
+        packed = [
+            pack_for_ranks(part, learner.max_tokens_per_micro_batch, ranks=learner.parallel.dp, cost=self._cost)
+            for part in minibatches
+        ]
         results = self.backend.train(packed, version=self.version, trace=self.tracer.wants(samples))
         for result in results:
             if result.metrics["optimizer/broken"]:

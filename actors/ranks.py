@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.process import redirect_output
 from r3async.algorithms.policy_loss import needs_old_logprobs
-from r3async.batching.packing import MicroBatch, shares
+from r3async.batching.packing import MicroBatch
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.manifest import WeightManifest
@@ -44,12 +44,13 @@ class LocalLearner:
         return self._backend.vocab_size
 
     def train(
-        self, minibatches: Sequence[Sequence[MicroBatch]], *, version: int, trace: bool = False
+        self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[StepResult]:
-        """One optimizer step for each minibatch. What is asked of the model as it is before the first of them comes first:
-        its own routes (`routing.replay = learner`), its log-probs, those of the reference model."""
+        """One optimizer step for each minibatch, which has micro-batches for one data-parallel rank: this one. What is asked
+        of the model as it is before the first of them comes first: its own routes (`routing.replay = learner`), its
+        log-probs, those of the reference model."""
         algorithm = self._config.algorithm
-        batches = [list(m) for m in minibatches]
+        batches = [list(mine) for (mine,) in minibatches]
         if self._config.routing.replay == "learner":
             batches = [self._backend.record_routes(b) for b in batches]
         if needs_old_logprobs(algorithm):
@@ -164,12 +165,12 @@ class RankedLearner:
         return self._wait([rank.call.remote(name, *args, **kwargs) for rank in self._ranks])
 
     def train(
-        self, minibatches: Sequence[Sequence[MicroBatch]], *, version: int, trace: bool = False
+        self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[StepResult]:
-        """See `LocalLearner.train`; the traces are those of all ranks."""
+        """See `LocalLearner.train`; each minibatch has micro-batches for every data-parallel rank, as many for one as for
+        another, and the traces are those of all ranks."""
         p = self._config.learner.parallel
-        divided = [shares(m, p.dp) for m in minibatches]
-        given = [self._ray.put([d[rank] for d in divided]) for rank in range(p.dp)]
+        given = [self._ray.put([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
         # Megatron's order of ranks: tp varies fastest, then dp, then pp.
         calls = [
             actor.call.remote("train", given[rank // p.tp % p.dp], version=version, trace=trace)

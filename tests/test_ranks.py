@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from actors.ranks import LocalLearner, RankedLearner
-from r3async.batching.packing import shares
 from r3async.learners.base import LearnerError
 from r3async.weights.publish import verify
 from tests import helpers_models as hm
-from tests.helpers_parity import LENGTHS, batch, config
+from tests.helpers_parity import LENGTHS, batch, config, of_rank
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +35,19 @@ def model_path(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_every_rank_is_given_the_same_number_of_micro_batches(count):
-    micro_batches = batch()
-    divided = shares(micro_batches, count)
-    assert {len(s) for s in divided} == {-(-len(micro_batches) // count)}
-    given = [i for s in divided for m in s for i in m.sample_ids]
-    assert sorted(given) == sorted(i for m in micro_batches for i in m.sample_ids)
-    for m in [m for s in divided for m in s if not m.sample_ids]:
-        assert list(m.table) == list(micro_batches[0].table)
-        assert m.real_tokens == 0
-        assert not m.table["loss_mask"].any()
-        assert not m.table["routing_recorded"].any()
-    assert shares([], count) == [[]] * count
+def for_two_ranks():
+    return [of_rank(batch(), rank, 2) for rank in range(2)]
 
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("replay", ["rollout", "learner"])
 def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path, replay):
     alone = LocalLearner(config(replay=replay), model_path)
-    expected = alone.train([batch(), batch()], version=0, trace=True)
+    expected = alone.train([[batch()], [batch()]], version=0, trace=True)
     ranked = RankedLearner(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
     try:
         assert ranked.vocab_size == hm.VOCAB
-        results = ranked.train([batch(), batch()], version=0, trace=True)
+        results = ranked.train([for_two_ranks(), for_two_ranks()], version=0, trace=True)
         for ours, exact in zip(results, expected, strict=True):
             assert ours.metrics == pytest.approx(exact.metrics, rel=1e-4, abs=1e-6)
             traced = [i for t in ours.traces for i in t.sample_ids]
@@ -93,5 +81,5 @@ def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_pat
     os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(LearnerError, match="rank 1 of the learner failed"):
-        ranked.train([batch()], version=0)
+        ranked.train([for_two_ranks()], version=0)
     assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

@@ -95,16 +95,6 @@ def _with_padding(
     )
 
 
-def shares(micro_batches: Sequence[MicroBatch], ranks: int) -> list[list[MicroBatch]]:
-    """What each data-parallel rank trains: every micro-batch once, and the same number for all. A rank that runs out is
-    given padding, because the others wait for it in every forward and backward pass."""
-    count = -(-len(micro_batches) // ranks)
-    out = [list(micro_batches[rank::ranks]) for rank in range(ranks)]
-    for mine in out:
-        mine += [padding_like(micro_batches[0]) for _ in range(count - len(mine))]
-    return out
-
-
 def pack(samples: Sequence[Sample], max_tokens: int) -> list[MicroBatch]:
     """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
     return pack_for_ranks(samples, max_tokens)[0]

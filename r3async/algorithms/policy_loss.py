@@ -119,7 +119,8 @@ def sapo(inputs: LossInputs) -> PolicyLoss:
     """`-sigmoid(tau (r - 1)) (4 / tau) A` with `tau = tau_positive` where A > 0, else `tau_negative`: a soft gate in place
     of a clip, with the gradient of `-r A` at r = 1. SAPO, arXiv 2511.20347."""
     settings = inputs.config.sapo
-    tau = torch.where(inputs.advantages > 0, settings.tau_positive, settings.tau_negative)
+    tau = torch.full_like(inputs.advantages, settings.tau_negative)
+    tau = tau.masked_fill(inputs.advantages > 0, settings.tau_positive)
     gate = torch.sigmoid(tau * (inputs.ratio() - 1)) * 4 / tau
     return PolicyLoss(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
 

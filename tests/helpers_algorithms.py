@@ -1,0 +1,260 @@
+"""Made-up steps for the tests of losses, and every formula once more as plain Python over single tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from r3async.algorithms.objective import ObjectiveSums, TokenBatch, objective
+from r3async.config import AlgorithmConfig, config_from_dict
+
+
+def algorithm(**settings) -> AlgorithmConfig:
+    """`algorithm.*` from plain data, checked as when it is read from a file."""
+    return config_from_dict({"algorithm": settings}).algorithm
+
+
+@dataclass
+class Tokens:
+    """Columns of one sample, float64 `[T]` unless said otherwise."""
+
+    logprobs: np.ndarray
+    rollout: np.ndarray
+    old: np.ndarray
+    reference: np.ndarray
+    entropies: np.ndarray
+    advantages: np.ndarray
+    weights: np.ndarray
+    ages: np.ndarray
+    mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+
+def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, masked: float = 0.2) -> list[Tokens]:
+    """Samples whose advantages are constant on halves, and whose masked-out tokens hold NaN and infinities."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for n in lengths:
+        logprobs = -rng.exponential(1.0, n) - 0.01
+
+        def near(scale: float, logprobs: np.ndarray = logprobs, n: int = n) -> np.ndarray:
+            return np.minimum(logprobs + rng.normal(0, scale, n), -1e-3)
+
+        mask = rng.random(n) >= masked
+        columns = {
+            "logprobs": logprobs,
+            "rollout": near(drift),
+            "old": near(drift / 2),
+            "reference": near(2 * drift),
+            "entropies": rng.random(n),
+            "advantages": np.repeat(rng.normal(size=2), [n - n // 2, n // 2]),
+            "weights": rng.random(n) / 10,
+        }
+        # The values that float32 can hold, so that a float64 reference sees the same inputs.
+        columns = {k: v.astype(np.float32).astype(np.float64) for k, v in columns.items()}
+        for name in ("rollout", "old", "reference", "advantages", "weights"):
+            columns[name][~mask] = rng.choice([np.nan, np.inf, -np.inf], np.count_nonzero(~mask))
+        samples.append(Tokens(**columns, ages=rng.integers(0, 5, n), mask=mask))
+    return samples
+
+
+def batch_of(
+    samples: Sequence[Tokens], dtype: torch.dtype = torch.float32
+) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
+    """One micro-batch: `TokenBatch`, log-probs and entropies (both with gradient)."""
+
+    def column(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(s, name) for s in samples] or [np.zeros(0)])).to(dtype)
+
+    batch = TokenBatch(
+        rollout_logprobs=column("rollout"),
+        advantages=column("advantages"),
+        weights=column("weights"),
+        sequence=torch.repeat_interleave(
+            torch.arange(len(samples)), torch.tensor([len(s) for s in samples], dtype=torch.long)
+        ),
+        sequences=len(samples),
+        ages=column("ages").to(torch.int32),
+        mask=torch.from_numpy(np.concatenate([s.mask for s in samples] or [np.zeros(0, bool)])),
+        old_logprobs=column("old"),
+        reference_logprobs=column("reference"),
+    )
+    return batch, column("logprobs").requires_grad_(), column("entropies").requires_grad_()
+
+
+@dataclass
+class Outcome:
+    """Of some micro-batches together: loss, sums, and each sample's gradients by log-probs and by entropies."""
+
+    loss: float
+    sums: ObjectiveSums
+    logprob_grads: list[np.ndarray]
+    entropy_grads: list[np.ndarray]
+
+
+def run(
+    micro_batches: Sequence[Sequence[Tokens]],
+    config: AlgorithmConfig,
+    dtype: torch.dtype = torch.float32,
+    coef: float = 0.3,
+) -> Outcome:
+    """`objective` on each micro-batch; gradients in the order in which the samples come."""
+    loss, sums = 0.0, ObjectiveSums.zero()
+    by_logprobs: list[np.ndarray] = []
+    by_entropies: list[np.ndarray] = []
+    for samples in micro_batches:
+        batch, logprobs, entropies = batch_of(samples, dtype)
+        value, part = objective(batch, logprobs, entropies, config, rollout_kl_coef=coef)
+        value.backward()
+        loss, sums = loss + value.item(), sums + part
+        cuts = np.cumsum([len(s) for s in samples])[:-1] if samples else []
+        assert logprobs.grad is not None
+        by_logprobs += np.split(logprobs.grad.double().numpy(), cuts) if samples else []
+        if config.entropy_coef and samples:
+            assert entropies.grad is not None
+            by_entropies += np.split(entropies.grad.double().numpy(), cuts)
+    return Outcome(loss, sums, by_logprobs, by_entropies)
+
+
+# -- every formula, token by token -----------------------------------------------------------------------------------
+
+
+def exp20(x: float) -> float:
+    return math.exp(min(max(x, -20.0), 20.0))
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def binary_kl(p: float, q: float) -> float:
+    p, q = (clip(x, 1e-6, 1 - 1e-6) for x in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def k3(delta: float) -> float:
+    return math.exp(delta) - 1 - delta
+
+
+def kept_tokens(sample: Tokens, config: AlgorithmConfig) -> list[bool]:
+    """Which tokens of a sample the corrections leave in the policy loss."""
+    c = config.correction
+    rows = [t for t in range(len(sample)) if sample.mask[t]]
+    deltas = {t: float(sample.logprobs[t] - sample.rollout[t]) for t in rows}
+
+    def inside(ratio: float, low: float | None, high: float | None) -> bool:
+        return (low is None or ratio >= low) and (high is None or ratio <= high)
+
+    whole = True
+    if rows:
+        whole &= inside(math.exp(sum(deltas.values()) / len(rows)), c.geometric_low, c.geometric_high)
+        whole &= inside(math.exp(sum(deltas.values())), c.product_low, c.product_high)
+        whole &= c.max_token_kl is None or max(k3(d) for d in deltas.values()) <= c.max_token_kl
+    kept = []
+    for t in range(len(sample)):
+        good = whole and t in deltas
+        if good:
+            p, q = math.exp(sample.logprobs[t]), math.exp(sample.rollout[t])
+            good &= inside(math.exp(deltas[t]), c.icepop_low, c.icepop_high)
+            good &= c.kpop is None or (binary_kl(p, q) <= c.kpop and binary_kl(q, p) <= c.kpop)
+            good &= c.max_token_age is None or int(sample.ages[t]) <= c.max_token_age
+        kept.append(good)
+    return kept
+
+
+def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfig) -> tuple[float, float]:
+    """A token's policy loss, and its derivative by the token's log-prob, worked out by hand."""
+    lp, mu, old, a = (float(x[t]) for x in (sample.logprobs, sample.rollout, sample.old, sample.advantages))
+    anchors = sample.rollout if config.anchor == "rollout" else sample.old
+    anchor = float(anchors[t])
+    r = exp20(lp - anchor)
+    name = config.policy_loss
+    if name == "tis":
+        w = min(r, config.ratio_cap)
+        return -w * a * lp, -w * a
+    if name == "cispo":
+        w = clip(r, 1 - config.cispo.clip_low, 1 + config.cispo.clip_high)
+        return -w * a * lp, -w * a
+    if name == "sapo":
+        tau = config.sapo.tau_positive if a > 0 else config.sapo.tau_negative
+        s = 1 / (1 + math.exp(-tau * (r - 1)))
+        return -s * 4 / tau * a, -4 * s * (1 - s) * r * a
+    if name == "dppo":
+        far = abs(math.exp(lp) - math.exp(anchor))
+        if (a > 0 and r > 1 and far > config.dppo.threshold_high) or (
+            a < 0 and r < 1 and far > config.dppo.threshold_low
+        ):
+            return 0.0, 0.0
+        return -r * a, -r * a
+    weight, settings, dual = 1.0, config.ppo, config.ppo.dual_clip
+    if name == "gspo":
+        rows = [i for i in range(len(sample)) if kept[i]]
+        r = exp20(sum(float(sample.logprobs[i] - anchors[i]) for i in rows) / len(rows))
+        settings, dual = config.gspo, None
+    if name == "decoupled_ppo":
+        settings, dual = config.decoupled_ppo, config.decoupled_ppo.dual_clip
+        weight, r = min(exp20(old - mu), settings.behaviour_cap), exp20(lp - old)
+    unclipped, bounded = r * a, clip(r, 1 - settings.clip_low, 1 + settings.clip_high) * a
+    value = min(unclipped, bounded)
+    slope = unclipped if unclipped <= bounded else 0.0
+    if dual is not None and a < 0 and dual * a > value:
+        value, slope = dual * a, 0.0
+    return -weight * value, -weight * slope
+
+
+def by_hand(
+    samples: Sequence[Tokens], config: AlgorithmConfig, coef: float = 0.3
+) -> dict[str, float | list[np.ndarray]]:
+    """Terms of the loss (`loss/*`), and gradients by log-probs, token by token."""
+    terms = dict.fromkeys(("loss/policy", "loss/rollout_kl", "loss/reference_kl", "loss/entropy"), 0.0)
+    gradients = []
+    for sample in samples:
+        kept, gradient = kept_tokens(sample, config), np.zeros(len(sample))
+        for t in range(len(sample)):
+            if not sample.mask[t]:
+                continue
+            w, delta = float(sample.weights[t]), float(sample.logprobs[t] - sample.rollout[t])
+            value, slope = {
+                "k1": (-delta, -1.0),
+                "abs": (abs(delta), math.copysign(1.0, delta)),
+                "k2": (delta**2 / 2, delta),
+                "k3": (k3(delta), math.exp(delta) - 1),
+            }[config.rollout_kl.estimator]
+            terms["loss/rollout_kl"] += w * coef * value
+            gradient[t] += w * coef * slope
+            away = float(sample.reference[t] - sample.logprobs[t])
+            terms["loss/reference_kl"] += w * config.reference_kl.coef * k3(away)
+            gradient[t] += w * config.reference_kl.coef * (1 - math.exp(away))
+            if kept[t]:
+                value, slope = policy_term(sample, t, kept, config)
+                terms["loss/policy"] += w * value
+                gradient[t] += w * slope
+                terms["loss/entropy"] -= w * config.entropy_coef * float(sample.entropies[t])
+        gradients.append(gradient)
+    return {**terms, "gradients": gradients}
+
+
+def distance(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    """Norm of the difference, relative to the norm of `want`."""
+    a, b = np.concatenate([*got, np.zeros(1)]), np.concatenate([*want, np.zeros(1)])
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+
+__all__ = [
+    "Outcome",
+    "Tokens",
+    "algorithm",
+    "batch_of",
+    "by_hand",
+    "distance",
+    "kept_tokens",
+    "make_samples",
+    "replace",
+    "run",
+]

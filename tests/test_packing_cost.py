@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from r3async.batching.cost import cost_model
+from r3async.batching.cost import Cost, cost_model
 from tools.bench.packing import shape_of
 
 SMALL = {
@@ -87,4 +87,5 @@ def test_dense_models_and_nested_configurations_are_counted_too():
     dense = cost_model(SMALL)
     assert dense.linear == 2 * (3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48) + 32 * 64)
     assert cost_model({"text_config": SMALL}) == dense
+    assert cost_model({"d_model": 32, "n_layers": 3}) == Cost()
     assert np.isfinite(dense.of(np.asarray([1, 10**6]))).all()

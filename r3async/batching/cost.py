@@ -48,9 +48,12 @@ def cost_model(config: Mapping[str, Any]) -> Cost:
 
     Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only, grouped-query and gated
     layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts attention without the mask. Embedding lookup, norms
-    and activation functions are left out, as they are there.
+    and activation functions are left out, as they are there. A configuration that names its shape otherwise costs its
+    tokens: a plan is then less even, and as right.
     """
     c = config.get("text_config", config)
+    if not c.keys() >= {"hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"}:
+        return Cost()
     h, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
     head = c.get("head_dim") or h // heads
     rope = c.get("qk_rope_head_dim") or 0

@@ -1,0 +1,139 @@
+"""From groups to minibatches with weights; several optimizer steps of one batch, and their figures as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.ranks import LocalLearner
+from r3async.batching.packing import pack_for_ranks
+from r3async.config import config_from_dict
+from r3async.learners.base import StepResult
+from r3async.learners.build import build_learner
+from r3async.learners.prepare import divide, prepare
+from r3async.learners.step import combined
+from tests import helpers_models as hm
+from tests.helpers_parity import batch
+from tests.test_buffer import make_trajectory
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
+def test_minibatches_hold_every_sample_once_and_are_even(tokens, parts):
+    divided = divide(tokens, parts)
+    assert sorted(i for part in divided for i in part) == list(range(len(tokens)))
+    assert all(part == sorted(part) and part for part in divided)
+    held = [sum(tokens[i] for i in part) for part in divided]
+    if len(divided) == parts:
+        assert max(held) - min(held) <= max(tokens)
+    assert len(divided) == min(parts, len(tokens))
+
+
+def groups():
+    return [[make_trajectory(g, e, reward=float(e % 2)) for e in range(4)] for g in range(3)]
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_weights_of_each_minibatch_are_one_over_its_own_denominator(minibatches):
+    config = config_from_dict({"schedule": {"minibatches_per_step": minibatches}})
+    parts, metrics = prepare(groups(), config)
+    assert len(parts) == minibatches
+    assert sorted(s.sample_id for part in parts for s in part) == sorted(
+        t.samples[0].sample_id for group in groups() for t in group
+    )
+    for part in parts:
+        weights = np.concatenate([s.table["loss_weights"] for s in part])
+        mask = np.concatenate([s.table["loss_mask"] for s in part])
+        assert weights[mask] == pytest.approx(np.full(mask.sum(), 1 / mask.sum()))
+        assert (weights[~mask] == 0).all()
+        assert all("advantages" in s.table for s in part)
+    assert all(np.isfinite(v) for v in metrics.values())
+
+
+def test_a_token_whose_rollout_logprob_is_not_finite_is_in_no_denominator():
+    bad = make_trajectory(0, 0, rollout_logprobs=np.array([-1, -1, np.nan, -1], np.float32))
+    ((first, second),), _ = prepare([[bad, make_trajectory(0, 1, reward=0.0)]], config_from_dict({}))
+    assert first.table["loss_weights"].tolist() == pytest.approx([0, 0, 0, 1 / 3])
+    assert second.table["loss_weights"].tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3])
+
+
+def test_figures_of_several_updates_become_one():
+    def result(tokens, k3, largest, agreement, skipped=0.0):
+        metrics = {
+            "batch/trained_tokens": tokens,
+            "rollout_kl/k3": k3,
+            "ratio/max": largest,
+            "routing/agreement_min": agreement,
+            "optimizer/skipped": skipped,
+            "lr": tokens,
+        }
+        return StepResult(metrics, np.asarray([agreement], np.float32), np.asarray([[tokens, 0]]), [])
+
+    one = combined([result(30, 0.1, 2.0, 0.5), result(10, 0.5, 9.0, 0.7, skipped=1.0)])
+    assert one.metrics == pytest.approx(
+        {
+            "batch/trained_tokens": 40,
+            "rollout_kl/k3": 0.2,
+            "ratio/max": 9.0,
+            "routing/agreement_min": 0.5,
+            "optimizer/skipped": 1.0,
+            "lr": 10,
+        }
+    )
+    assert one.layer_agreement.tolist() == pytest.approx([0.55])
+    assert one.expert_load.tolist() == [[40, 0]]
+    only = result(3, 0.1, 1.0, 1.0)
+    assert combined([only]) is only
+
+
+def settings(backend, **algorithm):
+    return config_from_dict(
+        {
+            "learner": {"dtype": "float32", "lr": 1e-2, "backend": backend},
+            "routing": {"min_recorded_fraction": 0.0},
+            "algorithm": algorithm,
+        }
+    )
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_path, backend):
+    learner = build_learner(settings(backend, reference_kl={"coef": 0.5}), hm.make_hf_model(tmp_path / "m"))
+    before = learner.logprobs(batch())
+    reference = learner.logprobs(batch(), reference=True)
+    assert all(np.array_equal(a, b) for a, b in zip(before, reference, strict=True))
+    columns = [
+        {"reference_logprobs": r, "loss_weights": np.full(m.tokens, 1e-2, np.float32)}
+        for m, r in zip(batch(), reference, strict=True)
+    ]
+    given_ = [
+        type(m)(m.table.with_columns(**c), m.cu_seqlens, m.temperatures, m.sample_ids)
+        for m, c in zip(batch(), columns, strict=True)
+    ]
+    first = learner.train_step(given_).metrics
+    assert first["reference_kl/k3"] == pytest.approx(0, abs=1e-9)
+    second = learner.train_step(given_).metrics
+    assert second["reference_kl/k3"] > 1e-6
+    weights = learner.export()
+    again = learner.logprobs(batch(), reference=True)
+    assert all(np.array_equal(a, b) for a, b in zip(again, reference, strict=True))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in learner.export().items())
+    assert not np.array_equal(learner.logprobs(batch())[0], reference[0])
+    learner.close()
+
+
+def test_log_probs_before_the_first_update_are_the_anchor_of_every_minibatch(tmp_path):
+    """The first minibatch's ratios are 1; the second's are not, because the first update came between."""
+    config = settings("megatron", policy_loss="ppo", anchor="recomputed", rollout_kl={"coef": 0.0})
+    learner = LocalLearner(config, hm.make_hf_model(tmp_path / "m"))
+    samples = hm.make_samples(3, [20, 30, 25, 15])
+    minibatches = [pack_for_ranks(samples[:2], 64), pack_for_ranks(samples[2:], 64)]
+    first, second = learner.train(minibatches, version=0)
+    # With a ratio of exactly 1 the loss is minus the mean advantage.
+    advantages = np.concatenate([s.table["advantages"][s.table["loss_mask"]] for s in samples[:2]])
+    assert first.metrics["loss/policy"] == pytest.approx(-advantages.mean(), abs=1e-6)
+    advantages = np.concatenate([s.table["advantages"][s.table["loss_mask"]] for s in samples[2:]])
+    assert second.metrics["loss/policy"] != pytest.approx(-advantages.mean(), abs=1e-4)
+    learner.close()

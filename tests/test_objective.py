@@ -60,12 +60,14 @@ def test_every_term_and_gradient_token_by_token(loss, estimator):
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_gradients_do_not_depend_on_packing_order_or_ranks(loss, reduction, data):
+    """In float64, and in float32, which is compared with float64 below."""
     config = algorithm(**TERMS | loss)
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7), label="lengths")
     seed = data.draw(st.integers(0, 1000), label="seed")
     groups = [i // 2 for i in range(len(lengths))]
     samples = reweighted(make_samples(seed, lengths), reduction, groups)
-    whole = run([samples], config, torch.float64)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]), label="dtype")
+    whole = run([samples], config, dtype)
 
     order = data.draw(st.permutations(range(len(samples))), label="order")
     cuts = data.draw(st.lists(st.integers(0, len(samples)), max_size=4).map(sorted), label="cuts")
@@ -75,14 +77,25 @@ def test_gradients_do_not_depend_on_packing_order_or_ranks(loss, reduction, data
     got: list[np.ndarray] = [np.zeros(0)] * len(samples)
     sums = ObjectiveSums.zero()
     for rank in (parts[::2], parts[1::2]):
-        outcome = run([*([samples[i] for i in part] for part in rank), [padding]], config)
+        outcome = run([*([samples[i] for i in part] for part in rank), [padding]], config, dtype)
         *gradients, of_padding = outcome.logprob_grads
         assert not np.any(of_padding)
         for i, gradient in zip(itertools.chain(*rank), gradients, strict=True):
             got[i] = gradient
         sums = sums + outcome.sums
-    assert distance(got, whole.logprob_grads) < 1e-6
-    assert sums.metrics() == pytest.approx(whole.sums.metrics(), rel=1e-5, abs=1e-6)
+    assert distance(got, whole.logprob_grads) < (1e-6 if dtype == torch.float32 else 1e-12)
+    assert sums.metrics() == pytest.approx(whole.sums.metrics(), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_gradients_in_float32_are_those_in_float64(loss, reduction):
+    config = algorithm(**TERMS | loss)
+    samples = reweighted(make_samples(11, [40, 1, 25, 60, 3]), reduction, [0, 0, 1, 1, 2])
+    got, want = run([samples[:2], samples[2:]], config), run([samples], config, torch.float64)
+    assert distance(got.logprob_grads, want.logprob_grads) < 1e-6
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    assert got.sums.metrics() == pytest.approx(want.sums.metrics(), rel=1e-5, abs=1e-6)
 
 
 # -- what has no tokens, or bad ones ---------------------------------------------------------------------------------

@@ -322,6 +322,19 @@ POLICY_LOSSES = ("tis", "ppo", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
 """The built-in values of `algorithm.policy_loss`."""
 
 
+class RouterAuxConfig(Section):
+    """Load balance of the routers, with the experts that were replayed as the load."""
+
+    coef: float = 0.0
+    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` the share of the step's choices that fell on expert i,
+    `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). 1 is even. Needs
+    `routing.replay`, whose routes are known before the step's first forward pass."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("`coef` must not be negative")
+
+
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
     """How scores become advantages; formulas and sources in `algorithms.estimators`."""
@@ -358,6 +371,7 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
     reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
+    router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
 
     def __post_init__(self) -> None:
         _positive(self, "ratio_cap")
@@ -516,6 +530,8 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         _positive(self, "steps")
+        if self.algorithm.router_aux.coef and self.routing.replay == "off":
+            raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "

@@ -81,7 +81,8 @@ class LearnerBackend(Protocol):
 
         Metrics (means are over trained tokens, log-probs in nats):
 
-        * `loss/policy`, `loss/rollout_kl`, `loss/reference_kl`, `loss/entropy`: the terms, which add up to the loss.
+        * `loss/policy`, `loss/rollout_kl`, `loss/reference_kl`, `loss/entropy`, `loss/router_aux`: the terms,
+          which add up to the loss.
         * `rollout_kl/k1`, `/k2`, `/k3`: KL(rollout || learner), unweighted (see `algorithms.kl`).
         * `ratio/max`, `ratio/ess`: pi / mu uncapped: its maximum, and the effective share of the sample, 0-1.
         * `entropy/mean`: of the learner's distribution at the sample's temperature.

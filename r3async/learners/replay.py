@@ -11,8 +11,9 @@ the block has ended raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +28,29 @@ class RoutingCounts:
     """What this rank's routers did since the last `RoutingReplay.take_counts`, by local router, on the device.
 
     `agreed`, `compared` int64 `[R]`: of the recorded tokens, those whose own top-k set is the recorded set. `load` int64
-    `[R, experts]`: tokens sent to each expert. Padding is in none of them, a recomputed forward pass counts once.
+    `[R, experts]`: tokens sent to each expert. `auxiliary` float64 scalar: the routers' own loss. Padding is in none of
+    them, a recomputed forward pass counts once.
     """
 
     def __init__(self, routers: int, experts: int, device: torch.device):
         self.agreed = torch.zeros(routers, dtype=torch.int64, device=device)
         self.compared = torch.zeros(routers, dtype=torch.int64, device=device)
         self.load = torch.zeros(routers, experts, dtype=torch.int64, device=device)
+        self.auxiliary = torch.zeros((), dtype=torch.float64, device=device)
+
+
+class _WithLoss(torch.autograd.Function):
+    """`x` as it is; in the backward pass `loss` gets the gradient 1, as a term of the step's sum does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (loss,) = ctx.saved_tensors
+        return grads[0], torch.ones_like(loss)
 
 
 class MicroBatchRoutes:
@@ -123,6 +140,19 @@ class MicroBatchRoutes:
                 self.own[router], self.used[router] = own, used
         return used
 
+    def balance(self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]) -> Tensor:
+        """`scores` `[n, experts]`, with the load-balance term of local router `router` hung on them, if there is one.
+
+        `probabilities(scores)`: the router's probability of each expert, rows that add up to 1.
+        """
+        weights = self._replay.balance
+        if weights is None:
+            return scores
+        loss = (probabilities(scores[: self._real]).float() @ weights[router]).sum()
+        if not self.recomputing:
+            self._replay.counts.auxiliary += loss.detach()
+        return _WithLoss.apply(scores, loss)
+
     def follow(self, output: Tensor) -> Tensor:
         """Make these routes current when the backward pass of `output`, this rank's result for the micro-batch, begins."""
         if output.requires_grad:
@@ -175,6 +205,8 @@ class RoutingReplay:
         self.enabled, self.device, self.shard = enabled, device, shard
         self.current: MicroBatchRoutes | None = None
         self._open: list[MicroBatchRoutes] = []
+        self.balance: Tensor | None = None
+        """float32 `[R, experts]`: what a unit of each expert's probability adds to the loss; None without that term."""
         self.counts = RoutingCounts(len(self.columns), num_experts, device)
 
     def token_slice(self, tokens: int) -> slice:
@@ -189,6 +221,16 @@ class RoutingReplay:
         taken = self.counts
         self.counts = RoutingCounts(len(self.columns), self.num_experts, self.device)
         return taken
+
+    @contextmanager
+    def balanced(self, weights: np.ndarray | None) -> Iterator[None]:
+        """In this block the routers have a load-balance term: `weights` float64 `[layers, experts]`, of the whole model."""
+        if weights is not None and self.columns:
+            self.balance = torch.from_numpy(weights[self.columns]).to(self.device, torch.float32)
+        try:
+            yield
+        finally:
+            self.balance = None
 
     @contextmanager
     def bound(self, micro_batch: MicroBatch, *, keep: bool = False) -> Iterator[MicroBatchRoutes]:

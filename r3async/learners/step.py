@@ -63,9 +63,11 @@ class Step:
     Making it is a collective operation where there are several ranks: counts are summed over the data-parallel ranks, so
     that the loss's denominator is global and known before the first micro-batch. Every check is made before that.
 
-    `skip_untrained`: leave out micro-batches in which nothing is trained; only where no other rank waits for this one.
-    `version`: of the weights that are trained, which tokens' ages count from. `rollout_kl_coef`: of the trust region.
-    `is_first_copy`: whether this rank counts its micro-batches; exactly one of the ranks that are given the same ones does.
+    `routing`: MoE layers and experts of the model. `skip_untrained`: leave out micro-batches in which nothing is trained;
+    only where no other rank waits for this one. `version`: of the weights that are trained, which tokens' ages count from.
+    `rollout_kl_coef`: of the trust region. `is_first_copy`: whether this rank counts its micro-batches; exactly one of the
+    ranks that are given the same ones does.
+
     Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the ranks
     were given different numbers of micro-batches.
     """
@@ -82,6 +84,7 @@ class Step:
         is_first_copy: bool = True,
         skip_untrained: bool = False,
         trace: bool = False,
+        routing: tuple[int, int] = (0, 0),
     ):
         self._config, self._reduce, self.trace = config, reduce, trace
         self._version, self._coef = version, rollout_kl_coef
@@ -115,9 +118,29 @@ class Step:
                 f"routing.min_recorded_fraction is {floor}: find out why the engine did not record them, lower that setting, "
                 "or set routing.replay=off"
             )
+        self.balance = self._balance(micro_batches, routing, is_first_copy)
+        """float64 `[layers, experts]` for `RoutingReplay.balanced`: what a unit of a router's probability of an expert adds to
+        the loss. None without `algorithm.router_aux`."""
         kept = [i for i, c in enumerate(self._chosen) if len(c.rows) or not skip_untrained]
         self.micro_batches = [micro_batches[i] for i in kept]
         self._chosen = [self._chosen[i] for i in kept]
+
+    def _balance(
+        self, micro_batches: Sequence[MicroBatch], routing: tuple[int, int], is_first_copy: bool
+    ) -> np.ndarray | None:
+        """`coef * experts * f_i / tokens`: with the load known beforehand, the term is a plain sum over tokens."""
+        coef, (layers, experts) = self._config.algorithm.router_aux.coef, routing
+        if not coef or not layers:
+            return None
+        load = np.zeros((layers, experts))
+        for m in micro_batches:
+            if "routed_experts" in m.table and is_first_copy:
+                rows = m.table["routed_experts"][m.table["routing_recorded"]]
+                for layer in range(layers):
+                    load[layer] += np.bincount(rows[:, layer].reshape(-1), minlength=experts)
+        load = self._reduce(load.reshape(-1), "sum").reshape(load.shape)
+        share = load / np.maximum(load.sum(axis=1, keepdims=True), 1.0)
+        return coef * experts * share / max(self._tokens, 1.0)
 
     def rows(self, index: int) -> np.ndarray:
         """int64 `[M]`: the trained rows of micro-batch `index`."""
@@ -184,10 +207,12 @@ class Step:
             figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
             mine[list(columns)] = figures.cpu().numpy()
         by_layer = self._reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+        (auxiliary,) = self._reduce(np.asarray([float(routing.auxiliary)]), "sum").tolist()
         agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
         agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
         budget = max(self._real, 1.0) * self._config.learner.max_tokens_per_micro_batch
         metrics = ObjectiveSums.metrics_of(total) | {
+            "loss/router_aux": auxiliary,
             "rollout_kl/coef": self._coef,
             "routing/recorded_fraction": self.recorded_fraction,
             "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),

@@ -130,6 +130,7 @@ class MegatronLearner:
             is_first_copy=self.layout.tp_rank == self.layout.pp_rank == 0,
             skip_untrained=alone,
             trace=trace,
+            routing=(len(self._shape.moe_layers), self._shape.experts),
         )
 
     def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -156,13 +157,14 @@ class MegatronLearner:
             step.saw(routes)
             return hidden
 
-        if self._config.learner.parallel.pp > 1:
-            with self.replay.pipelined() as bind:
-                run_stages(self.model, forward, loss, len(step.micro_batches))
-            return
-        for index in range(len(step.micro_batches)):
-            with self.replay.pipelined() as bind:
-                loss(index, forward(index)).backward()
+        with self.replay.balanced(step.balance):
+            if self._config.learner.parallel.pp > 1:
+                with self.replay.pipelined() as bind:
+                    run_stages(self.model, forward, loss, len(step.micro_batches))
+                return
+            for index in range(len(step.micro_batches)):
+                with self.replay.pipelined() as bind:
+                    loss(index, forward(index)).backward()
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""

@@ -24,11 +24,15 @@ class ReplayedRouter(RouterReplay):
     than tokens silently leaves the others without expert.
     """
 
-    def __init__(self, replay: RoutingReplay, index: int):
+    def __init__(self, replay: RoutingReplay, index: int, *, pre_softmax: bool):
         # RouterReplay.__init__ would enter the instance into the class-wide list: not called on purpose.
-        self._replay, self._index = replay, index
+        self._replay, self._index, self._pre_softmax = replay, index, pre_softmax
         self.clear_indices()
         self.clear_router_replay_action()
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        """Scores are logits, unless gates are taken before the choice."""
+        return scores if self._pre_softmax else scores.softmax(dim=-1)
 
     def get_replay_topk(
         self,
@@ -43,6 +47,7 @@ class ReplayedRouter(RouterReplay):
         routes = self._replay.current
         if routes is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
+        scores = routes.balance(self._index, scores, self._probabilities)
         if not routes.replays:
             own_scores, own = default_compute_topk(scores, topk, num_groups, group_topk)
             routes.choose(self._index, own)
@@ -67,7 +72,7 @@ def attach(
     columns = [list(moe_layers).index(number) for number in routers]
     replay = RoutingReplay(layers=len(moe_layers), columns=columns, shard=shard, **settings)
     for index, router in enumerate(routers.values()):
-        router.router_replay = ReplayedRouter(replay, index)
+        router.router_replay = ReplayedRouter(replay, index, pre_softmax=model.config.moe_router_pre_softmax)
     # Before any collective: ranks that wait for each other's tokens would wait for ever.
     model.register_forward_pre_hook(lambda module, args: replay.check_tokens(args[0].numel()))
     return replay

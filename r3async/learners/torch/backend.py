@@ -95,15 +95,17 @@ class TorchLearner:
             # One of many ranks takes part also where it trains nothing: the others wait for its part of the weights.
             skip_untrained=not self._sharded,
             trace=trace,
+            routing=(self.replay.layers, self.replay.num_experts),
         )
         report = self._optimizer.skip()
         if step.trained:
             try:
-                for index, micro_batch in enumerate(step.micro_batches):
-                    with self.replay.bound(micro_batch, keep=trace) as routes:
-                        logprobs, entropies = self._logprobs(micro_batch, step.rows(index), routes)
-                        step.saw(routes)
-                        step.loss(index, logprobs, entropies).backward()
+                with self.replay.balanced(step.balance):
+                    for index, micro_batch in enumerate(step.micro_batches):
+                        with self.replay.bound(micro_batch, keep=trace) as routes:
+                            logprobs, entropies = self._logprobs(micro_batch, step.rows(index), routes)
+                            step.saw(routes)
+                            step.loss(index, logprobs, entropies).backward()
             except BaseException:
                 self._optimizer.clear()
                 self.replay.take_counts()

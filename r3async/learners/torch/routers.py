@@ -80,9 +80,9 @@ class RouterSearch(TorchFunctionMode):
 
 
 class _ReplayedChoice(TorchFunctionMode):
-    """While in force, the experts that are chosen are those that `choose`, given the router's own, says."""
+    """While in force, scores and chosen experts are what `choose`, given the router's own, says."""
 
-    def __init__(self, shape: RoutingShape, choose: Callable[[Tensor], Tensor]):
+    def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
         super().__init__()
         self.choices = 0
         self._shape, self._choose = shape, choose
@@ -97,8 +97,14 @@ class _ReplayedChoice(TorchFunctionMode):
         if not _is_choice(scores, result.indices, self._shape):
             return result
         self.choices += 1
-        chosen = self._choose(result.indices)
-        return result if chosen is result.indices else _result(scores.gather(1, chosen), chosen)
+        balanced, chosen = self._choose(scores, result.indices)
+        same = balanced is scores and chosen is result.indices
+        return result if same else _result(balanced.gather(1, chosen), chosen)
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """Scores that are chosen from are probabilities, or sigmoids that become some when they are normalised."""
+    return scores / scores.sum(dim=-1, keepdim=True)
 
 
 def _result(values: Tensor, ids: Tensor) -> Any:
@@ -147,7 +153,11 @@ def _routed(
     routes = replay.current
     if routes is None:
         return forward(*args, **kwargs)
-    with _ReplayedChoice(shape, partial(routes.choose, index)) as mode:
+
+    def choose(scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        return routes.balance(index, scores, _probabilities), routes.choose(index, own)
+
+    with _ReplayedChoice(shape, choose) as mode:
         output = forward(*args, **kwargs)
     if mode.choices != 1:
         raise LearnerError(f"router {name} of MoE layer {index} chose experts {mode.choices} times in one forward pass")

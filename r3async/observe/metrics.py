@@ -36,6 +36,35 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout_kl/k2": Metric("drift k2", "nats", "Mean of Δ²/2: low variance."),
     "rollout_kl/k3": Metric("drift k3", "nats", "Mean of e^Δ - 1 - Δ: unbiased for KL(μ‖π), never negative."),
+    "loss/reference_kl": Metric(
+        "reference loss", "", "KL to the frozen reference model, weighted: a term of the loss."
+    ),
+    "loss/entropy": Metric("entropy bonus", "", "Entropy, weighted and negative: a term of the loss."),
+    "loss/router_aux": Metric("router loss", "", "Load balance of the routers, weighted: a term of the loss."),
+    "rollout_kl/coef": Metric("drift coefficient", "", "Coefficient of the rollout-KL term in this step."),
+    "reference_kl/k3": Metric("distance to reference", "nats", "KL(learner‖reference), k3, mean over trained tokens."),
+    "rollout_corr/kl": Metric("rollout KL", "nats", "The same as drift k1."),
+    "rollout_corr/k3_kl": Metric("rollout k3", "nats", "The same as drift k3."),
+    "rollout_corr/ess": Metric("rollout ESS", "fraction", "The same as effective samples."),
+    "rollout_corr/chi2_token": Metric("chi² by token", "", "Mean squared ratio of tokens, less 1."),
+    "rollout_corr/chi2_seq": Metric("chi² by sample", "", "Mean squared ratio of whole samples, less 1."),
+    "rollout_corr/training_ppl": Metric("learner perplexity", "", "Mean over samples of e^-(mean log-prob)."),
+    "rollout_corr/rollout_ppl": Metric("rollout perplexity", "", "The same under the rollout policy."),
+    "rollout_corr/ppl_ratio": Metric("perplexity ratio", "", "Learner over rollout, mean over samples."),
+    "rollout_corr/clipped_fraction": Metric(
+        "clipped", "fraction", "Trained tokens held by a bound of the policy loss."
+    ),
+    "rollout_corr/masked_fraction": Metric("masked", "fraction", "Trained tokens that a correction left out."),
+    "rollout_corr/masked_sequence_fraction": Metric(
+        "masked samples", "fraction", "Samples of which a correction left out every token."
+    ),
+    "advantage/mean": Metric("mean advantage", "", "Over trained tokens."),
+    "advantage/std": Metric("advantage spread", "", "Standard deviation over trained tokens."),
+    "advantage/abs_max": Metric("largest advantage", "", "By absolute value."),
+    "advantage/zero_variance_groups": Metric("groups without contrast", "groups", "All of their scores are equal."),
+    "advantage/overlong_samples": Metric("overlong", "samples", "Ended because an answer or the context was too long."),
+    "advantage/overlong_penalty": Metric("overlong penalty", "", "Mean penalty of long answers."),
+    "advantage/filtered_tokens": Metric("filtered", "tokens", "Tokens that a filter kept from training."),
     "ratio/max": Metric("max ratio", "", "Largest π_learner/μ_rollout of a trained token."),
     "ratio/ess": Metric("effective samples", "fraction", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same."),
     "entropy/mean": Metric("entropy", "nats", "Mean entropy of the learner's distribution at trained tokens."),
@@ -55,6 +84,7 @@ METRICS: dict[str, Metric] = {
     "routing/load_imbalance": Metric(
         "load imbalance", "", "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even."
     ),
+    "batch/groups": Metric("groups", "groups", "Groups that the step consumed."),
     "batch/tokens": Metric("tokens", "tokens", "Tokens of the batch, prompts and observations included."),
     "batch/trained_tokens": Metric(
         "trained tokens", "tokens", "Tokens that the policy sampled and that entered the loss."
@@ -66,6 +96,7 @@ METRICS: dict[str, Metric] = {
     ),
     "grad_norm": Metric("gradient norm", "", "Global norm before clipping."),
     "lr": Metric("learning rate", "", "Learning rate of the step."),
+    "optimizer/broken": Metric("broken", "", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`."),
     "optimizer/skipped": Metric("skipped", "", "1 if the step made no optimizer update."),
     "learner/wait_seconds": Metric("learner waited", "s", "Time the learner waited for a full batch."),
     "learner/step_seconds": Metric("learner step", "s", "Time of forward, backward and optimizer."),

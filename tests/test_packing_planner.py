@@ -158,6 +158,7 @@ def test_what_makes_no_sense_is_refused():
         Cost(1, -1)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-3, 1e3), st.floats(0, 10), st.integers(0, 70_000))
 def test_the_longest_sample_of_a_budget_costs_the_budget(linear, quadratic, length):
     cost = Cost(linear, quadratic)

@@ -1,0 +1,113 @@
+"""The controller of the trust region, on simulated plants whose drift answers to the coefficient."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from r3async.algorithms.trust_region import TrustRegion
+from r3async.config import RolloutKLConfig
+
+TARGET = 0.02
+
+
+def simulate(
+    region: TrustRegion, power: float, delay: int, half: float, *, steps: int = 240, noise: float = 0.3
+) -> tuple[list[float], list[float]]:
+    """Drift and coefficient by step: drift follows `0.2 / (1 + coef / half)^power` with inertia, `delay` steps late, and is
+    measured with log-normal noise. Without control it is ten times the target."""
+    rng, coefs, drifts, drift = random.Random(1), [region.coef] * (delay + 1), [], 0.2
+    for _ in range(steps):
+        coefs.append(region.coef)
+        drift = 0.5 * drift + 0.5 * 0.2 / (1 + coefs[-1 - delay] / half) ** power
+        region.update(drift * math.exp(rng.gauss(0, noise)))
+        drifts.append(drift)
+    return drifts, coefs
+
+
+@pytest.mark.parametrize("half", [0.01, 1.0])
+@pytest.mark.parametrize("delay", [0, 2, 5])
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_drift_converges_to_the_target(power, delay, half):
+    region = TrustRegion(RolloutKLConfig(target=TARGET))
+    drifts, _ = simulate(region, power, delay, half)
+    last = np.asarray(drifts[120:])
+    assert last.mean() == pytest.approx(TARGET, rel=0.15)
+    assert last.max() < 1.5 * TARGET
+    assert last.min() > TARGET / 1.5
+
+
+def test_a_coefficient_that_is_too_large_comes_down():
+    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=50.0))
+    drifts, coefs = simulate(region, 1.0, 2, 0.1)
+    assert coefs[-1] < 5
+    assert np.mean(drifts[120:]) == pytest.approx(TARGET, rel=0.15)
+
+
+def test_a_bound_does_not_wind_the_controller_up():
+    region = TrustRegion(RolloutKLConfig(target=TARGET, coef=0.01, coef_min=0.005, coef_max=0.5))
+    for _ in range(500):
+        region.update(10 * TARGET)
+    assert region.coef == 0.5
+    for _ in range(10):
+        region.update(TARGET / 10)
+    assert region.coef < 0.25
+    for _ in range(500):
+        region.update(0.0)
+    assert region.coef == 0.005
+
+
+def test_without_a_target_the_coefficient_stays():
+    region = TrustRegion(RolloutKLConfig(coef=0.0))
+    for measured in (0.0, 5.0, math.nan):
+        region.update(measured)
+    assert region.coef == 0.0
+    assert not region.breaks(math.inf)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_measurement_that_is_not_finite_breaks_and_changes_nothing(bad):
+    region = TrustRegion(RolloutKLConfig(target=TARGET, max=0.1))
+    region.update(0.05)
+    before = region.state()
+    assert region.breaks(bad)
+    region.update(bad)
+    assert region.state() == before
+    assert math.isfinite(region.coef)
+
+
+def test_breaks_above_max_only():
+    region = TrustRegion(RolloutKLConfig(max=0.1))
+    assert [region.breaks(x) for x in (0.0, 0.1, 0.1001)] == [False, False, True]
+
+
+def test_a_step_at_the_target_moves_nothing_and_one_wild_step_little():
+    region = TrustRegion(RolloutKLConfig(target=TARGET))
+    region.update(TARGET)
+    assert region.coef == pytest.approx(0.01)
+    region.update(1e9)
+    assert region.coef <= 0.01 * math.exp(0.1 * 4 + 1e-9)
+    region.update(-1.0)  # a k1, say: no drift
+    assert region.coef > 0
+
+
+def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
+    config = RolloutKLConfig(target=TARGET)
+    one, other = TrustRegion(config), TrustRegion(config)
+    for measured in (0.1, 0.05, 0.03):
+        one.update(measured)
+    other.restore(json.loads(json.dumps(one.state())))
+    for measured in (0.02, 0.5):
+        one.update(measured)
+        other.update(measured)
+    assert other.coef == one.coef
+    narrower = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=0.01))
+    narrower.restore({"coef": 5.0, "error": 0.0})
+    assert narrower.coef == 0.01
+    fixed = TrustRegion(RolloutKLConfig(coef=0.3))
+    fixed.restore(one.state())
+    assert fixed.coef == 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,6 +167,20 @@ def uneven(learner, micro_batches):
 def test_a_step_is_refused_on_every_rank_alike(two_ranks, model_path):
     samples = hm.make_samples(0, [9, 12])
     assert two_ranks.call(in_learner, uneven, model_path, config(dp=2), [collate([s]) for s in samples]) == [0, 0]
+
+
+def threads_after(path: Path, settings) -> tuple[int, int]:
+    counts = []
+    for _ in range(3):
+        MegatronLearner(settings, path).close()
+        counts.append(psutil.Process().num_threads())
+    return counts[0], counts[-1]
+
+
+def test_a_closed_learner_leaves_no_threads(two_ranks, model_path):
+    """Megatron forgets its process groups without destroying them; gloo's keep threads."""
+    for first, last in two_ranks.call(threads_after, model_path, config(dp=2, ep=2)):
+        assert last <= first
 
 
 @pytest.mark.parametrize(

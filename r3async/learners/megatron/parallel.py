@@ -32,7 +32,8 @@ class Layout:
     dp_rank: int
     pp_rank: int
     owns_group: bool
-    owns_layout: bool
+    made: tuple[dist.ProcessGroup, ...]
+    """Groups that were made for this layout, if it was not there before."""
 
     @property
     def first_stage(self) -> bool:
@@ -57,10 +58,22 @@ class Layout:
 
     def close(self) -> None:
         """Undo what `start` did."""
-        if self.owns_layout and ps.model_parallel_is_initialized():
+        if not dist.is_initialized():
+            return
+        if self.made and ps.model_parallel_is_initialized():
             ps.destroy_model_parallel()
-        if self.owns_group and dist.is_initialized():
+        if self.owns_group:
             dist.destroy_process_group()
+            return
+        # Megatron only forgets its groups; each of gloo's keeps threads and sockets until it is destroyed.
+        for group in self.made:
+            if group in _groups():
+                dist.destroy_process_group(group)
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Every process group of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def start(parallel: ParallelConfig, device: torch.device) -> Layout:
@@ -80,8 +93,8 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
                 f"learner.parallel wants dp {p.dp} x tp {p.tp} x pp {p.pp} = {p.world} ranks, but there "
                 f"{'is' if dist.get_world_size() == 1 else 'are'} {dist.get_world_size()}"
             )
-        owns_layout = not ps.model_parallel_is_initialized()
-        if owns_layout:
+        before = _groups()
+        if not ps.model_parallel_is_initialized():
             ps.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tp,
                 pipeline_model_parallel_size=parallel.pp,
@@ -102,7 +115,7 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
         ps.get_data_parallel_rank(),
         ps.get_pipeline_model_parallel_rank(),
         owns_group,
-        owns_layout,
+        tuple(group for group in _groups() if group not in before),
     )
 
 

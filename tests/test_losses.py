@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 import types
@@ -115,12 +114,12 @@ def test_sapo_weakens_both_directions_smoothly():
 
 def test_dppo_bounds_probability_and_not_its_ratio():
     config = algorithm(dppo={"threshold_low": 0.1, "threshold_high": 0.3})
-    p = [0.001, 0.4, 0.5, 0.9, 0.5]
-    given = inputs(config, [10.0, 1.5, 1.7, 0.8, 0.8], [1, 1, 1, -1, 1], anchor=np.log(p).tolist())
+    p = [0.001, 0.4, 0.5, 0.9, 0.5, 0.5]
+    given = inputs(config, [10.0, 1.5, 1.7, 0.8, 0.8, 1.7], [1, 1, 1, -1, 1, -1], anchor=np.log(p).tolist())
     loss = POLICY_LOSSES["dppo"](given)
     # A rare token may grow tenfold; 0.5 -> 0.85 is too high; 0.9 -> 0.72 is too low, unless it is on its way back.
-    assert loss.clipped.tolist() == [False, False, True, True, False]
-    assert slopes(given, loss) == pytest.approx([-10, -1.5, 0, 0, -0.8])
+    assert loss.clipped.tolist() == [False, False, True, True, False, False]
+    assert slopes(given, loss) == pytest.approx([-10, -1.5, 0, 0, -0.8, 1.7])
 
 
 def test_decoupled_ppo_clips_to_the_learner_before_the_step_and_weights_by_the_rollout():
@@ -168,12 +167,24 @@ def test_a_loss_of_one_s_own(module):
     got = run([samples], config, torch.float64, coef=0.0)
     want = [np.where(s.mask, -2 * s.advantages * s.weights, 0) for s in samples]
     assert distance(got.logprob_grads, want) < 1e-12
-    dropped = [dataclasses.replace(s, ages=np.full(len(s), 9)) for s in samples]
-    assert run([dropped], dataclasses_like(config, {"max_token_age": 3}), coef=0.0).loss == 0
 
 
-def dataclasses_like(config: AlgorithmConfig, correction: dict) -> AlgorithmConfig:
-    return algorithm(policy_loss=config.policy_loss, loss_args=config.loss_args, correction=correction)
+def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
+    def careless(inputs: LossInputs) -> PolicyLoss:
+        value = torch.where(inputs.mask, -inputs.advantages * inputs.logprobs, torch.nan)
+        return PolicyLoss(value, clipped=torch.ones_like(inputs.mask))
+
+    module.careless = careless
+    settings = {"correction": {"max_token_age": 3}, "policy_loss": "made_up_losses:careless"}
+    samples = make_samples(3, [5, 9], masked=0.3)
+    got = run([samples], algorithm(**settings), torch.float64, coef=0.0)
+    keeps = [s.mask & (s.ages <= 3) for s in samples]
+    want = [np.where(k, -s.advantages * s.weights, 0) for s, k in zip(samples, keeps, strict=True)]
+    assert distance(got.logprob_grads, want) < 1e-12
+    assert got.loss == pytest.approx(sum(float(w @ x.logprobs) for w, x in zip(want, samples, strict=True)))
+    kept, trained = sum(k.sum() for k in keeps), sum(s.mask.sum() for s in samples)
+    assert 0 < kept < trained < 14
+    assert got.sums.metrics()["rollout_corr/clipped_fraction"] == pytest.approx(kept / trained)
 
 
 @pytest.mark.parametrize(

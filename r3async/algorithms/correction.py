@@ -56,7 +56,7 @@ def correction_mask(
     2512.23075, with k3 for the KL at a token).
     """
     logprobs, rollout_logprobs = logprobs.detach().double(), rollout_logprobs.double()
-    delta = torch.where(mask, logprobs - rollout_logprobs, 0.0)
+    delta = logprobs - rollout_logprobs
     keep = mask.clone()
     if config.icepop_low is not None or config.icepop_high is not None:
         keep &= icepop(delta, config.icepop_low, config.icepop_high)

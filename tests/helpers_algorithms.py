@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -244,17 +244,3 @@ def distance(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
     """Norm of the difference, relative to the norm of `want`."""
     a, b = np.concatenate([*got, np.zeros(1)]), np.concatenate([*want, np.zeros(1)])
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
-
-
-__all__ = [
-    "Outcome",
-    "Tokens",
-    "algorithm",
-    "batch_of",
-    "by_hand",
-    "distance",
-    "kept_tokens",
-    "make_samples",
-    "replace",
-    "run",
-]

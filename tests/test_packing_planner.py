@@ -36,6 +36,8 @@ def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(leng
     assert len(planned) == ranks
     assert len({len(mine) for mine in planned}) == 1
     assert all(any(round_) for round_ in zip(*planned, strict=True))  # no round in which all ranks have padding
+    costliest = costs_of(planned, lengths, cost).max(0, initial=0)
+    assert (np.diff(costliest) <= 1e-9 * costliest[:1].sum()).all()  # first, so that memory is known to suffice
     assert planned == plan(lengths, max_tokens=cap, ranks=ranks, cost=cost, objective=objective)
 
 
@@ -97,6 +99,20 @@ def test_a_level_is_raised_where_most_micro_batches_can_follow():
     assert levels(lengths, **given, work=99.0).tolist() == [10, 10]
 
 
+def test_levels_of_one_round_by_hand():
+    """Cost n + n², cap 10, two ranks: beside 9 (cost 90) the other is a full one of ones, of cost 20 at most."""
+    given = {"max_tokens": 10, "ranks": 2, "count": 1, "cost": Cost(1, 1)}
+    assert levels(np.asarray([9, 1]), **given, work=110.0).tolist() == [90]
+    assert levels(np.asarray([9, 1]), **given, work=111.0).tolist() == [91]  # which one of the two can follow
+    assert levels(np.asarray([4, 1]), **given, work=22.0).tolist() == [20]  # the costliest sample is somewhere
+
+
+def test_totals_of_ranks_are_near_too():
+    """Rounds (10, 9) and (8, 6): no rank is given both of the larger ones."""
+    planned = plan([10, 9, 8, 6], max_tokens=10, ranks=2)
+    assert sorted(costs_of(planned, [10, 9, 8, 6], Cost()).sum(1)) == [16, 17]
+
+
 def test_alike_samples_share_a_round():
     """Four long and twelve short ones on two ranks: long ones wait for long ones only."""
     lengths = [90, 10, 90, 10] * 2 + [10] * 8
@@ -121,11 +137,12 @@ def test_one_giant_sample_is_alone_where_the_cost_is_quadratic(objective):
     assert sorted(found[:, 0])[:3] == [13 * 110, 13 * 110, 14 * 110]
 
 
-def test_gaps_are_filled_exactly_where_that_spares_a_micro_batch():
-    """First-fit decreasing takes 6 into the gap of 7 and leaves 1; two of the exact pairs are 4 + 3."""
-    assert len(plan([13, 13, 6, 4, 4, 3, 3, 1, 1, 2], max_tokens=20)[0]) == 3
-    lengths = lengths_like("bimodal", 8192, seed=0)
-    assert len(plan(lengths.tolist(), max_tokens=32768)[0]) == fewest_bins(lengths, 32768)
+@pytest.mark.parametrize(("samples", "seed", "fewest"), [(256, 0, 42), (1024, 2, 194)])
+def test_gaps_are_filled_exactly_where_that_spares_a_micro_batch(samples, seed, fewest):
+    """First-fit decreasing alone needs one more here."""
+    lengths = lengths_like("bimodal", samples, seed)
+    planned = plan(lengths.tolist(), max_tokens=32768)
+    assert len(planned[0]) == fewest_bins(lengths, 32768) == fewest
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "bimodal", "pareto", "groups"])
@@ -140,7 +157,17 @@ def test_plans_of_the_benchmark_are_near_the_bounds(kind):
         assert found.max(0).sum() <= 1.08 * bound
         flat = costs_of(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost, objective="cost"), lengths, cost)
         assert flat.sum(1).max() <= 1.005 * max(each.sum() / ranks, each.max())
-        assert flat.shape[1] <= found.shape[1] + 1
+        assert flat.shape[1] == found.shape[1]
+
+
+def test_equal_cost_takes_a_micro_batch_more_where_the_cap_stands_in_the_way():
+    cost, lengths = cost_model(shape_of("Qwen3-30B-A3B")), lengths_like("pareto", 1024, seed=1)
+    each = cost.of(lengths)
+    given = {"max_tokens": 65536, "ranks": 8, "cost": cost}
+    assert len(plan(lengths.tolist(), **given)[0]) == 3
+    planned = plan(lengths.tolist(), **given, objective="cost")
+    assert len(planned[0]) == 4
+    assert costs_of(planned, lengths, cost).sum(1).max() <= 1.005 * max(each.sum() / 8, each.max())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

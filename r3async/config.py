@@ -190,7 +190,7 @@ class RolloutKLConfig(Section):
     coef_max: float = 100.0
     """Bounds of the adapted coefficient."""
     gain: float = 0.1
-    """Of the adaptation: e-folds that the coefficient moves in a step when drift is an e-fold off its target."""
+    """Of the adaptation: e-folds that the coefficient moves in a step when drift is twice its target."""
 
     def __post_init__(self) -> None:
         if self.coef < 0:

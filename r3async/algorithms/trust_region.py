@@ -10,14 +10,14 @@ import math
 
 from r3async.config import RolloutKLConfig
 
-ERROR_LIMIT = 2.0
-"""e-folds of error that count: one wild step moves the coefficient no further than drift of 7 times the target does."""
+ERROR_LIMIT = 3.0
+"""Errors that count: one wild step moves the coefficient no further than drift of 4 times the target does."""
 
 
 class TrustRegion:
     """Coefficient of one run. No clock, no randomness: the same measurements give the same coefficients.
 
-    With a `target`, after each step, for the error `e = clamp(log(measured / target), -2, 2)`:
+    With a `target`, after each step, for the error `e = min(measured / target - 1, 3)`:
 
         log coef += gain * (e + e - e_before), within log coef_min .. log coef_max
 
@@ -25,6 +25,9 @@ class TrustRegion:
     power (0 to 2, roughly) of the coefficient, some steps late: staleness delays what a step changes until its tokens
     are trained. In logarithms that is a delay, and a gain of at most 2, for which a `gain` of 0.1 is stable up to a delay of
     8 steps. (PPO's penalty, arXiv 1707.06347, eq. 8, doubles or halves its coefficient instead, and oscillates.)
+
+    Near the target the error is `log(measured / target)`. It is not that logarithm, since single steps scatter by a factor of
+    two about their mean, upwards most: a controller of logarithms holds their geometric mean, and the mean is a quarter more.
     """
 
     def __init__(self, config: RolloutKLConfig):
@@ -42,8 +45,7 @@ class TrustRegion:
         target = self._config.target
         if target is None or not math.isfinite(measured):
             return
-        ratio = max(measured, 0.0) / target
-        error = min(max(math.log(ratio), -ERROR_LIMIT), ERROR_LIMIT) if ratio > 0 else -ERROR_LIMIT
+        error = min(max(measured, 0.0) / target - 1, ERROR_LIMIT)
         before = error if self._error is None else self._error
         step = self._config.gain * (error + error - before)
         self._coef, self._error = self._bounded(self._coef * math.exp(step)), error

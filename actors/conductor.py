@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.process import redirect_output
+from actors.process import begin
 from r3async.buffer.groups import largest_buffer
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
@@ -46,7 +46,7 @@ class Conductor:
     """Serves generators (`lease`) and the driver (`run`, `status`, `stop`). One event loop; no blocking work."""
 
     def __init__(self, run_id: str, config: dict[str, Any], run_dir: str):
-        redirect_output(Path(run_dir) / "logs" / "conductor.log")
+        begin(Path(run_dir) / "logs" / "conductor.log")
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir = run_id, Path(run_dir)
         self.events = open_events(self.run_dir, "conductor")

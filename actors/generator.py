@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.process import redirect_output
+from actors.process import begin
 from r3async.config import config_from_dict
 from r3async.engines.base import Engine
 from r3async.engines.vllm import VllmEngine
@@ -36,7 +36,7 @@ class GeneratorActor:
     """
 
     def __init__(self, generator_id: str, run_id: str, config: dict[str, Any], model_path: str, run_dir: str):
-        redirect_output(Path(run_dir) / "logs" / f"{generator_id}.log")
+        begin(Path(run_dir) / "logs" / f"{generator_id}.log")
         self.generator_id, self.run_id = generator_id, run_id
         self.config = config_from_dict(config)
         self.model_path, self.run_dir = model_path, Path(run_dir)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.process import redirect_output
+from actors.process import begin
 from actors.ranks import LocalLearner, RankedLearner
 from r3async.batching.cost import Cost, cost_model
 from r3async.batching.packing import pack_for_ranks
@@ -42,7 +42,7 @@ class LearnerActor:
     """
 
     def __init__(self, run_id: str, config: dict[str, Any], model_path: str, run_dir: str, gpus_per_rank: float = 0.0):
-        redirect_output(Path(run_dir) / "logs" / "learner.log")
+        begin(Path(run_dir) / "logs" / "learner.log")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
         self.events = open_events(self.run_dir, "learner")

@@ -11,6 +11,7 @@ from typing import Any
 from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
+from actors.process import environment
 from r3async.config import Config, to_dict
 
 STATUS_SECONDS = 10.0
@@ -49,9 +50,11 @@ class Pipeline:
         directory = str(self.run_dir.absolute())
 
         def remote(kind: type, threads: int, share: float, **options: Any) -> Any:
-            environment = {"OMP_NUM_THREADS": str(threads)}
             return ray.remote(kind).options(
-                num_cpus=1 if threads else 0, num_gpus=share, runtime_env={"env_vars": environment}, **options
+                num_cpus=1 if threads else 0,
+                num_gpus=share,
+                runtime_env={"env_vars": environment(threads)},
+                **options,
             )
 
         # With several ranks the learner actor only receives and packs; its ranks compute, in processes of their own.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.process import redirect_output
+from actors.process import begin, environment
 from r3async.algorithms.policy_loss import needs_old_logprobs
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config, config_from_dict, to_dict
@@ -83,7 +83,7 @@ class RankActor:
     """One rank of several, in a process of its own."""
 
     def __init__(self, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
-        redirect_output(Path(run_dir) / "logs" / f"learner-rank-{rank}.log")
+        begin(Path(run_dir) / "logs" / f"learner-rank-{rank}.log")
         self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
         self._learner: LocalLearner | None = None
         self._store: Any = None
@@ -136,7 +136,7 @@ class RankedLearner:
             num_cpus=0 if not learner.threads else 1,
             num_gpus=gpus,
             scheduling_strategy=here,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(learner.threads)}},
+            runtime_env={"env_vars": environment(learner.threads)},
         )
         plain = to_dict(config)
         self._ranks = [

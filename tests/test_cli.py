@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +61,23 @@ def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_ba
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(tmp_path):
+    (tmp_path / "my_losses.py").write_text("def reinforce(inputs): ...\n")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").write_text("raise RuntimeError('not ours')\n")
+    script = Path(sys.executable).with_name("r3async")
+    for loss, said in [
+        ("my_losses:reinforce", "`steps` must be greater than 0"),
+        ("my_losses:other", "can not be loaded"),
+    ]:
+        done = subprocess.run(
+            [script, "train", "quickstart", f"algorithm.policy_loss={loss}", "steps=0"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr

@@ -33,3 +33,14 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     assert [row["step"] for row in book.since(1)] == [2]
     episode = json.loads((tmp_path / "episodes.jsonl").read_text())
     assert episode == {"step": 1, "reward": 1.0, "turns": [{"user": "ab", "assistant": "ba", "reward": 1.0}]}
+
+
+def test_steps_of_one_version_share_one_rate(tmp_path):
+    book = make(tmp_path, [])  # clock 0
+    book.restart_clock()  # 10
+    book.add(1, 1, {"batch/trained_tokens": 30}, [])
+    book.add(2, 1, {"batch/trained_tokens": 50}, [])
+    book.delivered(1, 200, {})  # 20
+    for row in read_metrics(tmp_path / "metrics.jsonl"):
+        assert row["throughput/trained_tokens_per_second"] == 8.0
+        assert row["throughput/generated_tokens_per_second"] == 20.0

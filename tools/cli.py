@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from actors.process import find_user_modules
 from r3async.config import ConfigError, find_config, load_config, preset_directory
 from tools.bench.commands import app as bench
 
@@ -107,6 +108,7 @@ def init_model(
 
 def main() -> None:
     """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1."""
+    find_user_modules()
     try:
         app()
     except ConfigError as error:

@@ -59,16 +59,18 @@ class StepBook:
         """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began."""
         ready = [row for row in self._pending if row["version"] <= version]
         self._pending = [row for row in self._pending if row["version"] > version]
-        for row in ready:
-            now = self._clock()
-            seconds = max(now - self._written_at, 1e-9)
-            row |= {
-                "time": time.time(),
-                "throughput/generated_tokens_per_second": max(0, generated_tokens - self._tokens) / seconds,
-                "throughput/trained_tokens_per_second": row["batch/trained_tokens"] / seconds,
-                **figures,
-            }
+        # Steps that made one version together have one rate.
+        now = self._clock()
+        seconds = max(now - self._written_at, 1e-9)
+        trained = sum(row["batch/trained_tokens"] for row in ready)
+        rates = {
+            "throughput/generated_tokens_per_second": max(0, generated_tokens - self._tokens) / seconds,
+            "throughput/trained_tokens_per_second": trained / seconds,
+        }
+        if ready:
             self._written_at, self._tokens = now, generated_tokens
+        for row in ready:
+            row |= {"time": time.time(), **rates, **figures}
             odd = self._writer.write(row)
             if odd:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)

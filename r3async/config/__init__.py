@@ -1,0 +1,89 @@
+"""One typed run configuration: defaults here, a short TOML file over them, `key=value` overrides over that.
+
+Each section is a struct with its documentation next to the value. Unknown or ill-typed keys are refused with the
+key's path and the nearest valid name (`ConfigError`).
+"""
+
+from r3async.config.algorithm import (
+    POLICY_LOSSES,
+    AlgorithmConfig,
+    CISPOConfig,
+    ClipConfig,
+    CorrectionConfig,
+    DecoupledPPOConfig,
+    DPPOConfig,
+    GSPOConfig,
+    OverlongPenaltyConfig,
+    PPOConfig,
+    ReferenceKLConfig,
+    RolloutKLConfig,
+    RouterAuxConfig,
+    SAPOConfig,
+    import_policy_loss,
+)
+from r3async.config.learner import LearnerConfig, ParallelConfig
+from r3async.config.read import (
+    Config,
+    config_from_dict,
+    find_config,
+    load_config,
+    parse_override,
+    preset_directory,
+    to_dict,
+    to_toml,
+)
+from r3async.config.section import ConfigError, Section
+from r3async.config.sections import (
+    ClusterConfig,
+    EnvConfig,
+    EpisodeConfig,
+    GeneratorConfig,
+    InitConfig,
+    ModelConfig,
+    RoutingConfig,
+    ScheduleConfig,
+    SuperviseConfig,
+    TransportConfig,
+    WeightsConfig,
+)
+
+__all__ = [
+    "POLICY_LOSSES",
+    "AlgorithmConfig",
+    "CISPOConfig",
+    "ClipConfig",
+    "ClusterConfig",
+    "Config",
+    "ConfigError",
+    "CorrectionConfig",
+    "DPPOConfig",
+    "DecoupledPPOConfig",
+    "EnvConfig",
+    "EpisodeConfig",
+    "GSPOConfig",
+    "GeneratorConfig",
+    "InitConfig",
+    "LearnerConfig",
+    "ModelConfig",
+    "OverlongPenaltyConfig",
+    "PPOConfig",
+    "ParallelConfig",
+    "ReferenceKLConfig",
+    "RolloutKLConfig",
+    "RouterAuxConfig",
+    "RoutingConfig",
+    "SAPOConfig",
+    "ScheduleConfig",
+    "Section",
+    "SuperviseConfig",
+    "TransportConfig",
+    "WeightsConfig",
+    "config_from_dict",
+    "find_config",
+    "import_policy_loss",
+    "load_config",
+    "parse_override",
+    "preset_directory",
+    "to_dict",
+    "to_toml",
+]

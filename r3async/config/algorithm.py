@@ -1,0 +1,239 @@
+"""Section `algorithm`: advantages, losses, corrections and the trust region."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from r3async.config.section import Section, positive
+
+
+class RolloutKLConfig(Section):
+    """The trust region: a term `coef * KL(rollout || learner)` on every trained token."""
+
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
+    """Of the term in the loss. What is measured, for `target` and `max`, is always k3's mean over trained tokens."""
+    coef: float = 0.01
+    """Weight of the term; with `target`, where it starts."""
+    target: float | None = None
+    """Drift, in nats per token, to which the coefficient is adapted after every step. Unset: the coefficient stays."""
+    max: float | None = None
+    """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
+    coef_min: float = 1e-4
+    coef_max: float = 100.0
+    """Bounds of the adapted coefficient."""
+    gain: float = 0.1
+    """Of the adaptation: e-folds that the coefficient moves in a step when drift is twice its target."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("`coef` must not be negative")
+        positive(self, "coef_min", "gain", *(n for n in ("target", "max") if getattr(self, n) is not None))
+        if self.coef_max < self.coef_min:
+            raise ValueError("`coef_max` must be at least `coef_min`")
+        if self.target is not None and not self.coef_min <= self.coef <= self.coef_max:
+            raise ValueError("with `target`, `coef` must be between `coef_min` and `coef_max`")
+        if self.target is not None and self.max is not None and self.max <= self.target:
+            raise ValueError("`max` must be more than `target`, or every other step makes no update")
+
+
+class ReferenceKLConfig(Section):
+    coef: float = 0.0
+    """Weight of KL(learner || frozen reference model); 0 does without that model."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("`coef` must not be negative")
+
+
+class ClipConfig(Section):
+    """Ratios are clipped to `1 - clip_low .. 1 + clip_high`."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """DAPO (arXiv 2503.14476) takes 0.28."""
+
+    def __post_init__(self) -> None:
+        positive(self, "clip_low", "clip_high")
+
+
+class PPOConfig(ClipConfig):
+    dual_clip: float | None = None
+    """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError("`dual_clip` must be more than 1")
+
+
+class DecoupledPPOConfig(PPOConfig):
+    behaviour_cap: float = 5.0
+    """Truncation of the behaviour weights, recomputed / rollout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "behaviour_cap")
+
+
+class GSPOConfig(ClipConfig):
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+
+class CISPOConfig(ClipConfig):
+    clip_low: float = 1.0
+    """1: no lower bound."""
+    clip_high: float = 4.0
+
+
+class SAPOConfig(Section):
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    """Temperatures of the gate, for tokens of positive and of negative advantage."""
+
+    def __post_init__(self) -> None:
+        positive(self, "tau_positive", "tau_negative")
+
+
+class DPPOConfig(Section):
+    threshold_low: float = 0.2
+    threshold_high: float = 0.2
+    """|difference of probability| above which a token is pushed no further down, and no further up."""
+
+    def __post_init__(self) -> None:
+        positive(self, "threshold_low", "threshold_high")
+
+
+class CorrectionConfig(Section):
+    """Trained tokens that the policy loss leaves out because learner and rollout policy differ on them too much. The KL
+    terms keep them, and denominators stay. Each is off unless set; a ratio is learner / rollout, and bounds are inclusive."""
+
+    icepop_low: float | None = None
+    icepop_high: float | None = None
+    """A token is kept if its ratio is within these. IcePop: 0.5 and 5."""
+    kpop: float | None = None
+    """A token is kept if the binary KL, in both directions, is at most this. KPop: 0.1."""
+    geometric_low: float | None = None
+    geometric_high: float | None = None
+    """A sample is kept if the geometric mean of its tokens' ratios is within these, 0.99 and 1.001, say."""
+    product_low: float | None = None
+    product_high: float | None = None
+    """A sample is kept if the product of its tokens' ratios is within these."""
+    max_token_kl: float | None = None
+    """A sample is kept if none of its tokens' k3 is above this."""
+    max_token_age: int | None = None
+    """A token is kept if the learner is at most this many versions ahead of the one that sampled it."""
+
+    def __post_init__(self) -> None:
+        for name in ("icepop", "geometric", "product"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            if low is not None and not 0 < low <= 1:
+                raise ValueError(f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree")
+            if high is not None and high < 1:
+                raise ValueError(f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree")
+        for name in ("kpop", "max_token_kl", "max_token_age"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"`{name}` must not be negative")
+
+
+class OverlongPenaltyConfig(Section):
+    """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13)."""
+
+    buffer: int = 0
+    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`; 0: no penalty."""
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.buffer < 0:
+            raise ValueError("`buffer` must not be negative")
+        positive(self, "factor")
+
+
+POLICY_LOSSES = ("tis", "ppo", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
+"""The built-in values of `algorithm.policy_loss`."""
+
+
+class RouterAuxConfig(Section):
+    """Load balance of the routers, with the experts that were replayed as the load."""
+
+    coef: float = 0.0
+    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` the share of the step's choices that fell on expert i,
+    `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). 1 is even. Needs
+    `routing.replay`, whose routes are known before the step's first forward pass."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("`coef` must not be negative")
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
+    """How scores become advantages; formulas and sources in `algorithms.estimators`."""
+    credit: Literal["turn", "trajectory", "token"] = "turn"
+    """`turn`: a turn's advantage is relative to the same turn of its group. `trajectory`: all turns share the episode's.
+    `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
+    normalize_std: bool = True
+    """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""
+    filter_zero_variance: bool = False
+    """Do not train groups whose episodes all scored the same (DAPO's dynamic sampling, without sampling again)."""
+    overlong_filter: bool = False
+    """Do not train episodes that ended because an answer, or the context, became too long. They still count as scores."""
+    overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
+    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
+    """What the loss is a mean over; formulas in `algorithms.reduction`."""
+    policy_loss: str = "tis"
+    """`tis`, `ppo`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in `algorithms.policy_loss`), or
+    your own as `module:function`, of the type `algorithms.policy_loss.PolicyLossFunction`."""
+    anchor: Literal["rollout", "recomputed"] = "rollout"
+    """Denominator of the policy loss's ratio: the log-probs that the engine sampled with, or those that the learner
+    recomputes before the step's first update (one more forward pass)."""
+    ratio_cap: float = 2.0
+    """Of `tis`: truncation of its importance weights."""
+    ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
+    gspo: GSPOConfig = msgspec.field(default_factory=GSPOConfig)
+    cispo: CISPOConfig = msgspec.field(default_factory=CISPOConfig)
+    sapo: SAPOConfig = msgspec.field(default_factory=SAPOConfig)
+    dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
+    decoupled_ppo: DecoupledPPOConfig = msgspec.field(default_factory=DecoupledPPOConfig)
+    loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Passed to your own policy loss, as `inputs.config.loss_args`."""
+    correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
+    reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
+    router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "ratio_cap")
+        if self.advantage == "maxrl" and self.overlong_penalty.buffer:
+            raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
+        if self.policy_loss not in POLICY_LOSSES:
+            import_policy_loss(self.policy_loss)
+
+
+def import_policy_loss(path: str) -> Callable[..., Any]:
+    """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(path, POLICY_LOSSES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(POLICY_LOSSES)}."
+        raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # importing somebody's module may raise anything
+        raise ValueError(f"`policy_loss` = {path!r} can not be loaded: {error}") from error
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"`policy_loss` = {path!r} must be a function of one argument, the loss inputs: {error}"
+        ) from error
+    return function

@@ -1,0 +1,79 @@
+"""Section `learner`: backend, ranks, precision, optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from r3async.config.section import Section, positive
+
+
+class ParallelConfig(Section):
+    """How the learner's ranks divide the model and the batch; there are `dp * tp * pp` of them."""
+
+    dp: int = 1
+    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend = "torch"` the weights
+    are sharded among them (FSDP2)."""
+    tp: int = 1
+    """Tensor parallel, always with sequence parallelism."""
+    pp: int = 1
+    """Pipeline stages (1F1B)."""
+    ep: int = 1
+    """Expert parallel: among how many of the `dp * tp` ranks of a stage the experts are divided."""
+    cp: int = 1
+    """Context parallel: not supported."""
+    vpp: int = 1
+    """Virtual pipeline stages: not supported."""
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def __post_init__(self) -> None:
+        positive(self, "dp", "tp", "pp", "ep", "cp", "vpp")
+        if self.dp * self.tp % self.ep:
+            raise ValueError(
+                f"`ep` = {self.ep} must divide dp * tp = {self.dp * self.tp}: experts are divided among these"
+            )
+        if self.cp > 1:
+            raise ValueError(
+                "`cp` (context parallelism) is not supported: samples are packed whole, and attention sees them on one rank; "
+                "use `tp` for long samples, whose activations it splits along the sequence"
+            )
+        if self.vpp > 1:
+            raise ValueError(
+                "`vpp` (virtual pipeline stages) is not supported: a rank would hold several separate pieces of the model, and "
+                "neither weights nor recorded routes are divided that way; use `pp` alone"
+            )
+
+
+class LearnerConfig(Section):
+    backend: Literal["megatron", "torch"] = "megatron"
+    """`megatron`: Qwen3-MoE on megatron-core. `torch`: any mixture of experts that transformers has, with FSDP2."""
+    parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations made again in the backward pass: `selective` those of MoE layers, `full` those of whole layers."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype; the optimizer keeps fp32 master weights."""
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    max_tokens_per_micro_batch: int = 16384
+    threads: int = 1
+    """Torch threads of the learner on CPU."""
+    start_timeout: float = 600.0
+    collective_timeout: float = 600.0
+    """Seconds that one rank waits for the others before it gives up."""
+
+    def __post_init__(self) -> None:
+        positive(self, "lr", "eps", "max_grad_norm", "max_tokens_per_micro_batch", "threads", "start_timeout")
+        positive(self, "collective_timeout")
+        p = self.parallel
+        if self.backend == "torch" and max(p.tp, p.pp, p.ep) > 1:
+            raise ValueError(
+                '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, pp and ep need backend = "megatron"'
+            )

@@ -1,0 +1,188 @@
+"""A whole run's configuration, read from a preset or file with `key=value` overrides."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from r3async.config.algorithm import AlgorithmConfig
+from r3async.config.learner import LearnerConfig
+from r3async.config.section import ConfigError, Section, positive
+from r3async.config.sections import (
+    ClusterConfig,
+    EnvConfig,
+    EpisodeConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RoutingConfig,
+    ScheduleConfig,
+    SuperviseConfig,
+    TransportConfig,
+    WeightsConfig,
+)
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = ""
+    """Run directory below `runs/`; default: preset and time."""
+    seed: int = 0
+    steps: int = 100
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    env: EnvConfig = msgspec.field(default_factory=EnvConfig)
+    episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)
+    generator: GeneratorConfig = msgspec.field(default_factory=GeneratorConfig)
+    schedule: ScheduleConfig = msgspec.field(default_factory=ScheduleConfig)
+    routing: RoutingConfig = msgspec.field(default_factory=RoutingConfig)
+    algorithm: AlgorithmConfig = msgspec.field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
+    weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
+    transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
+    supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "steps")
+        if self.algorithm.router_aux.coef and self.routing.replay == "off":
+            raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
+        if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
+                f"`learner.max_tokens_per_micro_batch` = {self.learner.max_tokens_per_micro_batch}: "
+                "such a sample could not be trained"
+            )
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+
+
+def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    prefix = f"{path}." if path else ""
+    hint = f"did you mean `{prefix}{near[0]}`?" if near else f"valid here: {', '.join(names)}"
+    return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """Build section `kind` from plain data, with dotted paths in every error."""
+    if not (isinstance(kind, type) and issubclass(kind, Section)):
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"`{path}` = {value!r}: {str(error).split(' - at')[0]}{_expected(kind)}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"
+        )
+    fields = _fields(kind)
+    built = {}
+    for key, inner in value.items():
+        if key not in fields:
+            raise _unknown_key(path, key, list(fields))
+        built[key] = _convert(fields[key], inner, f"{path}.{key}" if path else key)
+    try:
+        return kind(**built)
+    except ValueError as error:
+        raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+
+
+def _expected(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f" (one of: {', '.join(map(repr, typing.get_args(kind)))})"
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return ""
+    return f" (a {kind.__name__})" if isinstance(kind, type) else ""
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a string."""
+    path, equals, raw = text.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return [part.strip() for part in path.split(".")], value
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = _merge(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
+    return out
+
+
+def preset_directory() -> Path:
+    """Where the presets are: beside the code in a checkout, inside the package when installed from a wheel."""
+    packaged = Path(__file__).parent.parent / "presets"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent.parent / "configs"
+
+
+def find_config(name_or_path: str) -> Path:
+    """A TOML file, or the preset of that name. Raises `ConfigError` with the nearest preset's name."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"no such file: {name_or_path}")
+        return path
+    preset = preset_directory() / f"{name_or_path}.toml"
+    if not preset.is_file():
+        names = sorted(p.stem for p in preset_directory().glob("*.toml"))
+        near = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+        raise ConfigError(f"no preset {name_or_path!r}; {hint} (a file must end in .toml)")
+    return preset
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path in seen:
+        raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
+    try:
+        data = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    base = data.pop("extends", None)
+    return _merge(_read(find_config(base), (*seen, path)), data) if base is not None else data
+
+
+def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a preset or file (which may `extends` another), with `key=value` overrides."""
+    data = _read(find_config(name_or_path))
+    for text in overrides:
+        keys, value = parse_override(text)
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        data = _merge(data, nested)
+    return _convert(Config, data, "")
+
+
+def config_from_dict(data: Mapping[str, Any]) -> Config:
+    return _convert(Config, data, "")
+
+
+def to_dict(config: Section) -> dict[str, Any]:
+    """Plain data, every key resolved."""
+    return msgspec.to_builtins(config)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
+
+    def without_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: without_none(v) for k, v in value.items() if v is not None}
+        return value
+
+    return msgspec.toml.encode(without_none(to_dict(config))).decode()

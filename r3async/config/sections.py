@@ -1,0 +1,186 @@
+"""The other sections, one a room."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from r3async.config.section import Section, positive
+
+
+class InitConfig(Section):
+    """A small random Qwen3-MoE, made and warmed up on the environment's oracle when `model.path` is not given."""
+
+    seed: int = 0
+    """Of the random weights and the warm-up. Its own, so that runs with different `seed`s begin with the same model."""
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    experts: int = 8
+    top_k: int = 2
+    expert_hidden_size: int = 64
+    gate_std: float = 0.1
+    """Standard deviation of the router weights: larger is a sharper router."""
+    max_positions: int = 1024
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions. Small ones tell near positions apart more easily; large ones reach further."""
+    warm_reward: float = 0.4
+    """Supervised steps stop when the mean sampled reward reaches this."""
+    max_warm_steps: int = 2000
+    warm_lr: float = 1e-3
+    warm_batch: int = 64
+
+    def __post_init__(self) -> None:
+        positive(
+            self,
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "experts",
+            "top_k",
+            "expert_hidden_size",
+            "max_positions",
+        )
+        if self.top_k > self.experts:
+            raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError("`hidden_size` must divide by `heads`, and `heads` by `kv_heads`")
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: make one from `init`."""
+    init: InitConfig = msgspec.field(default_factory=InitConfig)
+
+
+class EnvConfig(Section):
+    name: str = "reverse-text"
+    """Built-in name, or `module:Class`."""
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class EpisodeConfig(Section):
+    max_turns: int = 16
+    """Turns after which an episode ends, whatever the environment says."""
+    max_new_tokens: int = 256
+    """Tokens sampled in one turn, at most; less when little context is left."""
+    max_prompt_tokens: int = 1024
+    """A first prompt longer than this is an error."""
+    max_total_tokens: int = 4096
+    """Prompt, observations and answers together."""
+    temperature: float = 1.0
+    timeout: float = 600.0
+    """Seconds one episode may take."""
+    retries: int = 2
+    """Times a failed episode (an environment's error, an aborted request) is tried again before the run stops."""
+
+    def __post_init__(self) -> None:
+        positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
+        if self.max_prompt_tokens >= self.max_total_tokens:
+            raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
+
+
+class GeneratorConfig(Section):
+    count: int = 1
+    concurrency: int = 64
+    """Episodes that one generator plays at once."""
+    engine: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    threads: int = 1
+    """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
+    kv_cache_gib: float = 1.0
+    """KV cache of one engine on CPU, GiB."""
+    max_restarts: int = 8
+    """Times one generator process is restarted before the run stops."""
+    start_timeout: float = 600.0
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Passed to vLLM's AsyncEngineArgs as they are, over ours."""
+
+    def __post_init__(self) -> None:
+        positive(self, "count", "concurrency", "threads", "kv_cache_gib", "start_timeout")
+        if self.max_restarts < 0:
+            raise ValueError("`max_restarts` must not be negative")
+
+
+class ScheduleConfig(Section):
+    max_staleness: int = 1
+    """Versions that the oldest trained token may lag behind. 0 is exactly on-policy (synchronous) training."""
+    groups_per_step: int = 16
+    """Groups that a step trains; with `tokens_per_step`, at least."""
+    tokens_per_step: int = 0
+    """If not 0, a step takes further groups, in lease order, until it has that many trainable tokens, or until it has all
+    groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
+    samples_per_group: int = 8
+    minibatches_per_step: int = 1
+    """Parts into which a step's samples are divided, each trained with an optimizer update of its own."""
+    steps_per_publication: int = 1
+    """Steps between two versions of the weights that engines are given. Staleness counts versions."""
+
+    def __post_init__(self) -> None:
+        positive(self, "groups_per_step", "samples_per_group", "minibatches_per_step", "steps_per_publication")
+        if self.tokens_per_step < 0:
+            raise ValueError("`tokens_per_step` must be 0 (off) or more")
+        if self.minibatches_per_step > self.groups_per_step * self.samples_per_group:
+            raise ValueError(
+                "`minibatches_per_step` is more than a step's samples, groups_per_step * samples_per_group"
+            )
+        if self.max_staleness < 0:
+            raise ValueError("`max_staleness` must be 0 (on-policy) or more")
+
+
+class RoutingConfig(Section):
+    replay: Literal["rollout", "learner", "off"] = "rollout"
+    """`rollout`: the learner uses the experts that the engine chose (R3). `learner`: those that it chose itself in a pass
+    before the step (R2). `off`: every pass routes by itself."""
+    min_recorded_fraction: float = 0.9
+    """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
+    trace: Literal["off", "sample", "all"] = "sample"
+    """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
+    first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect NAME --verify-routes`
+    then proves that they are equal. Per token 14 bytes and 3 ids for each MoE layer and expert it is sent to."""
+    trace_every: int = 10
+
+    def __post_init__(self) -> None:
+        positive(self, "trace_every")
+        if not 0 <= self.min_recorded_fraction <= 1:
+            raise ValueError("`min_recorded_fraction` must be in 0..1")
+
+
+class WeightsConfig(Section):
+    install_timeout: float = 120.0
+    probe: bool = True
+    """After the first delivery, compare log-probs of a fixed text between learner and engine; refuse to train on a mismatch."""
+    probe_tolerance: float | None = None
+    """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
+    directory: str = ""
+    """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+
+
+class TransportConfig(Section):
+    host: str = "127.0.0.1"
+    """Interface that the learner's socket binds to. Loopback unless named."""
+    credit_bytes: int = 256 * 2**20
+    """Bytes of trajectories that all generators together may have unacknowledged or waiting at the learner."""
+    ack_timeout: float = 5.0
+    """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
+    max_message_bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        positive(self, "credit_bytes", "ack_timeout", "max_message_bytes")
+
+
+class SuperviseConfig(Section):
+    stall_seconds: float = 600.0
+    """The run stops with the reason if no group arrives for this long."""
+    stop_grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        positive(self, "stall_seconds", "stop_grace_seconds")
+
+
+class ClusterConfig(Section):
+    address: str = ""
+    """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""

@@ -72,11 +72,11 @@ def inspect(
     console = Console()
     try:
         run_dir = find_run(run)
-        if not routes and not verify_routes:
-            overview(run_dir, console)
-            return
-        from tools.inspect_routes import print_verification, show_routes
+        from tools.inspect_routes import describe_kept, print_verification, show_routes
 
+        if not routes and not verify_routes:
+            overview(run_dir, describe_kept(run_dir), console)
+            return
         if routes:
             show_routes(run_dir, console, trajectory=trajectory, step=step, layers=layer or (), diff=diff, json=json)
         if verify_routes and not print_verification(run_dir, console, json=json):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -36,10 +37,8 @@ def nearest(name: str, names: list[str], shown: int = 5) -> str:
     return f"there are: {', '.join(names[:shown])}{more}" if names else "there are none"
 
 
-def overview(run_dir: Path, console: Console) -> None:
-    """What can be inspected in this run, and how."""
-    from tools.inspect_routes import describe_kept
-
+def overview(run_dir: Path, kept: Iterable[str], console: Console) -> None:
+    """What can be inspected in this run: the lines of `kept`."""
     console.print(f"{run_dir.resolve().name}  ({run_dir})", style="bold", highlight=False, markup=False)
-    for line in describe_kept(run_dir):
+    for line in kept:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from actors.learner import LearnerActor
+from actors.ranks import LocalLearner
 from r3async.batching.packing import MicroBatch, pack
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.build import build_learner
@@ -184,12 +185,16 @@ def test_logprobs_that_are_not_finite_are_dropped_and_do_not_break_a_step(model_
     assert same(before, optimizer_state(ours))
 
 
-def run_on_rank(path: Path, config: Config, *parts: list[MicroBatch] | None) -> dict:
+def run_on_rank(
+    path: Path, config: Config, good: list[MicroBatch], poison: list[MicroBatch] | None, then: list[MicroBatch]
+) -> dict:
     import torch.distributed as dist
 
+    rank = dist.get_rank()
+    mine = None if poison is None else of_rank(poison, rank, 2)
     learner = build_learner(config, path)
     try:
-        return poisoned_run(learner, *(None if p is None else of_rank(p, dist.get_rank(), 2) for p in parts))
+        return poisoned_run(learner, of_rank(good, rank, 2), mine, of_rank(then, rank, 2))
     finally:
         learner.close()
 
@@ -226,7 +231,7 @@ def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
 
 
 def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.learner.redirect_output", lambda path: None)
+    monkeypatch.setattr("actors.learner.begin", lambda log: None)  # or the suite would write there
     config = settings()
     actor = LearnerActor("run", to_dict(config), str(model_path), str(tmp_path))
     given = [batches[0], shifted(batches[1]), batches[1]]
@@ -240,6 +245,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
                     actor._arrive(trajectory, 100)
                 step = await asyncio.wait_for(actor.train_step(), 60)
                 assert step is not None
+                assert isinstance(actor.backend, LocalLearner)
                 steps.append(step | {"updates": actor.backend._backend.version})
             return steps
         finally:

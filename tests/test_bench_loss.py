@@ -16,6 +16,7 @@ def test_both_forms_give_the_same_loss_and_gradient():
     assert report.benchmark == "loss"
     assert abs(report.naive.loss - report.chunked.loss) < 1e-5 * report.naive.loss
     assert report.gradient_difference < 1e-5
-    assert report.naive.peak_mib > 0
+    # Logits of all tokens in float32 are 32 MiB, of one chunk as many: at least two copies of them are there at once.
+    assert report.naive.peak_mib > 64
     assert report.chunked.peak_mib > 0
     assert len(report.chunked.seconds) == report.job.repeats

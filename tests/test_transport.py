@@ -365,7 +365,7 @@ async def test_malformed_messages():
     payloads = {
         "checksum": [frames[0], bytes(len(frames[1])), *frames[2:]],
         "malformed header": [frames[0][:-1], *frames[1:]],
-        "only 8 column frames": frames[:-1],
+        f"only {len(frames) - 2} column frames": frames[:-1],
         "the payload is trajectory 't1' of 0": frames,
         "at least a header": [],
         "bytes were not granted": [*frames, b"more"],

@@ -89,6 +89,7 @@ def summary(run: Run) -> dict[str, float]:
     return {
         "drift": statistics.fmean(drift),
         "rolling_max": max(rolling(drift)),
+        "rolling_within": statistics.fmean(value <= WITHIN for value in rolling(drift)),
         "step_max": max(drift),
         "steps_within": statistics.fmean(value <= WITHIN for value in drift),
         "reward_last": statistics.fmean(run["reward"][-WINDOW:]),
@@ -99,11 +100,15 @@ def summary(run: Run) -> dict[str, float]:
     }
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def table() -> str:
     lines = [
-        "| run | seed | mean drift | / target | worst 10-step mean / target | steps within 1.5x | worst step / target "
+        "| run | seed | mean drift | / target | 10-step means within 1.5x | worst | steps within 1.5x | worst "
         "| coefficient | reward, last 10 steps | reward, last half | mean age |",
-        "|" + "---|" * 11,
+        "|" + "---|" * 12,
     ]
     for run in runs():
         s = summary(run)
@@ -113,8 +118,9 @@ def table() -> str:
             str(run["seed"]),
             f"{s['drift'] * (run['target'] or TARGET):.3f}",
             f"{s['drift']:.2f}",
+            percent(s["rolling_within"]),
             f"{s['rolling_max']:.2f}",
-            f"{s['steps_within']:.0%}".replace("%", " %"),
+            percent(s["steps_within"]),
             f"{s['step_max']:.2f}",
             f"{s['coef']:.2g}",
             f"{s['reward_last']:.3f}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ class Conductor:
         self._manifest: tuple[int, bytes] = (-1, b"")
         self._consumed: dict[int, int] = {0: 0}
         """By published version: the groups that it and all earlier ones were trained from."""
+        self._installing: Counter[int] = Counter()
+        """By version: how many engines read it now."""
         self._made = 0
         """Version that the last step made, or had a part in."""
         self._published = asyncio.Event()
@@ -233,7 +236,12 @@ class Conductor:
 
     async def _install(self, generator: Generator) -> dict[str, float]:
         version, manifest = self._manifest
-        report = await asyncio.wait_for(generator.handle.install.remote(manifest), self.config.weights.install_timeout)
+        self._installing[version] += 1
+        try:
+            call = generator.handle.install.remote(manifest)
+            report = await asyncio.wait_for(call, self.config.weights.install_timeout)
+        finally:
+            self._installing[version] -= 1
         generator.version = version
         return report
 
@@ -241,7 +249,11 @@ class Conductor:
         """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made."""
         steps = 0
         while steps < self.config.steps and not self._stopping:
-            step = asyncio.ensure_future(self.learner.train_step.remote(last=steps + 1 == self.config.steps))
+            # The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What
+            # is read from here on is the newest version, which outlives the next one in any case.
+            reading = [version for version, readers in self._installing.items() if readers]
+            last = steps + 1 == self.config.steps
+            step = asyncio.ensure_future(self.learner.train_step.remote(last=last, reading=reading))
             while not step.done():
                 await asyncio.wait([step, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in background:

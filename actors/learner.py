@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,11 @@ class LearnerActor:
             self.receiver.release(trajectory.trajectory_id)
         self._arrived.set()
 
-    async def publish(self) -> bytes:
-        """Write the current weights to shared memory; returns the manifest (msgpack)."""
+    async def publish(self, reading: Sequence[int] = ()) -> bytes:
+        """Write the current weights to shared memory; returns the manifest (msgpack). Versions that engines are `reading`
+        stay."""
         assert self.backend is not None
-        manifest = await self._in_torch(self.backend.publish, self.version)
+        manifest = await self._in_torch(self.backend.publish, self.version, reading)
         return msgspec.msgpack.encode(manifest)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
@@ -119,7 +121,7 @@ class LearnerActor:
         """Episodes of these groups that have not arrived."""
         return {g: self.buffer.missing(g) for g in group_indices}
 
-    async def train_step(self, last: bool = False) -> dict[str, Any] | None:
+    async def train_step(self, last: bool = False, reading: Sequence[int] = ()) -> dict[str, Any] | None:
         """Wait for the next groups, train one step on them, publish the new weights when it is time, or if it is the `last`.
 
         Returns metrics, manifest (None if nothing was published), groups consumed so far, and episode previews; None if
@@ -147,7 +149,7 @@ class LearnerActor:
         if last or self._since[0] == self.config.schedule.steps_per_publication:
             self.version += 1
             self._since = [0, 0]
-            manifest = await self.publish()
+            manifest = await self.publish(reading)
         metrics |= self._episode_metrics(trajectories, version)
         metrics |= {
             "transport/received": self.receiver.received,

@@ -64,10 +64,10 @@ class LocalLearner:
         """See `LearnerBackend.score`."""
         return self._backend.score(token_ids)
 
-    def publish(self, version: int) -> WeightManifest | None:
-        """Write the weights for the engines. None on a rank that does not hand them in."""
+    def publish(self, version: int, reading: Sequence[int] = ()) -> WeightManifest | None:
+        """Write the weights for the engines; see `Publisher.publish`. None on a rank that does not hand them in."""
         tensors = self._backend.export()
-        return self._publisher.publish(version, tensors, self._dtype) if tensors else None
+        return self._publisher.publish(version, tensors, self._dtype, reading) if tensors else None
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
@@ -186,9 +186,9 @@ class RankedLearner:
         """See `LearnerBackend.score`."""
         return self._all("score", token_ids)[0]
 
-    def publish(self, version: int) -> WeightManifest:
-        """Write the weights for the engines of this host."""
-        return self._all("publish", version)[0]
+    def publish(self, version: int, reading: Sequence[int] = ()) -> WeightManifest:
+        """Write the weights for the engines of this host; see `Publisher.publish`."""
+        return self._all("publish", version, reading)[0]
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""

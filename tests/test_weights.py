@@ -165,3 +165,20 @@ def test_publishers_share_a_directory_and_the_dead_are_cleared_away(tmp_path):
         with Publisher(tmp_path) as second:
             assert set(tmp_path.iterdir()) == {living.directory, second.directory}
             verify(manifest)
+
+
+def test_a_version_that_an_engine_is_still_reading_outlives_any_number_of_newer_ones(tmp_path):
+    weights = {"a": torch.ones(3)}
+    with Publisher(tmp_path) as publisher:
+        first = publisher.publish(1, weights, torch.float32)
+        second = publisher.publish(2, weights, torch.float32)
+        for version in range(3, 7):
+            publisher.publish(version, weights, torch.float32, reading=[1])
+            verify(first)
+        assert not Path(second.path).exists()
+        publisher.publish(7, weights, torch.float32)
+        assert not Path(first.path).exists()
+        assert sorted(p.name for p in publisher.directory.glob("*.safetensors")) == [
+            "version-6.safetensors",
+            "version-7.safetensors",
+        ]

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def default_directory() -> Path:
 class Publisher:
     """Writes versions of a policy into a folder of its own below `directory`, and keeps the last `keep` of them.
 
-    An engine may still be reading version v - 1 while v is written, hence `keep=2`; a file that an engine has mapped
+    An engine may begin to read version v - 1 while v is written, hence `keep=2`; a file that an engine has mapped
     stays readable to it after it was removed here. The folder is locked while its publisher lives; folders whose
     publisher died without `close` are removed when the next one starts, so killed runs do not fill the memory.
     Blocking, and not thread-safe: call it from one thread at a time.
@@ -68,8 +68,12 @@ class Publisher:
         self.directory = new.rename(directory / f"weights-{new.name.removeprefix('new-')}")
         self._published: list[tuple[int, Path]] = []
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightManifest:
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
+    ) -> WeightManifest:
         """Write `tensors` (Hugging Face names, any device) as `version`; floating-point ones are cast to `dtype`.
+
+        Versions that engines are `reading` stay, beside the last `keep`.
 
         The file appears under its final name only when it is complete. Raises `WeightError` if the version is not
         newer than the last one, if there are no tensors, or if they do not fit into the free space.
@@ -102,8 +106,10 @@ class Publisher:
         finally:
             temporary.unlink(missing_ok=True)
         self._published.append((version, path))
-        while len(self._published) > self.keep:
-            self._published.pop(0)[1].unlink(missing_ok=True)
+        for old in self._published[: -self.keep]:
+            if old[0] not in reading:
+                self._published.remove(old)
+                old[1].unlink(missing_ok=True)
         return WeightManifest(version=version, path=str(path), tensors=entries, nbytes=nbytes)
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class Pipeline:
         """What the conductor returned. Raises `RunFailed` with the reason."""
         import ray
 
-        from actors.conductor import RunFailed
+        from actors.fleet import RunFailed
 
         try:
             return ray.get(self._result, timeout=STATUS_SECONDS)

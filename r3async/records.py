@@ -244,8 +244,8 @@ class Trajectory(msgspec.Struct):
 
     @property
     def reward(self) -> float:
-        """Mean reward over turns (0-1 where each turn's reward is)."""
-        return float(np.mean([t.reward for t in self.turns])) if self.turns else 0.0
+        """Sum of the turns' rewards."""
+        return float(sum(t.reward for t in self.turns))
 
     @property
     def tokens(self) -> int:

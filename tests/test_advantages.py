@@ -106,7 +106,7 @@ def test_credit_by_trajectory(name, normalize_std, stepwise):
     config = algorithm(advantage=name, credit="trajectory", normalize_std=normalize_std)
     want = []
     for members in rewards:
-        values = by_hand(name, [statistics.fmean(r) for r in members], normalize_std=normalize_std)
+        values = by_hand(name, [sum(r) for r in members], normalize_std=normalize_std)
         for r, value in zip(members, values, strict=True):
             want += [[value] * 2] * len(r) if stepwise else [[value] * 2 * len(r)]
     want = standardized(want) if name.startswith("reinforce") else want

@@ -23,7 +23,7 @@ def test_reward_is_the_fraction_of_right_positions(answer, stop, reward):
     assert reversal_reward(Action(answer, stop), "abcd") == pytest.approx(reward)
 
 
-async def test_the_oracle_earns_one_in_every_turn_and_the_episode_ends():
+async def test_the_oracle_earns_one_in_all_in_equal_shares_and_the_episode_ends():
     env = ReverseText(letters=5, turns=3)
     messages, rewards, done = await env.reset(7), [], False
     while not done:
@@ -31,7 +31,7 @@ async def test_the_oracle_earns_one_in_every_turn_and_the_episode_ends():
         result = await env.step(Action(env.oracle()))
         rewards.append(result.reward)
         messages, done = result.messages, result.done
-    assert rewards == [1.0] * 3
+    assert rewards == [1 / 3] * 3
 
 
 async def test_equal_seeds_pose_equal_tasks_and_others_differ():

@@ -166,7 +166,7 @@ class OracleData:
                 rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
             return rewards
 
-        return float(np.mean(asyncio.run(score())))
+        return sum(asyncio.run(score())) / episodes
 
 
 def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) -> tuple[int, float]:

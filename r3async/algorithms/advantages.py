@@ -3,7 +3,7 @@
 Scores come from an episode's rewards by `algorithm.credit`. What is compared, in each group:
 
 * `turn`: the reward of turn j, with turn j of those episodes of the group that have one. All its tokens share it.
-* `trajectory`: the mean reward over turns, with the other episodes. All sampled tokens of the episode share it, in all of
+* `trajectory`: the sum of its turns' rewards, with the other episodes. All sampled tokens of the episode share it, in all of
   its samples (step-wise rows).
 * `token`: at each token, the sum of the column `rewards` from there to the end of the episode (over its samples in order).
   Baseline and scale are those of the same sum at the beginning of the token's turn, over the episodes that have that
@@ -160,7 +160,7 @@ def _credit(group: Sequence[_Episode], config: AlgorithmConfig) -> bool:
         raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
     if config.credit == "trajectory":
         played = [e for e in group if e.turns]
-        scores = [float(np.mean([e.reward(i) for i in e.turns])) for e in played]
+        scores = [float(sum(e.reward(i) for i in e.turns)) for e in played]
         baselines, scale = baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
         for episode, score, baseline in zip(played, scores, baselines.tolist(), strict=True):
             episode.advantages[episode.turn >= 0] = scale * (score - baseline)

@@ -176,8 +176,9 @@ class RouterAuxConfig(Section):
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
     """How scores become advantages; formulas and sources in `algorithms.estimators`."""
-    credit: Literal["turn", "trajectory", "token"] = "turn"
-    """`turn`: a turn's advantage is relative to the same turn of its group. `trajectory`: all turns share the episode's.
+    credit: Literal["trajectory", "turn", "token"] = "trajectory"
+    """`trajectory`: all turns share the episode's advantage. `turn`: a turn's is relative to the same turn of its group; only
+    for environments that reward every turn for what was said in it.
     `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
     normalize_std: bool = True
     """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""

@@ -6,18 +6,24 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from r3async.config import ConfigError, EnvConfig
 
 
-class Message(msgspec.Struct, frozen=True):
-    """One chat message, as chat templates take it."""
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One chat message, as chat templates take it. What is empty is left out of what the template sees."""
 
     role: str
     content: str
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str = ""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content, **msgspec.to_builtins(self)}
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -28,11 +34,16 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """Reward of the answer just given, the messages that follow it (none when `done`), and whether the episode ends."""
+    """Reward of the answer just given, the messages that follow it (none when `done`), and whether the episode ends.
+
+    The rewards of an episode's turns add up to its reward. With `rewrites`, `messages` are the whole conversation from here
+    on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
+    """
 
     reward: float
     messages: list[Message] = []
     done: bool = False
+    rewrites: bool = False
 
 
 class Environment(Protocol):

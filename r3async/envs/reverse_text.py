@@ -21,7 +21,7 @@ def reversal_reward(answer: Action, letters: str) -> float:
 
 
 class ReverseText:
-    """`letters` random lower-case letters a turn, for `turns` turns."""
+    """`letters` random lower-case letters a turn, for `turns` turns. Each turn earns its share of at most 1 in all."""
 
     def __init__(self, letters: int = 4, turns: int = 3):
         if letters < 1 or turns < 1:
@@ -40,7 +40,7 @@ class ReverseText:
         return self._words[self._turn][::-1]
 
     async def step(self, action: Action) -> StepResult:
-        reward = reversal_reward(action, self._words[self._turn])
+        reward = reversal_reward(action, self._words[self._turn]) / self.turns
         self._turn += 1
         if self._turn == self.turns:
             return StepResult(reward, done=True)

@@ -122,7 +122,7 @@ def test_credit_by_turn_with_episodes_of_different_length(name, stepwise):
     first, second = by_hand(name, [1, 0, 0.5]), by_hand(name, [0.5, 0.7])
     want = [[first[0]] * 2 + [second[0]] * 2, [first[1]] * 2 + [second[1]] * 2, [first[2]] * 2]
     want = standardized(want) if name.startswith("reinforce") else want
-    got = [x for sample in advantages([group], algorithm(advantage=name)) for x in sample]
+    got = [x for sample in advantages([group], algorithm(advantage=name, credit="turn")) for x in sample]
     assert got == pytest.approx([x for v in want for x in v], abs=1e-6)
 
 

@@ -61,7 +61,9 @@ class GeneratorActor:
             kv_cache_gib=settings.kv_cache_gib,
             engine_args={"seed": self._engine_seed(), **settings.engine_args},
         )
-        self.renderer = await asyncio.to_thread(ChatRenderer.from_model, self.model_path)
+        self.renderer = await asyncio.to_thread(
+            ChatRenderer.from_model, self.model_path, self.config.episode.template_args
+        )
         await self.engine.start()
         routing = self.engine.routing
         self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)

@@ -13,7 +13,8 @@ from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, SampleBuilder, play_episode
+from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.rows import SampleBuilder
 from r3async.records import TokenTable
 from r3async.versions import VersionSpan
 from r3async.weights.manifest import WeightManifest
@@ -182,7 +183,7 @@ turns = st.lists(st.tuples(st.integers(0, 9), calls.filter(lambda call: call.sam
 @given(turns)
 def test_whole_episodes_equal_a_position_by_position_reference(told):
     engine = Recorded([call for _, call in told])
-    limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=1024)
+    limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=1000, max_total_tokens=1024)
     chat = ChatRenderer(byte_tokenizer())
     trajectory = asyncio.run(
         play_episode(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits)

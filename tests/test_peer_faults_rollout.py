@@ -16,7 +16,7 @@ from r3async.buffer.validation import validate_trajectory
 from r3async.engines.base import Generation, RoutingShape
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.engines.vllm import VllmEngine
-from r3async.episodes.loop import SampleBuilder
+from r3async.episodes.rows import SampleBuilder
 from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.versions import VersionSpan

@@ -16,7 +16,7 @@ import torch
 
 from r3async.engines.base import Generation
 from r3async.engines.vllm import VllmEngine
-from r3async.episodes.loop import SampleBuilder
+from r3async.episodes.rows import SampleBuilder
 from r3async.versions import expand
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import TOLERANCE, Weights, make_model, prompt, replay, replay_feeds, request, same_sets

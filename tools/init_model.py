@@ -19,7 +19,7 @@ import numpy as np
 
 from r3async.config import Config, ConfigError, InitConfig
 from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, environment_factory
-from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.chat import ChatRenderer, Conversation
 
 # Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.
 CHAT_TEMPLATE = (
@@ -86,6 +86,10 @@ def random_model(init: InitConfig, tokenizer: Any) -> Any:
     return model
 
 
+_Row = tuple[list[int], list[bool]]
+"""Token ids, and which of them the oracle said."""
+
+
 class OracleData:
     """Episodes played by the environment's own oracle."""
 
@@ -98,34 +102,44 @@ class OracleData:
         self._factory, self._renderer = factory, renderer
         self._chance = random.Random(f"warm-up {seed}")
 
-    async def _episode(self) -> tuple[list[int], list[bool], list[tuple[list[int], Environment, int]]]:
+    async def _episode(self) -> tuple[list[_Row], list[tuple[list[int], Environment, int]]]:
         env: Any = self._factory()
-        messages = await env.reset(self._chance.getrandbits(63))
-        ids = self._renderer.first(messages)
-        mask = [False] * len(ids)
+        talk = Conversation(self._renderer, await env.reset(self._chance.getrandbits(63)), getattr(env, "tools", ()))
+        rows: list[_Row] = [([], [])]
         turns = []
         while True:
+            prompt = talk.prompt()
+            ids, mask = rows[-1]
+            if (
+                prompt[: len(ids)] != ids
+            ):  # history was rewritten: a new row, whose earlier answers are not learned again
+                rows.append(([], []))
+                ids, mask = rows[-1]
+            mask += [False] * (len(prompt) - len(ids))
+            ids += prompt[len(ids) :]
             answer = env.oracle()
-            encoded = [*self._renderer.tokenizer.encode(answer, add_special_tokens=False), self._renderer.end_id]
+            encoded = [*self._renderer.encode(answer), self._renderer.end_id]
             turns.append((list(ids), copy.deepcopy(env), len(encoded)))
-            ids, mask = ids + encoded, mask + [True] * len(encoded)
+            ids += encoded
+            mask += [True] * len(encoded)
+            talk.answered(encoded)
             result = await env.step(Action(answer))
             if result.done:
-                return ids, mask, turns
-            following = self._renderer.following(result.messages)
-            ids, mask = ids + following, mask + [False] * len(following)
+                return rows, turns
+            (talk.rewrite if result.rewrites else talk.observe)(result.messages)
 
     def batch(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 `[size, T]` (right-padded) and the mask of answer tokens, bool `[size, T]`."""
+        """Token ids int64 `[N, T]` (right-padded) and the mask of answer tokens, bool `[N, T]`, of `size` episodes: a row each,
+        or more where history was rewritten."""
 
-        async def play() -> list[tuple[list[int], list[bool], Any]]:
-            return [await self._episode() for _ in range(size)]
+        async def play() -> list[_Row]:
+            return [row for _ in range(size) for row in (await self._episode())[0]]
 
-        episodes = asyncio.run(play())
-        width = max(len(ids) for ids, _, _ in episodes)
-        tokens = np.full((size, width), self._renderer.tokenizer.pad_token_id, np.int64)
-        mask = np.zeros((size, width), bool)
-        for row, (ids, answer, _) in enumerate(episodes):
+        rows = asyncio.run(play())
+        width = max(len(ids) for ids, _ in rows)
+        tokens = np.full((len(rows), width), self._renderer.tokenizer.pad_token_id, np.int64)
+        mask = np.zeros((len(rows), width), bool)
+        for row, (ids, answer) in enumerate(rows):
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, answer
         return tokens, mask
 
@@ -134,7 +148,7 @@ class OracleData:
         import torch
 
         async def prompts() -> list[tuple[list[int], Environment, int]]:
-            return [turn for _ in range(episodes) for turn in (await self._episode())[2]]
+            return [turn for _ in range(episodes) for turn in (await self._episode())[1]]
 
         turns = asyncio.run(prompts())
         pad = self._renderer.tokenizer.pad_token_id

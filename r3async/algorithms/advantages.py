@@ -37,8 +37,8 @@ def overlong_penalty(length: int, max_new_tokens: int, settings: OverlongPenalty
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Whether the episode ended because its context was full, or with an answer that was cut."""
-    return trajectory.stop_reason == "length" or any(
+    """Whether the episode ended because its context was full or time ran out, or with an answer that was cut."""
+    return trajectory.stop_reason in ("length", "timeout") or any(
         turn.stop_reason == "length" for turn in sorted(trajectory.turns, key=lambda t: t.index)[-1:]
     )
 

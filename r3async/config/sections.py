@@ -62,18 +62,28 @@ class EnvConfig(Section):
     args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+RowsMode = Literal["auto", "merged", "stepwise"]
+
+
 class EpisodeConfig(Section):
     max_turns: int = 16
     """Turns after which an episode ends, whatever the environment says."""
     max_new_tokens: int = 256
     """Tokens sampled in one turn, at most; less when little context is left."""
-    max_prompt_tokens: int = 1024
-    """A first prompt longer than this is an error."""
+    max_prompt_tokens: int = 3840
+    """Of any turn's prompt, with everything that the model is shown in it: a first prompt that is longer is an error, a later
+    one ends the episode (`stop_reason` `length`)."""
     max_total_tokens: int = 4096
-    """Prompt, observations and answers together."""
+    """Of any turn's prompt and its answer together: what a row of training may have."""
+    rows: RowsMode = "auto"
+    """`auto`: turns are one row of training as long as each prompt extends what the model has seen exactly, and a new row where
+    one does not (a template or an environment that rewrites history). `merged`: the same, but that is an error.
+    `stepwise`: one row a turn."""
+    template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further variables of the chat template, for example `{ enable_thinking = false }`."""
     temperature: float = 1.0
     timeout: float = 600.0
-    """Seconds one episode may take."""
+    """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
     """Times a failed episode (an environment's error, an aborted request) is tried again before the run stops."""
 

@@ -1,38 +1,50 @@
-"""Chat templates, token-in/token-out: only what is new is rendered, and sampled tokens are never tokenised again."""
+"""Chat templates, token-in/token-out: sampled tokens are kept as they are, and never tokenised again.
+
+Before each turn the template renders the whole conversation. As long as what it writes begins with what the model has seen
+(the **extension property**), only the rest is encoded. Where it does not (a template that strips earlier thoughts, a
+history that was compacted), the prompt keeps the tokens up to the first difference, and every answer that is repeated word
+for word keeps its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3async.envs.base import Message
+import msgspec
 
-_MARK = "r3async-answer-mark"
+from r3async.envs.base import Message
 
 
 class TemplateError(ValueError):
-    """A tokenizer or chat template that can not be used turn by turn."""
+    """A tokenizer or chat template that can not be used."""
 
 
 class ChatRenderer:
-    """Renders the messages of one turn to the token ids that follow what the model has seen so far.
+    """A tokenizer with its chat template, and the tokens that end an answer.
 
-    `tokenizer`: a transformers tokenizer with a chat template and an end-of-sequence token that ends an answer.
+    `tokenizer`: of transformers, with a chat template and an end-of-sequence token. `template_args`: further variables of
+    the template (`{"enable_thinking": False}`). Raises `TemplateError` for a tokenizer that has no template, no
+    end-of-sequence token, or whose template fails on one plain message.
     """
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: Any, stop_token_ids: Sequence[int] = (), template_args: Mapping[str, Any] | None = None
+    ):
         self.tokenizer = tokenizer
+        self.template_args = dict(template_args or {})
         if tokenizer.chat_template is None:
             raise TemplateError("the tokenizer has no chat template; add chat_template.jinja to the model directory")
         if tokenizer.eos_token_id is None:
             raise TemplateError("the tokenizer has no end-of-sequence token")
         self.end_id: int = tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_id, *stop_token_ids]))
-        self.following([Message("user", "hello")])  # refuses an unusable template now, not on turn two
+        self.render([Message("user", "hello")])
 
     @classmethod
-    def from_model(cls, path: str | Path) -> ChatRenderer:
+    def from_model(cls, path: str | Path, template_args: Mapping[str, Any] | None = None) -> ChatRenderer:
         """Tokenizer and stop tokens of a model directory."""
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -41,38 +53,143 @@ class ChatRenderer:
         if (Path(path) / "generation_config.json").is_file():
             eos = GenerationConfig.from_pretrained(path).eos_token_id
             stops = [eos] if isinstance(eos, int) else list(eos or [])
-        return cls(tokenizer, stops)
+        return cls(tokenizer, stops, template_args)
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        plain = [{"role": m.role, "content": m.content} for m in messages]
-        return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The template's text, ready for an answer. Raises `TemplateError` with what the template said."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                [m.for_template() for m in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.template_args,
+            )
+        except Exception as error:  # whatever a template raises: jinja's errors, raise_exception, a missing key
+            roles = ", ".join(m.role for m in messages)
+            raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids; special tokens are found in the text, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def first(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the first prompt, ready for an answer."""
-        return self._encode(self._render(messages))
-
-    def following(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids between an answer's end-of-sequence token and the next answer.
-
-        The template is rendered around a marked answer; what stands after that answer's end is new. Raises
-        `TemplateError` if the template does not end an answer with the end-of-sequence token.
-        """
-        rendered = self._render([Message("user", "u"), Message("assistant", _MARK), *messages])
-        _, found, after = rendered.partition(_MARK)
-        gap, ended, new = after.partition(self.tokenizer.eos_token)
-        if not found or not ended or gap.strip():
-            raise TemplateError(
-                f"the chat template does not end an answer with {self.tokenizer.eos_token!r}; "
-                "it can not be continued token by token"
-            )
-        return self._encode(new)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The answer's text, its stop token left out."""
         ids = list(token_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.decode(ids)
+
+    def what_breaks(self) -> str | None:
+        """Why a second turn does not extend the first, or None if it does: tried with a short answer.
+
+        A template whose turns do not extend each other costs a row of training per turn.
+        """
+        talk = Conversation(self, [Message("user", "What is 2 + 3?")])
+        first = talk.prompt()
+        answer = [*self.encode("5"), self.end_id]
+        talk.answered(answer)
+        talk.observe([Message("user", "And 2 + 4?")])
+        seen, now = [*first, *answer], talk.prompt()
+        if now[: len(seen)] == seen:
+            return None
+        at = next((i for i, (a, b) in enumerate(zip(seen, now, strict=False)) if a != b), min(len(seen), len(now)))
+        return (
+            f"after the next message the chat template writes {self.decode(now[at : at + 12])!r} where the model had seen "
+            f"{self.decode(seen[at : at + 12])!r}"
+        )
+
+
+class _Piece(msgspec.Struct, frozen=True):
+    """A stretch of the prompt, as text and as tokens. Of an answer: `stop` is the text of its stop token, if it has one."""
+
+    text: str
+    token_ids: list[int]
+    sampled: bool = False
+    stop: str = ""
+
+
+class Conversation:
+    """One episode's messages, and the token ids of its next prompt.
+
+    In turns: `prompt`, `answered`, then `observe` (or `rewrite`). Not for concurrent use.
+    """
+
+    def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()):
+        self.renderer, self.tools = renderer, tools
+        self.messages = list(messages)
+        self._pieces: list[_Piece] = []
+        self._answers: dict[str, _Piece] = {}
+        """By text: how the newest answer of that text was sampled."""
+
+    def prompt(self) -> list[int]:
+        """Token ids of the prompt for the next answer. Raises `TemplateError` if the template refuses the messages."""
+        rendered = self.renderer.render(self.messages, self.tools)
+        kept, at = self._seen(rendered)
+        self._pieces = [*kept, *self._unseen(rendered, at, sum(piece.sampled for piece in kept))]
+        return [token for piece in self._pieces for token in piece.token_ids]
+
+    def answered(self, token_ids: Sequence[int], message: Message | None = None) -> str:
+        """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as
+        that text (with tool calls taken out of it, say)."""
+        ids = list(token_ids)
+        ended = bool(ids) and ids[-1] in self.renderer.stop_token_ids
+        text = self.renderer.text(ids)
+        piece = _Piece(text, ids, sampled=True, stop=self.renderer.decode(ids[-1:]) if ended else "")
+        self._pieces.append(piece)
+        self._answers[text] = piece
+        self.messages.append(message or Message("assistant", text))
+        return text
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        """What follows the last answer."""
+        self.messages += messages
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Replace the whole conversation."""
+        self.messages = list(messages)
+
+    def _seen(self, rendered: str) -> tuple[list[_Piece], int]:
+        """The pieces that `rendered` begins with, and where it goes on. White space that a template puts or takes around an
+        answer is not a difference: the model's own stays."""
+        kept: list[_Piece] = []
+        at = 0
+        for piece in self._pieces:
+            if not piece.sampled:
+                if not rendered.startswith(piece.text, at):
+                    return kept, at
+                at += len(piece.text)
+                kept.append(piece)
+                continue
+            end = r"\s*" + re.escape(piece.stop) if piece.stop else ""
+            match = re.compile(r"\s*" + re.escape(piece.text.strip()) + end).match(rendered, at)
+            if match is None:
+                return kept, at
+            kept.append(piece)
+            at = match.end()
+        return kept, at
+
+    def _unseen(self, rendered: str, at: int, skipped: int) -> Iterator[_Piece]:
+        """`rendered[at:]` in pieces: answers that were sampled and ended keep their tokens, the rest is encoded.
+
+        `skipped`: answers that stand before `at`."""
+        spoken = [m for m in self.messages if m.role == "assistant"][skipped:]
+        for message in spoken:
+            piece = self._answers.get(message.content)
+            if piece is None or not piece.text or not piece.stop:
+                continue
+            found = rendered.find(piece.text + piece.stop, at)
+            if found < 0:
+                continue
+            if found > at:
+                yield self._encoded(rendered[at:found])
+            yield piece
+            at = found + len(piece.text) + len(piece.stop)
+        if at < len(rendered):
+            yield self._encoded(rendered[at:])
+
+    def _encoded(self, text: str) -> _Piece:
+        return _Piece(text, self.renderer.encode(text))

@@ -17,7 +17,8 @@ import numpy as np
 
 from r3async.config import EpisodeConfig, InitConfig, load_config
 from r3async.engines.base import Engine, GenerationRequest, RoutingShape, moe_geometry
-from r3async.episodes.loop import EpisodeTask, SampleBuilder, play_episode
+from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.rows import SampleBuilder
 from r3async.records import Sample, Trajectory, Turn
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tools.bench.jobs import job_main, progress

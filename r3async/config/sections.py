@@ -161,12 +161,17 @@ class RoutingConfig(Section):
 
 class WeightsConfig(Section):
     install_timeout: float = 120.0
+    write_timeout: float = 600.0
+    """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
     probe: bool = True
     """After the first delivery, compare log-probs of a fixed text between learner and engine; refuse to train on a mismatch."""
     probe_tolerance: float | None = None
     """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
     directory: str = ""
     """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+
+    def __post_init__(self) -> None:
+        positive(self, "install_timeout", "write_timeout")
 
 
 class TransportConfig(Section):

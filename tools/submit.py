@@ -28,7 +28,7 @@ from r3async.config import Config, ConfigError
 RUNS_ENV = "R3ASYNC_RUNS"
 """Environment variable: where `train` makes run directories."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", ".*_cache/", ".hypothesis/")
+EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/")
 """Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
 OURS = ("r3async", "actors", "tools")
 SHUTDOWN_SECONDS = 30.0
@@ -93,8 +93,22 @@ def make_package(
         **{name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ},
         **(env or {}),
     }
-    runtime_env = {"working_dir": str(directory), "excludes": list(EXCLUDES), "env_vars": environment}
+    runtime_env = {"working_dir": str(directory), "excludes": [*EXCLUDES, *_being_written(directory)], "env_vars": environment}
     return Package(shlex.join(words), runtime_env)
+
+
+def _being_written(directory: Path) -> list[str]:
+    """Files of the folder that our own output goes to. Ray names a package by its contents, and computes that more than once:
+    a file that grows meanwhile makes a job that asks for a package which does not exist."""
+    out = []
+    for descriptor in (1, 2):
+        try:
+            target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue
+        if target.is_relative_to(directory):
+            out.append("/" + str(target.relative_to(directory)))
+    return sorted(set(out))
 
 
 def _refuse_hidden_modules(directory: Path) -> None:
@@ -129,8 +143,8 @@ class Jobs:
 
         from ray.job_submission import JobSubmissionClient
 
-        for noisy in ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
+        for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+            logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
         with self._explained():
             _knock(self.address)
             self._client = JobSubmissionClient(self.address)
@@ -156,7 +170,7 @@ class Jobs:
         except RuntimeError as error:
             text = str(error)
             if "does not exist" in text:
-                raise SubmitError(f"{self.address}: {_last_line(text)}; `r3async submit list` shows its jobs") from error
+                raise SubmitError(f"{self.address}: {_last_line(text).rstrip('.')}; `r3async submit list` shows its jobs") from error
             raise SubmitError(f"{self.address}: {_last_line(text)}") from error
         except ValueError as error:
             raise SubmitError(str(error)) from error

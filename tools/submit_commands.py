@@ -115,7 +115,9 @@ def _follow(jobs: Any, job: str) -> None:
         raise typer.Exit(130) from None
     except SubmitError as error:
         raise _failed(error) from error
-    typer.echo(f"job {job} {status['status'].lower()}: {status['message']}".rstrip(": "), err=True)
+    # Ray's message of a failed command repeats the end of the log, which was shown.
+    message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]
+    typer.echo(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
     sys.stdout.flush()
     raise typer.Exit(EXIT_CODES[status["status"]])
 

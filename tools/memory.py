@@ -10,10 +10,10 @@ the fp32 masters), and holds the vocabulary and two layers whole in the compute 
 **Activations** follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), counted anew for this decoder: no dropout, attention without a
 score matrix, grouped queries, gated feed-forward. Values kept for the backward pass, by token and layer, in the compute dtype:
 
-* attention: 2 h (residual, norm) + (a + g) d (queries and keys before their norms) + (a + 2 g) d (what is attended) + a d (result);
-* feed-forward of width w: 2 h + 4 w (gate and up, silu, product);
-* mixture of experts: 2 h + k (2 h + 4 w) (a token is sent to k experts, and their results are weighed), and 2 · experts values in
-  fp32 of the router;
+* attention: 2 h (residual, norm) + (a + 2 g) d (as projected) + 2 (a + g) d (queries and keys before their norms, and rotated) +
+  a d (result);
+* feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 6 w) (a token is sent to k
+  experts), and 2 · experts values in fp32 of the router. A test holds all of this to what a learner keeps;
 * `recompute = "selective"`: of an MoE layer 2 h, and one layer's mixture while it is made again; `"full"`: h a layer, and one whole layer.
 
 Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of `layers / pp` layers at stage
@@ -89,10 +89,10 @@ def layer_values(shape: Shape, index: int) -> tuple[float, float]:
     """Values kept of one layer by token, in units of the compute dtype of bfloat16: of attention and the norms, and of what
     `recompute = "selective"` makes again."""
     a, g, d, h = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
-    attention = 2 * h + (a + g) * d + (a + 2 * g) * d + a * d
+    attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d
     if index not in shape.moe_layers:
-        return attention + 2 * h + 4 * shape.width, 0.0
-    mixture = shape.top_k * (2 * h + 4 * shape.expert_width) + 4 * shape.experts + 4 * shape.shared_width
+        return attention + 2 * h + 5 * shape.width, 0.0
+    mixture = shape.top_k * (h + 6 * shape.expert_width) + 4 * shape.experts + 5 * shape.shared_width
     return attention + 2 * h, mixture
 
 

@@ -22,7 +22,9 @@ from tools.submit import Jobs, Package, SubmitError, make_package, stop_seconds
 def cli(*words, cwd, env=None, timeout=120):
     command = [sys.executable, "-m", "tools.cli", *words]
     environment = {**os.environ, **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
+    )
 
 
 def package(tmp_path, *overrides, preset="quickstart", **kwargs):
@@ -38,7 +40,9 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
     assert made.entrypoint == f"r3async train quickstart steps=3 {words}"
     variables = made.runtime_env["env_vars"]
     assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
-    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 150 > 4 * load_config("quickstart").supervise.stop_grace_seconds
+    assert (
+        int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 150 > 4 * load_config("quickstart").supervise.stop_grace_seconds
+    )
     assert made.runtime_env["working_dir"] == str(tmp_path)
     assert {"runs/", ".venv/", ".git/", "*.safetensors"} <= set(made.runtime_env["excludes"])
 
@@ -117,7 +121,9 @@ def test_what_can_not_fit_is_refused_with_what_to_change():
     del weak["accelerator_type:H100"]
     assert any("24 GiB (A10G)" in p for p in check_fit(plan, config, read_nodes([node(**weak), node(**weak)])).problems)
     large = load_config("moe_235b_r3")
-    assert any("8 GPUs on one node" in p for p in check_fit(make_plan(large), large, read_nodes([node(**small)])).problems)
+    assert any(
+        "8 GPUs on one node" in p for p in check_fit(make_plan(large), large, read_nodes([node(**small)])).problems
+    )
     assert "does not fit" in describe_fit(spread, plan)
 
 

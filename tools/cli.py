@@ -35,7 +35,9 @@ Overrides = Annotated[
 def train(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="the plan as JSON (--dry-run)")] = False,
     runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
 ) -> None:

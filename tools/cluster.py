@@ -69,7 +69,9 @@ def check_fit(plan: Plan, config: Config, nodes: Sequence[Node]) -> Fit:
     problems = []
     cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
     if plan.cpus > cpus:
-        problems.append(f"the run needs {plan.cpus} CPUs, and the cluster has {cpus:g}: lower `generator.count`, or add nodes")
+        problems.append(
+            f"the run needs {plan.cpus} CPUs, and the cluster has {cpus:g}: lower `generator.count`, or add nodes"
+        )
     if plan.gpus > gpus:
         problems.append(
             f"the run needs {plan.gpus} GPUs, and the cluster has {gpus:g}: lower `generator.count` or `learner.parallel`, or "

@@ -1,26 +1,31 @@
 """What a rank of the learner and an engine hold in memory: an estimate, from the model's shape and the configuration.
 
-**Weights and optimizer** (exact, but for buffers). `learners.optimizer.MasterAdamW` keeps, by parameter of the rank: the weight
-in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32 moments. So 2 + 4 + 4 + 8 = 18 bytes in
-bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054, section 3.1: 16 with a 2-byte gradient), with the
-gradient accumulated in fp32. Megatron ranks hold `Shape.of_rank` parameters, and do not divide optimizer state of the same
-parameters among data-parallel ranks. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are
-the fp32 masters), and holds the vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
+**Weights and optimizer** (exact, but for buffers). `learners.optimizer.MasterAdamW` keeps, by parameter of the rank:
+the weight in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32
+moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
+section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `Shape.of_rank`
+parameters, and do not divide optimizer state of the same parameters among data-parallel ranks. With `backend =
+"torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are the fp32 masters), and holds the
+vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
 
-**Activations** follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), counted anew for this decoder: no dropout, attention without a
-score matrix, grouped queries, gated feed-forward. Values kept for the backward pass, by token and layer, in the compute dtype:
+**Activations** follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), counted anew for this decoder: no
+dropout, attention without a score matrix, grouped queries, gated feed-forward. Values kept for the backward pass, by
+token and layer, in the compute dtype:
 
-* attention: 2 h (residual, norm) + (a + 2 g) d (as projected) + 2 (a + g) d (queries and keys before their norms, and rotated) +
-  a d (result);
-* feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 6 w) (a token is sent to k
-  experts), and 2 · experts values in fp32 of the router. A test holds all of this to what a learner keeps;
-* `recompute = "selective"`: of an MoE layer 2 h, and one layer's mixture while it is made again; `"full"`: h a layer, and one whole layer.
+* attention: 2 h (residual, norm) + (a + 2 g) d (as projected) + 2 (a + g) d (queries and keys before their norms, and
+  rotated) + a d (result);
+* feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 6 w) (a token is
+  sent to k experts), and 2 · experts values in fp32 of the router. A test holds all of this to what a learner keeps;
+* `recompute = "selective"`: of an MoE layer 2 h, and one layer's mixture while it is made again; `"full"`: h a layer,
+  and one whole layer.
 
-Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of `layers / pp` layers at stage
-`stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits: three fp32 tensors of at most `learners.logprobs.CHUNK_ELEMENTS`.
-What is not in it: the allocator's fragments, NCCL's and cuBLAS's workspaces, ranks that get more than their share of routed tokens.
+Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
+`layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits:
+three fp32 tensors of at most `learners.logprobs.CHUNK_ELEMENTS`. What is not in it: the allocator's fragments, NCCL's
+and cuBLAS's workspaces, ranks that get more than their share of routed tokens.
 
-**Engine**: weights divided by `tensor_parallel_size · pipeline_parallel_size`, and 2 · layers · key-value heads · head size values of KV cache a token.
+**Engine**: weights divided by `tensor_parallel_size · pipeline_parallel_size`, and 2 · layers · key-value heads ·
+head size values of KV cache a token.
 """
 
 from __future__ import annotations

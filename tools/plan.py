@@ -68,7 +68,9 @@ def staleness_bound(config: Config) -> int:
     """Versions that the oldest trained token may lag behind: S, or with a window of W groups S + ceil((W - 1) / (P K))."""
     schedule = config.schedule
     window = getattr(schedule, "window", 1)
-    return schedule.max_staleness + math.ceil((window - 1) / (schedule.groups_per_step * schedule.steps_per_publication))
+    return schedule.max_staleness + math.ceil(
+        (window - 1) / (schedule.groups_per_step * schedule.steps_per_publication)
+    )
 
 
 def wire_bytes(routing: RoutingShape | None) -> int:
@@ -199,8 +201,8 @@ def _notes(config: Config, shape: Shape, engine: EngineMemory, world: int, on_gp
     room = _kv_bytes(config, engine) if on_gpus else generator.kv_cache_gib * GIB
     if engine.kv_needed > room:
         notes.append(
-            f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would need {size(engine.kv_needed)} of KV "
-            f"cache, and there are {size(room)}: when all are long, the engine preempts some"
+            f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would need "
+            f"{size(engine.kv_needed)} of KV cache, and there are {size(room)}: when all are long, the engine preempts some"
         )
     if on_gpus and world > 1:
         notes.append(f"the learner's {world} ranks meet on 127.0.0.1: they need one host with {world} GPUs")
@@ -233,7 +235,8 @@ def describe(plan: Plan, config: Config) -> str:
     schedule, rank, engine = config.schedule, plan.rank, plan.engine
     lines = [
         f"model       {plan.model}: {number(plan.parameters)} parameters, {number(plan.active)} used by a token ({plan.source})",
-        f"devices     {plan.device}; {plan.cpus} CPUs" + (f", {plan.gpus} GPUs of {config.cluster.gpu_gib:g} GiB" * bool(plan.gpus)),
+        f"devices     {plan.device}; {plan.cpus} CPUs"
+        + (f", {plan.gpus} GPUs of {config.cluster.gpu_gib:g} GiB" * bool(plan.gpus)),
         "processes",
         *(
             f"  {p.count:>4} x {p.role:<14}{p.cpus} CPU{f', {p.gpus} GPU' if p.gpus else '':<8}  {p.what}"

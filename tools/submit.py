@@ -93,7 +93,11 @@ def make_package(
         **{name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ},
         **(env or {}),
     }
-    runtime_env = {"working_dir": str(directory), "excludes": [*EXCLUDES, *_being_written(directory)], "env_vars": environment}
+    runtime_env = {
+        "working_dir": str(directory),
+        "excludes": [*EXCLUDES, *_being_written(directory)],
+        "env_vars": environment,
+    }
     return Package(shlex.join(words), runtime_env)
 
 
@@ -170,7 +174,9 @@ class Jobs:
         except RuntimeError as error:
             text = str(error)
             if "does not exist" in text:
-                raise SubmitError(f"{self.address}: {_last_line(text).rstrip('.')}; `r3async submit list` shows its jobs") from error
+                raise SubmitError(
+                    f"{self.address}: {_last_line(text).rstrip('.')}; `r3async submit list` shows its jobs"
+                ) from error
             raise SubmitError(f"{self.address}: {_last_line(text)}") from error
         except ValueError as error:
             raise SubmitError(str(error)) from error

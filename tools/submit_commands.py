@@ -102,7 +102,9 @@ def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
 
     fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
     if fit.problems:
-        raise SubmitError("\n".join(f"does not fit: {p}" for p in fit.problems) + "\n(--no-check submits it all the same)")
+        raise SubmitError(
+            "\n".join(f"does not fit: {p}" for p in fit.problems) + "\n(--no-check submits it all the same)"
+        )
 
 
 def _follow(jobs: Any, job: str) -> None:

@@ -37,7 +37,7 @@ class Endpoint:
         self._labels = {"role": role, "run": run_dir.name}
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(self)  # type: ignore[arg-type]  # it is one by its `collect`
+        registry.register(self)  # it is one by its `collect`
         self._server, self._thread, self.port = _serve(registry, config.prometheus_host, config.prometheus_port or 0)
         host = socket.gethostname() if config.prometheus_host in ("0.0.0.0", "::") else config.prometheus_host
         self.target = run_dir / "prometheus" / f"{role}.json"

@@ -36,7 +36,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """`section.key` -> value as text."""
-    out = {}
+    out: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             out |= flat(value, f"{prefix}{key}.")

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
             masters = sum(m.nbytes for _, m in learner._optimizer._pairs)
             assert planned.optimizer == masters + 12 * planned.parameters
             kept: dict = {}
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: note(kept, t), lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
                 samples = [Sample(str(i), TokenTable.of_tokens(np.arange(64) % 200)) for i in range(8)]
                 batch = collate(samples)
                 learner._hidden(batch)

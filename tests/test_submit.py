@@ -148,14 +148,9 @@ def cluster():
     home = Path(tempfile.mkdtemp(prefix="r3"))
     token = home / "token"
     token.write_text(secrets.token_hex(32))
-    ports = dict(
-        zip(
-            ("port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port")
-            + ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"),
-            free_ports(8),
-            strict=True,
-        )
-    )
+    names = ["port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port"]
+    names += ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
     command = ["ray", "start", "--head", "--block", "--num-cpus=4", f"--temp-dir={home}/t", "--disable-usage-stats"]
     command += ["--object-store-memory=100000000", *(f"--{name}={port}" for name, port in ports.items())]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from r3async.config.section import Section, positive
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class ObserveConfig(Section):
-    sinks: list[SinkName] = []
+    sinks: list[SinkName] = msgspec.field(default_factory=list)
     """Where each step's row goes too. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow) that the run belongs to; in it, it has the name of its directory."""

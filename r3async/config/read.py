@@ -118,12 +118,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, section by section. Another `env.name` does not inherit `env.args`: they were another's."""
     out = dict(base)
-    environment, named = out.get("env"), over.get("env")
-    if isinstance(environment, Mapping) and isinstance(named, Mapping):
-        if named.get("name", environment.get("name")) != environment.get("name"):
-            out["env"] = {key: value for key, value in environment.items() if key != "args"}
     for key, value in over.items():
         old = out.get(key)
         out[key] = _merge(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value

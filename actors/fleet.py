@@ -51,7 +51,7 @@ def is_death(error: BaseException) -> bool:
 
 def no_delivery() -> dict[str, float]:
     """The figures of a step whose weights were never delivered."""
-    names = ("update_seconds", "transfer_seconds", "load_seconds", "pause_seconds", "paused_share")
+    names = ("update_seconds", "transfer_seconds", "load_seconds", "pause_seconds", "paused_share", "bytes")
     return {f"weights/{name}": 0.0 for name in names}
 
 
@@ -163,6 +163,7 @@ class Fleet:
             "weights/load_seconds": max((r.load_seconds for r in reports), default=0.0),
             "weights/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
             "weights/paused_share": self.paused_share,
+            "weights/bytes": self.published.publication.manifest.nbytes,
         }
 
     @property
@@ -196,16 +197,17 @@ class Fleet:
         return report
 
     async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
-        limit = self.config.weights.install_timeout
+        """A generator's answer about its weights. Raises what `is_death` knows, or `RunFailed` with its name and the reason."""
+        limit = self.config.weights.install_timeout + RPC_SECONDS  # its own limit comes first, and says more
         call = getattr(generator.handle, method).remote(*args)
         try:
-            return await asyncio.wait_for(call, limit + RPC_SECONDS)
-        except TimeoutError as error:
-            if str(error):
-                raise  # the generator's own
-            raise RunFailed(
-                f"{generator.generator_id} did not answer `{method}` within {limit:g} s (weights.install_timeout)"
-            ) from error
+            return await asyncio.wait_for(call, limit)
+        except Exception as error:
+            if is_death(error):
+                raise
+            reason = str(getattr(error, "cause", None) or error)
+            reason = reason or f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
+            raise RunFailed(f"{generator.generator_id}: {reason}") from error
 
     async def _probe(self, generator: Generator, version: int, reference: np.ndarray) -> None:
         """Does the engine answer like the learner did with these weights? Raises `RunFailed` with what differs."""

@@ -112,6 +112,7 @@ METRICS: dict[str, Metric] = {
     ),
     "weights/update_seconds": Metric("update", "s", "Time to deliver the step's weights to all engines."),
     "weights/transfer_seconds": Metric("transfer", "s", "Longest time for a generator to get and check the weights."),
+    "weights/bytes": Metric("weights", "bytes", "Size of a version as engines get it."),
     "weights/load_seconds": Metric("load", "s", "Longest time for an engine to load them."),
     "weights/paused_share": Metric(
         "paused", "fraction", "Share of the generators' time so far in which new weights kept them from generating."

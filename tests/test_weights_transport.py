@@ -78,11 +78,8 @@ def test_what_one_worker_sends_another_one_reads(ray, tmp_path):
         assert ray.get(generator.files.remote(), timeout=60) == ["version-1.safetensors"]
         again = ray.get(learner.send.remote(2), timeout=60)
         assert "tensor 'tied' is corrupt" in ray.get(generator.damaged.remote(again), timeout=60)
-        gone = ray.get(learner.send.remote(3), timeout=60)
-        ray.kill(learner)
-        with pytest.raises((WeightError, TimeoutError), match="version 3"):
-            ray.get(generator.fetch.remote(gone, 5.0), timeout=60)
     finally:
+        ray.kill(learner)
         ray.kill(generator)
 
 

@@ -283,7 +283,9 @@ class Fleet:
         await self._wait_until_alive(generator, began + self.config.generator.start_timeout)
         await self._load(generator)
         await self._connect(generator)
-        await self._install(generator)
+        # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
+        while self.published is not None and generator.version < self.published.version:
+            await self._install(generator)
         generator.state = "healthy"
         self.events.warning(
             "generator_restarted",

@@ -117,6 +117,20 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
     assert (generator.state, generator.version) == ("healthy", 5)
 
 
+async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(fleet, handles):
+    fresh, generator = handles["generator-0"], fleet["generator-0"]
+    generator.state, generator.version = "dead", -1
+    fresh.may_install.clear()
+    reviving = asyncio.create_task(fleet._revive(generator))
+    await asyncio.sleep(0.01)
+    await deliver(fleet, 1)
+    assert generator.state == "starting"
+    fresh.may_install.set()
+    await reviving
+    assert [v for _, v in fresh.asked("install")] == [0, 0, 1]
+    assert generator.version == 1
+
+
 async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(fleet, handles):
     handles["generator-0"].wrong["install"] = RayActorError()
     assert await deliver(fleet, 1) is not None
@@ -160,7 +174,7 @@ async def test_a_failed_probe_without_a_difference_says_so(fleet, handles):
     with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
         await deliver(fleet, 3)
     handles["generator-0"].wrong["differences"] = RuntimeError("lost")
-    with pytest.raises(RunFailed, match="could not be found out: lost"):
+    with pytest.raises(RunFailed, match="could not be found out: generator-0: lost"):
         await deliver(fleet, 6)
 
 

@@ -55,11 +55,11 @@ def run(model, tmp_path, *overrides):
     ids=["flipped-bit", "skipped-tensor", "missed-update", "pretended-update", "stale-prefix-cache"],
 )
 def test_a_fault_of_delivery_stops_the_run_and_is_named(model, tmp_path, fault, reason):
+    # Small blocks, or none of these short texts would fill one, and there would be no prefix cache to go stale.
     with pytest.raises(RunFailed, match=reason):
-        run(model, tmp_path, f"generator.engine_args.{fault}")
-    assert all(
-        row["version"] < 1 for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
-    )  # no slot was freed by it
+        run(model, tmp_path, f"generator.engine_args.{fault}", "generator.engine_args.block_size=32")
+    # No slot was freed by it.
+    assert all(row["version"] < 1 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "drain"])

@@ -20,7 +20,7 @@ from r3async.observe.lag import LagMeter
 from r3async.observe.steps import StepBook
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.pace import Pace, Places, StepPace
+from r3async.scheduling.pace import IdleShare, Pace, StepPace
 
 
 class Conductor:
@@ -46,7 +46,7 @@ class Conductor:
         )
         self.cursor = Cursor(self.config.seed)
         self.lag = LagMeter()
-        self.places, self.pace = Places(), Pace(schedule.pace_seconds)
+        self.places, self.engines, self.pace = IdleShare(), IdleShare(), Pace(schedule.pace_seconds)
         self._step_ended: float | None = None
         self._received = 0
         """Trajectories that the learner had received when the last step ended."""
@@ -72,6 +72,7 @@ class Conductor:
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
         self.places.report(generator_id, stats["places_empty"], stats["places_all"])
+        self.engines.report(generator_id, stats["engine_idle"], stats["engine_all"])
         self._loads[generator_id] = stats
         leases: list[GroupLease] = []
         while not self._stopping:
@@ -245,9 +246,9 @@ class Conductor:
         now, before = time.monotonic(), self._step_ended
         received, known = int(result["metrics"]["transport/received"]), self._received
         self._step_ended, self._received = now, received
-        idle_share = self.places.take()
+        idle_share, engines = self.places.take(), {"generator/engine_idle_share": self.engines.take()}
         if before is None:
-            return {}
+            return engines
         metrics, verdict = self.pace.observe(
             StepPace(
                 seconds=now - before,
@@ -259,7 +260,7 @@ class Conductor:
         )
         if verdict is not None:
             self.events.warning(verdict.event, step=step, **verdict.facts)
-        return metrics
+        return metrics | engines
 
     async def _while_well(self, call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
         """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""

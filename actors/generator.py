@@ -20,6 +20,7 @@ from r3async.engines.vllm import VllmEngine
 from r3async.envs.base import environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
+from r3async.episodes.loop import close_environment
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.tracing import recording
@@ -32,22 +33,30 @@ from r3async.weights.manifest import WeightManifest
 IDLE_SECONDS = 0.05
 
 
-class PlaceCounter:
-    """Places for episodes times seconds, since it was made: all, and those that stood empty because no slot was free."""
+class IdleCounter:
+    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
+    seconds, all and those in which the engine had no request."""
 
     def __init__(self) -> None:
-        self._all = self._empty = 0.0
+        self._all = self._empty = self._seconds = self._engine_idle = 0.0
         self._at = time.monotonic()
 
-    def passed(self, places: int, empty: int) -> None:
-        """Until now there were so many of them since the last call."""
+    def passed(self, places: int, empty: int, requests: int) -> None:
+        """Since the last call there were so many."""
         now = time.monotonic()
         seconds, self._at = now - self._at, now
         self._all += places * seconds
         self._empty += empty * seconds
+        self._seconds += seconds
+        self._engine_idle += 0.0 if requests else seconds
 
     def counters(self) -> dict[str, float]:
-        return {"places_all": self._all, "places_empty": self._empty}
+        return {
+            "places_all": self._all,
+            "places_empty": self._empty,
+            "engine_all": self._seconds,
+            "engine_idle": self._engine_idle,
+        }
 
 
 class GeneratorActor:
@@ -90,12 +99,20 @@ class GeneratorActor:
         await self.engine.start()
         routing = self.engine.routing
         self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)
-        environment = await asyncio.to_thread(environment_factory(self.config.env))
+        self.factory = await asyncio.to_thread(environment_factory, self.config.env)
         return {
             **self.whereabouts(),
             "routing": msgspec.structs.asdict(routing) if routing else None,
-            "tasks": getattr(environment, "size", None),
+            "tasks": await self._tasks(),
         }
+
+    async def _tasks(self) -> int | None:
+        """How many tasks the environment says it has."""
+        environment = self.factory()
+        try:
+            return getattr(environment, "size", None)
+        finally:
+            await close_environment(environment)
 
     def _engine_seed(self) -> int:
         """Of what the engine samples; different for every generator and every run."""
@@ -134,7 +151,7 @@ class GeneratorActor:
         assert self.engine is not None
         assert self.sender is not None
         player = GroupPlayer(
-            factory=environment_factory(self.config.env),
+            factory=self.factory,
             engine=recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning),
             renderer=self.renderer,
             settings=self.config.episode,
@@ -144,14 +161,14 @@ class GeneratorActor:
         )
         settings = self.config.generator
         concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)
-        places = PlaceCounter()
+        idle = IdleCounter()
         playing: set[asyncio.Task[None]] = set()
         more = True
         try:
             while (more or playing) and not self._stopping.is_set():
                 stats = self.engine.stats()
                 limit = concurrency.observe(stats, player.playing)
-                load = {"limit": limit, "playing": player.playing, **places.counters(), **self._lags()}
+                load = {"limit": limit, "playing": player.playing, **idle.counters(), **self._lags()}
                 room = max(0, limit - player.playing) if more else 0
                 answer = await conductor.lease.remote(self.generator_id, room, {**stats, **load})
                 more = answer["more"]
@@ -164,7 +181,8 @@ class GeneratorActor:
                     )
                 elif more:
                     await asyncio.sleep(IDLE_SECONDS)
-                places.passed(limit, max(0, limit - player.playing) if answer["blocked"] else 0)
+                empty = max(0, limit - player.playing) if answer["blocked"] else 0
+                idle.passed(limit, empty, self.engine.stats()["running"])
                 for task in finished:
                     task.result()
                 if self._rejection:

@@ -52,8 +52,7 @@ class LearnerActor:
         self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
         schedule = self.config.schedule
         self.buffer = GroupBuffer(schedule.samples_per_group, schedule.window)
-        per_version = schedule.groups_per_step * schedule.steps_per_publication
-        self.age_bound = age_bound(schedule.max_staleness, schedule.window, per_version)
+        self.age_bound = age_bound(schedule)
         self.lag = LagMeter()
         self.routing: RoutingShape | None = None
         self.backend: LocalLearner | RankedLearner | None = None

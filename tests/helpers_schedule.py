@@ -9,7 +9,7 @@ import numpy as np
 
 from r3async.buffer.groups import GroupBuffer
 from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.scheduling.admission import Admission, age_bound, most_groups
+from r3async.scheduling.admission import Admission, most_groups, oldest_age
 from r3async.scheduling.age import check_ages, token_ages
 from r3async.scheduling.cursor import Cursor
 
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def bound(self) -> int:
-        return age_bound(self.staleness, self.window, self.per_step * self.per_version)
+        return oldest_age(self.staleness, self.window, self.per_step * self.per_version)
 
 
 @dataclass

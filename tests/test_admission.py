@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from r3async.scheduling.admission import Admission, age_bound
+from r3async.scheduling.admission import Admission, oldest_age
 
 
 def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **settings):
@@ -182,4 +182,4 @@ def test_a_version_counter_never_goes_backwards_across_restarts():
     [(0, 1, 4, 0), (0, 9, 4, 0), (1, 1, 4, 1), (1, 2, 4, 2), (1, 5, 4, 2), (1, 6, 4, 3), (2, 4, 1, 5), (3, 4, 2, 5)],
 )
 def test_the_bound_in_closed_form(staleness, window, per_version, bound):
-    assert age_bound(staleness, window, per_version) == bound
+    assert oldest_age(staleness, window, per_version) == bound

@@ -8,7 +8,7 @@ import pytest
 from r3async.observe.lag import LagMeter
 from r3async.scheduling.concurrency import Concurrency
 from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.pace import Pace, Places, StepPace
+from r3async.scheduling.pace import IdleShare, Pace, StepPace
 
 
 def steps(count, *, waited=0.0, idle=0.0, finished=8, trained=8, seconds=10.0):
@@ -59,13 +59,13 @@ def test_nothing_is_said_before_patience_is_over_nor_while_both_work():
 
 
 def test_empty_places_are_summed_over_generators_and_their_restarts():
-    places = Places()
-    places.report("a", empty=1.0, all_places=10.0)
-    places.report("b", empty=0.0, all_places=10.0)
+    places = IdleShare()
+    places.report("a", idle=1.0, total=10.0)
+    places.report("b", idle=0.0, total=10.0)
     assert places.take() == pytest.approx(0.05)
     assert places.take() == 0.0
-    places.report("a", empty=2.0, all_places=14.0)
-    places.report("b", empty=3.0, all_places=6.0)  # a new process
+    places.report("a", idle=2.0, total=14.0)
+    places.report("b", idle=3.0, total=6.0)  # a new process
     assert places.take() == pytest.approx(0.4)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.scheduling.admission import age_bound
+from r3async.scheduling.admission import oldest_age
 from r3async.scheduling.age import AgeError, age_metrics, check_ages
 from tests.helpers_schedule import Run, Shape, episode
 
@@ -132,8 +132,8 @@ def test_long_random_runs_with_stragglers_keep_the_bound(shape, chance):
 
 def test_strict_order_is_a_window_of_one_and_a_window_of_one_step_may_be_a_version_older():
     """Not `W = P`: where a step chooses its groups one by one, strict order leaves it no choice at all."""
-    assert worst(Shape(1, 4, window=1, samples=1, versions=8)) == age_bound(1, 1, 4) == 1
-    assert worst(Shape(1, 4, window=4, samples=1, versions=8)) == age_bound(1, 4, 4) == 2
+    assert worst(Shape(1, 4, window=1, samples=1, versions=8)) == oldest_age(1, 1, 4) == 1
+    assert worst(Shape(1, 4, window=4, samples=1, versions=8)) == oldest_age(1, 4, 4) == 2
     assert worst(Shape(1, 4, window=5, samples=1, versions=8)) == 2
     assert worst(Shape(1, 4, window=6, samples=1, versions=8)) == 3
 

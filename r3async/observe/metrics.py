@@ -118,6 +118,9 @@ METRICS: dict[str, Metric] = {
         "fraction",
         "Share of the generators' places for episodes that stood empty because every slot was taken, last 16 steps.",
     ),
+    "generator/engine_idle_share": Metric(
+        "engines idle", "fraction", "Share of the step's time in which an engine had no request at all."
+    ),
     "pace/ratio": Metric(
         "pace", "", "Capacity of generation over capacity of training: below 1 generation is the slower side."
     ),

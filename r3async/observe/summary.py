@@ -11,7 +11,7 @@ import msgspec
 
 from r3async.observe.events import read_events
 from r3async.observe.metrics import read_metrics
-from r3async.scheduling.admission import age_bound
+from r3async.scheduling.admission import oldest_age
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +104,7 @@ def _age_bound(schedule: dict[str, Any]) -> int | None:
     if "max_staleness" not in schedule:
         return None
     per_version = schedule.get("groups_per_step", 1) * schedule.get("steps_per_publication", 1)
-    return age_bound(schedule["max_staleness"], schedule.get("window", 1), per_version)
+    return oldest_age(schedule["max_staleness"], schedule.get("window", 1), per_version)
 
 
 def summarize_records(

@@ -4,7 +4,7 @@ A version of the weights is made by `K` steps, each of which consumes at least `
 (`scheduling.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
 is free again only when weights trained from it are *installed in the engines*: a group that was overtaken keeps its slot.
 
-No token trained is older than `age_bound(S, W, P * K)` versions. Proof: let group `g` be leased while version `v` is
+No token trained is older than `oldest_age(S, W, P * K)` versions. Proof: let group `g` be leased while version `v` is
 installed, and so none of its tokens be older than `v`. Of the groups before `g`, at most `N - 1` are not part of `v`, for
 they hold slots beside it. Of the groups behind `g`, at most `W - 1` are consumed before it: each must be within the window
 while `g` or an older group is its head. So at most `N + W - 2` groups are consumed between `v` and `g`. As every version
@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from r3async.config import ScheduleConfig
 from r3async.scheduling.window import Consumed
 
 
@@ -42,7 +43,13 @@ def slots_of(max_staleness: int, groups_per_step: int, steps_per_publication: in
     return (max_staleness + 1) * groups_per_step * steps_per_publication
 
 
-def age_bound(max_staleness: int, window: int, groups_per_version: int) -> int:
+def age_bound(schedule: ScheduleConfig) -> int:
+    """Versions that a trained token can be old at most under these settings; see `oldest_age`."""
+    per_version = schedule.groups_per_step * schedule.steps_per_publication
+    return oldest_age(schedule.max_staleness, schedule.window, per_version)
+
+
+def oldest_age(max_staleness: int, window: int, groups_per_version: int) -> int:
     """Versions that a trained token can be old at most: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
 
     Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/test_schedule_bound.py`).

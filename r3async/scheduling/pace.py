@@ -45,26 +45,26 @@ class Verdict(msgspec.Struct, frozen=True):
     facts: dict[str, float | str]
 
 
-class Places:
-    """Generators' places for episodes, and how long they stood empty because no slot was free."""
+class IdleShare:
+    """Of something that every generator has (places for episodes, an engine): how much of it was idle."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, float]] = {}
-        self._empty = self._all = 0.0
+        self._idle = self._all = 0.0
 
-    def report(self, owner: str, empty: float, all_places: float) -> None:
-        """An owner's counters, in places times seconds since its process began. Smaller than before: a new process."""
+    def report(self, owner: str, idle: float, total: float) -> None:
+        """An owner's counters, in seconds since its process began, times how many. Smaller than before: a new process."""
         before = self._seen.get(owner, (0.0, 0.0))
-        if all_places < before[1]:
+        if total < before[1]:
             before = (0.0, 0.0)
-        self._empty += empty - before[0]
-        self._all += all_places - before[1]
-        self._seen[owner] = (empty, all_places)
+        self._idle += idle - before[0]
+        self._all += total - before[1]
+        self._seen[owner] = (idle, total)
 
     def take(self) -> float:
-        """Share that stood empty, since the last call."""
-        share = self._empty / self._all if self._all > 0 else 0.0
-        self._empty = self._all = 0.0
+        """Share that was idle, since the last call."""
+        share = self._idle / self._all if self._all > 0 else 0.0
+        self._idle = self._all = 0.0
         return min(1.0, max(0.0, share))
 
 

@@ -258,7 +258,11 @@ class Conductor:
                 idle_share=idle_share,
             )
         )
-        if verdict is not None:
+        # Without staleness the two sides take turns: that is what was asked for.
+        expected = (
+            self.config.schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
+        )
+        if verdict is not None and not expected:
             self.events.warning(verdict.event, step=step, **verdict.facts)
         return metrics | engines
 

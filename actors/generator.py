@@ -26,6 +26,7 @@ from r3async.observe.lag import LagMeter
 from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
+from r3async.scheduling.pace import useful_places
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
 from r3async.weights.manifest import WeightManifest
@@ -41,7 +42,7 @@ class IdleCounter:
         self._all = self._empty = self._seconds = self._engine_idle = 0.0
         self._at = time.monotonic()
 
-    def passed(self, places: int, empty: int, requests: int) -> None:
+    def passed(self, places: float, empty: float, requests: int) -> None:
         """Since the last call there were so many."""
         now = time.monotonic()
         seconds, self._at = now - self._at, now
@@ -162,6 +163,7 @@ class GeneratorActor:
         settings = self.config.generator
         concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)
         idle = IdleCounter()
+        useful = useful_places(self.config.schedule, settings.count)
         playing: set[asyncio.Task[None]] = set()
         more = True
         try:
@@ -181,8 +183,9 @@ class GeneratorActor:
                     )
                 elif more:
                     await asyncio.sleep(IDLE_SECONDS)
-                empty = max(0, limit - player.playing) if answer["blocked"] else 0
-                idle.passed(limit, empty, self.engine.stats()["running"])
+                places = min(limit, useful)
+                empty = max(0, places - player.playing) if answer["blocked"] else 0
+                idle.passed(places, empty, self.engine.stats()["running"])
                 for task in finished:
                     task.result()
                 if self._rejection:

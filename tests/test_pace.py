@@ -5,10 +5,11 @@ import time
 
 import pytest
 
+from r3async.config import ScheduleConfig
 from r3async.observe.lag import LagMeter
 from r3async.scheduling.concurrency import Concurrency
 from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.pace import IdleShare, Pace, StepPace
+from r3async.scheduling.pace import IdleShare, Pace, StepPace, useful_places
 
 
 def steps(count, *, waited=0.0, idle=0.0, finished=8, trained=8, seconds=10.0):
@@ -67,6 +68,13 @@ def test_empty_places_are_summed_over_generators_and_their_restarts():
     places.report("a", idle=2.0, total=14.0)
     places.report("b", idle=3.0, total=6.0)  # a new process
     assert places.take() == pytest.approx(0.4)
+
+
+def test_places_that_slots_could_never_fill_are_not_idle():
+    schedule = ScheduleConfig(max_staleness=2, groups_per_step=4, samples_per_group=8)
+    assert useful_places(schedule, generators=2) == 32
+    schedule.max_staleness = 0
+    assert useful_places(schedule, generators=1) == 32
 
 
 # -- concurrency ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Whether generation and training are as fast as each other, and which side to give more to.
 
 Over the last steps: the learner was idle while it waited for groups (the buffer ran dry), and a generator's places were
-idle while they stood empty because no slot was free (the buffer was full). What a side would do if it never waited is what
+idle while they stood empty because no slot was free (the buffer was full); places that slots could never fill
+(`useful_places`) are none. What a side would do if it never waited is what
 it did over the share of time that it worked:
 
     ratio = (episodes finished / (1 - idle share of generation)) / (episodes trained / (1 - idle share of training))
@@ -15,12 +16,23 @@ from collections import deque
 
 import msgspec
 
+from r3async.config import ScheduleConfig
+
 STEPS = 16
 """Steps that are looked at together."""
 IDLE = 0.3
 """Idle share from which a side is said to wait."""
 BUSY = 0.1
 """Idle share up to which a side is said to work all the time."""
+
+
+def useful_places(schedule: ScheduleConfig, generators: int) -> float:
+    """Episodes that slots let each of so many generators play while the groups of one version are being trained.
+
+    `max(S, 1) * P * K * G / generators`: more places can not be filled for long, and do not count as idle.
+    """
+    groups = max(schedule.max_staleness, 1) * schedule.groups_per_step * schedule.steps_per_publication
+    return groups * schedule.samples_per_group / generators
 
 
 class StepPace(msgspec.Struct, frozen=True):

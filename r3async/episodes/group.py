@@ -30,9 +30,11 @@ class GroupPlayer:
     ):
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
+        self.playing = 0
+        """Episodes that have begun and not ended. One that waits to be sent has ended."""
 
     async def play(self, lease: GroupLease) -> None:
-        """Returns when every episode of the lease was delivered.
+        """Returns when every episode of the lease was delivered. All of its turns go to this player's engine.
 
         An episode that fails is tried again `episode.retries` times; then the last error is raised and the other
         episodes of the lease are cancelled. A first prompt that is too long is not tried again.
@@ -42,9 +44,17 @@ class GroupPlayer:
                 tasks.create_task(self._episode(EpisodeTask(lease.group_index, index, lease.task_seed)))
 
     async def _episode(self, task: EpisodeTask) -> None:
+        self.playing += 1
+        try:
+            trajectory = await self._play(task)
+        finally:
+            self.playing -= 1
+        await self._deliver(trajectory)
+
+    async def _play(self, task: EpisodeTask) -> Trajectory:
         for attempt in range(self._settings.retries + 1):
             try:
-                trajectory = await play_episode(
+                return await play_episode(
                     task,
                     self._factory(),
                     self._engine,
@@ -52,7 +62,6 @@ class GroupPlayer:
                     self._settings,
                     generator_id=self._generator_id,
                 )
-                break
             except PromptTooLong:
                 raise
             except Exception as error:
@@ -62,4 +71,4 @@ class GroupPlayer:
                         f"episode {task.trajectory_id} failed {attempt + 1} times (episode.retries = "
                         f"{self._settings.retries}); the last time: {error!r}"
                     ) from error
-        await self._deliver(trajectory)
+        raise AssertionError("every try returns or raises")

@@ -27,6 +27,7 @@ from r3async.config.sections import (
     TransportConfig,
     WeightsConfig,
 )
+from r3async.config.serving import EvaluationConfig, ServingConfig
 
 
 class Config(Section):
@@ -48,6 +49,8 @@ class Config(Section):
     transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         positive(self, "steps")

@@ -15,21 +15,26 @@ from r3async.scheduling.admission import GroupLease
 
 
 class GroupPlayer:
-    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries."""
+    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
+
+    `play` plays one episode in place of an environment that `factory` makes.
+    """
 
     def __init__(
         self,
         *,
-        factory: EnvironmentFactory,
+        factory: EnvironmentFactory | None,
         engine: Engine,
         renderer: ChatRenderer,
         settings: EpisodeConfig,
         generator_id: str,
         deliver: Callable[[Trajectory], Awaitable[None]],
         report: Callable[..., object],
+        play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
     ):
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
+        self._play_episode = play or self._play_environment
 
     async def play(self, lease: GroupLease) -> None:
         """Returns when every episode of the lease was delivered.
@@ -44,14 +49,7 @@ class GroupPlayer:
     async def _episode(self, task: EpisodeTask) -> None:
         for attempt in range(self._settings.retries + 1):
             try:
-                trajectory = await play_episode(
-                    task,
-                    self._factory(),
-                    self._engine,
-                    self._renderer,
-                    self._settings,
-                    generator_id=self._generator_id,
-                )
+                trajectory = await self._play_episode(task)
                 break
             except PromptTooLong:
                 raise
@@ -63,3 +61,9 @@ class GroupPlayer:
                         f"{self._settings.retries}); the last time: {error!r}"
                     ) from error
         await self._deliver(trajectory)
+
+    async def _play_environment(self, task: EpisodeTask) -> Trajectory:
+        assert self._factory is not None
+        return await play_episode(
+            task, self._factory(), self._engine, self._renderer, self._settings, generator_id=self._generator_id
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ class Conductor:
             await self._probe()
             self._phase = "training"
             self.book.restart_clock()
-            background = [asyncio.create_task(self._deliver_forever())]
-            background += [asyncio.create_task(self._supervise(g)) for g in self.fleet]
-            steps = await self._train_steps(background)
+            delivering = asyncio.create_task(self._deliver_forever())
+            background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            steps = await self._train_steps(list(background))
+            await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
             if steps:
@@ -176,39 +178,60 @@ class Conductor:
             await self.fleet.probe(self.learner)
 
     async def _train_steps(self, background: list[asyncio.Task[None]]) -> int:
-        """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made."""
+        """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made.
+
+        A version is written, and then delivered, beside the steps that follow it.
+        """
         steps = 0
+        publishing: asyncio.Task[None] | None = None
         while steps < self.config.steps and not self._stopping:
-            # The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What
-            # is read from here on is the newest version, which outlives the next one in any case.
             last = steps + 1 == self.config.steps
-            step = asyncio.ensure_future(self.learner.train_step.remote(last=last, reading=self.fleet.reading))
-            while not step.done():
-                await asyncio.wait([step, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                for task in background:
-                    if task.done() and task.exception() is not None:
-                        step.cancel()
-                        raise task.exception()  # type: ignore[misc]
-                background = [t for t in background if not t.done()]
-            result = step.result()
+            result = await self._while_well(self.learner.train_step.remote(last=last), background)
             if result is None:
                 break
             steps += 1
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
             self._made = result["version"]
-            if result["manifest"] is not None:
+            if result["new_weights"]:
+                if publishing is not None:  # the learner has written it before it copied the next
+                    await self._while_well(publishing, background)
                 self._consumed[self._made] = result["consumed"]
-                self.fleet.manifest = (self._made, result["manifest"])
-                self._published.set()
-        await self._settle()
+                publishing = asyncio.create_task(self._publish(self._made))
+                background.append(publishing)
+        if publishing is not None:
+            await publishing
         return steps
 
-    async def _settle(self) -> None:
-        """Let the last weights be delivered, so that every step has its row."""
+    async def _while_well(self, call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
+        """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""
+        waiting = asyncio.ensure_future(call)
+        while True:
+            for task in background:
+                if task.done() and task.exception() is not None:
+                    waiting.cancel()
+                    raise task.exception()  # type: ignore[misc]
+            background[:] = [t for t in background if not t.done()]
+            if waiting.done():
+                return waiting.result()
+            await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _publish(self, version: int) -> None:
+        """Have the copied weights written, and make them those that engines are to install.
+
+        The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What is read
+        from here on is the newest version, which outlives the next one in any case.
+        """
+        written = await self.learner.write.remote(self.fleet.reading)
+        self.book.amend(version, {"weights/write_seconds": written["seconds"]})
+        self.fleet.manifest = (version, written["manifest"])
+        self._published.set()
+
+    async def _settle(self, delivering: asyncio.Task[None]) -> None:
+        """Let the last weights be delivered, so that every step has its row. Raises what the delivery failed with."""
         deadline = time.monotonic() + RPC_SECONDS
         while not self.book.empty and time.monotonic() < deadline:
             self._published.set()
-            await asyncio.sleep(0.05)
+            await self._while_well(asyncio.sleep(0.05), [delivering])
         self._delivered(self._made, 0.0, 0.0)
 
     async def _deliver_forever(self) -> None:

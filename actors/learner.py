@@ -39,7 +39,7 @@ class LearnerActor:
     """Serves the conductor. The event loop receives; all torch work runs in one thread of its own.
 
     One thread and always the same one: Megatron keeps state per process, and torch keeps grad mode and function modes
-    per thread.
+    per thread. New weights are only copied there; another thread writes the copy while the next step runs.
     """
 
     def __init__(self, run_id: str, config: dict[str, Any], model_path: str, run_dir: str, gpus_per_rank: float = 0.0):
@@ -62,6 +62,9 @@ class LearnerActor:
         self._vocab_size = 0
         self._cost = Cost()
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._nothing_to_write = asyncio.Event()
+        self._nothing_to_write.set()
         self._arrived = asyncio.Event()
         self._interrupted = False
 
@@ -106,12 +109,38 @@ class LearnerActor:
             self.receiver.release(trajectory.trajectory_id)
         self._arrived.set()
 
-    async def publish(self, reading: Sequence[int] = ()) -> bytes:
-        """Write the current weights to shared memory; returns the manifest (msgpack). Versions that engines are `reading`
-        stay."""
+    async def publish(self) -> bytes:
+        """Copy and write the current weights; returns the manifest (msgpack)."""
+        await self._snapshot()
+        return (await self.write())["manifest"]
+
+    async def _snapshot(self) -> None:
+        """Copy the current weights, for `write`, as soon as the version before them is written: one copy waits at most."""
         assert self.backend is not None
-        manifest = await self._in_torch(self.backend.publish, self.version, reading)
-        return msgspec.msgpack.encode(manifest)
+        limit = self.config.weights.write_timeout
+        try:
+            await asyncio.wait_for(self._nothing_to_write.wait(), limit)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"version {self.version} has to wait for version {self.version - 1}, which was not written within "
+                f"{limit:g} s (weights.write_timeout)"
+            ) from error
+        await self._in_torch(self.backend.snapshot, self.version)
+        self._nothing_to_write.clear()
+
+    async def write(self, reading: Sequence[int] = ()) -> dict[str, Any]:
+        """Write the weights that were copied last where engines find them, beside whatever else the learner does.
+
+        Versions that engines are `reading` stay. Returns the `manifest` (msgpack), and the `seconds` it took.
+        """
+        assert self.backend is not None
+        began = time.monotonic()
+        try:
+            writing = asyncio.get_running_loop().run_in_executor(self._writer, self.backend.write, reading)
+            manifest = await asyncio.wait_for(writing, self.config.weights.write_timeout)
+        finally:
+            self._nothing_to_write.set()  # whatever became of it, no step waits for it any more
+        return {"manifest": msgspec.msgpack.encode(manifest), "seconds": time.monotonic() - began}
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         assert self.backend is not None
@@ -121,11 +150,11 @@ class LearnerActor:
         """Episodes of these groups that have not arrived."""
         return {g: self.buffer.missing(g) for g in group_indices}
 
-    async def train_step(self, last: bool = False, reading: Sequence[int] = ()) -> dict[str, Any] | None:
-        """Wait for the next groups, train one step on them, publish the new weights when it is time, or if it is the `last`.
+    async def train_step(self, last: bool = False) -> dict[str, Any] | None:
+        """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`.
 
-        Returns metrics, manifest (None if nothing was published), groups consumed so far, and episode previews; None if
-        interrupted while waiting. Raises `TimeoutError` with what is missing if nothing arrives for
+        Returns metrics, whether there are new weights (then `write` has to be called), groups consumed so far, and episode
+        previews; None if interrupted while waiting. Raises `TimeoutError` with what is missing if nothing arrives for
         `supervise.stall_seconds`.
         """
         waited_from = time.monotonic()
@@ -145,11 +174,11 @@ class LearnerActor:
             self.events.warning("step_skipped", step=self.steps, grad_norm=metrics["grad_norm"])
         for group in groups:
             self.receiver.forget(group[0].group_index)
-        manifest = None
-        if last or self._since[0] == self.config.schedule.steps_per_publication:
+        due = last or self._since[0] == self.config.schedule.steps_per_publication
+        if due:
             self.version += 1
             self._since = [0, 0]
-            manifest = await self.publish(reading)
+            await self._snapshot()
         metrics |= self._episode_metrics(trajectories, version)
         metrics |= {
             "transport/received": self.receiver.received,
@@ -157,7 +186,8 @@ class LearnerActor:
             "transport/rejected": self.receiver.rejected,
             "learner/wait_seconds": waited,
             "learner/step_seconds": trained - step_from,
-            "weights/publish_seconds": time.monotonic() - trained,
+            "weights/snapshot_seconds": time.monotonic() - trained,
+            "weights/write_seconds": 0.0,
             "buffer/ready_groups": self.buffer.ready_groups(),
             "batch/groups": count,
         }
@@ -168,7 +198,7 @@ class LearnerActor:
         ]
         return {
             "metrics": metrics,
-            "manifest": manifest,
+            "new_weights": due,
             "version": version + 1,
             "consumed": self._consumed,
             "previews": previews[:2],
@@ -260,3 +290,4 @@ class LearnerActor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._in_torch(self.backend.close), CLOSE_SECONDS)
         self._torch.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False, cancel_futures=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher, default_directory
 
+RANK_THREADS: dict[str, Any] = {"max_concurrency": 1, "concurrency_groups": {"write": 1}}
+"""Options of a rank's actor: one thread makes every call but `write`, which has its own."""
+
 
 def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence[np.ndarray]) -> list[MicroBatch]:
     """The micro-batches with a column more."""
@@ -26,7 +30,7 @@ def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence
 
 
 class LocalLearner:
-    """A backend and the publisher of its weights. Every call must come from the thread that made it."""
+    """A backend and the publisher of its weights. Every call but `write` must come from the thread that made it."""
 
     def __init__(self, config: Config, model_path: Path):
         import torch
@@ -38,6 +42,8 @@ class LocalLearner:
         self._backend = build_learner(config, model_path)
         self._publisher = Publisher(Path(config.weights.directory or default_directory()))
         self._dtype = getattr(torch, config.generator.dtype)
+        self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._writing = threading.Lock()
 
     @property
     def vocab_size(self) -> int:
@@ -64,18 +70,34 @@ class LocalLearner:
         """See `LearnerBackend.score`."""
         return self._backend.score(token_ids)
 
-    def publish(self, version: int, reading: Sequence[int] = ()) -> WeightManifest | None:
-        """Write the weights for the engines; see `Publisher.publish`. None on a rank that does not hand them in."""
-        tensors = self._backend.export()
-        return self._publisher.publish(version, tensors, self._dtype, reading) if tensors else None
+    def snapshot(self, version: int) -> None:
+        """Copy the weights to host memory as `version`, for `write`. Collective; later steps do not change the copy."""
+        if self._snapshot is not None:
+            raise LearnerError(
+                f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
+            )
+        tensors = {name: tensor.cpu() for name, tensor in self._backend.export().items()}
+        if tensors:  # one rank hands them in
+            self._snapshot = version, tensors
+
+    def write(self, reading: Sequence[int] = ()) -> WeightManifest:
+        """Write the snapshot for the engines and let go of it; see `Publisher.publish`. From any thread, beside a step."""
+        with self._writing:
+            if self._snapshot is None:
+                raise LearnerError("there is no snapshot to write")
+            try:
+                return self._publisher.publish(*self._snapshot, self._dtype, reading)
+            finally:
+                self._snapshot = None
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
         self._backend.save(directory)
 
     def close(self) -> None:
-        """Release groups, and the published weights."""
-        self._publisher.close()
+        """Release groups, and the published weights, as soon as nothing is written any more."""
+        with self._writing:
+            self._publisher.close()
         self._backend.close()
 
 
@@ -117,6 +139,11 @@ class RankActor:
         """A method of this rank's learner."""
         return getattr(self._learner, name)(*args, **kwargs)
 
+    def write(self, reading: Sequence[int]) -> WeightManifest:
+        """See `LocalLearner.write`. Belongs to the concurrency group `write`, which has a thread of its own."""
+        assert self._learner is not None
+        return self._learner.write(reading)
+
 
 class RankedLearner:
     """The same calls as `LocalLearner`, made on all ranks at once. They are actors on this node.
@@ -132,7 +159,7 @@ class RankedLearner:
         self._config, self._ray = config, ray
         learner = config.learner
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        kind = ray.remote(RankActor).options(
+        kind = ray.remote(**RANK_THREADS)(RankActor).options(
             num_cpus=0 if not learner.threads else 1,
             num_gpus=gpus,
             scheduling_strategy=here,
@@ -186,9 +213,14 @@ class RankedLearner:
         """See `LearnerBackend.score`."""
         return self._all("score", token_ids)[0]
 
-    def publish(self, version: int, reading: Sequence[int] = ()) -> WeightManifest:
-        """Write the weights for the engines of this host; see `Publisher.publish`."""
-        return self._all("publish", version, reading)[0]
+    def snapshot(self, version: int) -> None:
+        """See `LocalLearner.snapshot`."""
+        self._all("snapshot", version)
+
+    def write(self, reading: Sequence[int] = ()) -> WeightManifest:
+        """See `LocalLearner.write`: the first rank does it, on this host."""
+        write = self._ranks[0].write.options(concurrency_group="write")
+        return self._wait([write.remote(reading)], self._config.weights.write_timeout)[0]
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""

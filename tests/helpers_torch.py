@@ -115,7 +115,7 @@ def forced_routes(model: torch.nn.Module, routes: np.ndarray):
 
     def forward(gate, hidden_states, chosen):
         logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), gate.weight)
-        weights = torch.softmax(logits.float(), -1).gather(1, chosen)
+        weights = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).gather(1, chosen)
         # Mixtral always normalises, and has no such setting.
         if getattr(model.config, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
@@ -132,10 +132,10 @@ def forced_routes(model: torch.nn.Module, routes: np.ndarray):
 
 
 def reference_step(
-    path: Path, samples: Sequence[Sample], config: Config
+    path: Path, samples: Sequence[Sample], config: Config, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Losses, and the gradient of every checkpoint tensor, of a step with forced routes: sample by sample, token by token."""
-    model = load_reference(path)
+    model = load_reference(path).to(dtype)
     policy = kl = torch.zeros((), dtype=torch.float64)
     count = 0
     for sample in samples:

@@ -1,9 +1,10 @@
-"""Turn by turn, only what is new is rendered, and it is what the template itself would have written."""
+"""Turn by turn, only what is new is encoded, sampled tokens stay, and the prompt is what the template writes."""
 
 import pytest
 
 from r3async.envs.base import Message
-from r3async.episodes.chat import ChatRenderer, TemplateError
+from r3async.episodes.chat import ChatRenderer, Conversation, TemplateError
+from tests.helpers_templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer
 from tools.init_model import byte_tokenizer
 
 CHATML = (
@@ -19,44 +20,154 @@ STRIPS_THOUGHT = (
     "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+NEVER_ENDS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+
+# DeepSeek-R1's opens a thought for every answer, and leaves it out of every earlier one.
+KEEP_HISTORY = [family for family in FAMILIES.values() if family is not DEEPSEEK_R1]
 
 
-def renderer(template=None):
-    tokenizer = byte_tokenizer()
-    if template:
-        tokenizer.chat_template = template
-    return ChatRenderer(tokenizer)
+def user(text):
+    return Message("user", text)
 
 
-@pytest.mark.parametrize("template", [None, CHATML, LEADING_SYSTEM, STRIPS_THOUGHT])
-def test_prompt_answer_and_following_equal_the_template_rendered_at_once(template):
+def said(chat, text, end=True):
+    return [*chat.encode(text), *([chat.end_id] if end else [])]
+
+
+def talk(chat, answers, asked, end=True):
+    """Prompts before each answer, the tokens seen after it, and the last prompt."""
+    conversation = Conversation(chat, [user(asked[0])])
+    prompts, seen = [], []
+    for answer, words in zip(answers, asked[1:], strict=True):
+        prompts.append(conversation.prompt())
+        seen.append(prompts[-1] + said(chat, answer, end))
+        conversation.answered(said(chat, answer, end))
+        conversation.observe([user(words)])
+    return prompts, seen, conversation.prompt(), conversation
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, CHATML, LEADING_SYSTEM, STRIPS_THOUGHT, *KEEP_HISTORY],
+    ids=["ours", "chatml", "leading-system", "thought-of-the-last", *(n for n in FAMILIES if n != "deepseek-r1")],
+)
+def test_the_prompt_is_what_the_template_writes_and_extends_what_was_seen(template):
     chat = renderer(template)
-    first, answer, second = [Message("user", "abc")], "cba", [Message("user", "xyz"), Message("user", "now")]
-    ids = chat.first(first)
-    ids += [*chat.tokenizer.encode(answer, add_special_tokens=False), chat.end_id]
-    ids += chat.following(second)
-    whole = chat.first([*first, Message("assistant", answer), *second])
-    assert chat.tokenizer.decode(ids) == chat.tokenizer.decode(whole)
-    assert ids == whole
+    prompts, seen, last, conversation = talk(chat, ["cba", "zyx"], ["abc", "xyz", "now"])
+    assert prompts[1][: len(seen[0])] == seen[0]
+    assert last[: len(seen[1])] == seen[1]
+    assert chat.what_breaks() is None
+    whole = chat.render(conversation.messages)
+    assert chat.decode(last).replace(" ", "") == whole.replace(" ", "")
+    if template is not MISTRAL:  # which puts a blank before each answer that no model samples
+        assert chat.decode(last) == whole
+        assert last == chat.encode(whole)
+
+
+@pytest.mark.parametrize("family", [LLAMA3, GEMMA], ids=["llama3", "gemma"])
+def test_white_space_that_a_template_trims_stays_as_it_was_sampled(family):
+    chat = renderer(family)
+    _, seen, last, conversation = talk(chat, [" \n two  \n"], ["one", "three"])
+    assert "two<" in chat.render(conversation.messages)
+    assert last[: len(seen[0])] == seen[0]
+
+
+def test_an_answer_that_was_cut_is_ended_by_what_the_template_writes():
+    for family in KEEP_HISTORY:
+        chat = renderer(family)
+        _, seen, last, _ = talk(chat, ["half an answ"], ["one", "two"], end=False)
+        assert last[: len(seen[0])] == seen[0]
+        assert last[len(seen[0])] == chat.end_id
+
+
+@pytest.mark.parametrize("family", [QWEN3, DEEPSEEK_R1], ids=["qwen3", "deepseek-r1"])
+def test_a_template_that_strips_thoughts_breaks_where_it_strips_and_not_before(family):
+    chat = renderer(family)
+    prompts, seen, last, conversation = talk(chat, ["<think>\nhm\n</think>\n\nfive"], ["2 + 3?", "2 + 4?"])
+    assert last[: len(seen[0])] != seen[0]
+    assert chat.decode(last) == chat.render(conversation.messages)
+    assert "hm" not in chat.decode(last)
+    asked = chat.decode(prompts[0]).index("2 + 3?")
+    kept = chat.encode(chat.decode(prompts[0])[:asked])
+    assert last[: len(kept)] == kept
+
+
+def test_thoughts_between_tool_calls_stay_until_the_user_speaks_again():
+    chat = renderer(QWEN3)
+    conversation = Conversation(chat, [user("add")])
+    seen = conversation.prompt() + said(chat, "<think>\nhm\n</think>\n\ncall")
+    conversation.answered(seen[len(conversation.prompt()) :])
+    conversation.observe([Message("tool", "7")])
+    assert conversation.prompt()[: len(seen)] == seen
+
+
+def test_variables_of_the_template_are_passed_on_and_what_they_break_is_named():
+    chat = renderer(QWEN3, enable_thinking=False)
+    assert chat.render([user("u")]).endswith("<think>\n\n</think>\n\n")
+    assert "5" in chat.what_breaks()
+    _, seen, last, conversation = talk(chat, ["five"], ["2 + 3?", "2 + 4?"])
+    assert last[: len(seen[0])] != seen[0]
+    assert chat.decode(last) == chat.render(conversation.messages)
+
+
+def test_a_late_system_message_that_is_merged_into_the_last_question_breaks():
+    chat = renderer(MISTRAL)
+    conversation = Conversation(chat, [Message("system", "be brief"), user("one")])
+    seen = conversation.prompt() + said(chat, "1")
+    conversation.answered(said(chat, "1"))
+    conversation.observe([user("two")])
+    assert conversation.prompt()[: len(seen)] != seen
+    assert chat.decode(conversation.prompt()).count("be brief") == 1
+
+
+def test_a_template_that_never_ends_an_answer_is_named():
+    assert "u" in renderer(NEVER_ENDS).what_breaks()
+
+
+def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
+    """No byte-level tokenizer would ever encode them so: what stands there was sampled."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ab"])
+    chat = ChatRenderer(tokenizer)
+    odd = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), chat.end_id]
+    assert chat.encode("ab") != odd[:2]
+    conversation = Conversation(chat, [user("one"), user("two")])
+    conversation.prompt()
+    conversation.answered(odd)
+    conversation.observe([user("three")])
+    conversation.prompt()
+    conversation.answered(said(chat, "no"))
+    conversation.rewrite(
+        [user("in short"), Message("assistant", "ab"), user("four"), Message("assistant", "other"), user("x")]
+    )
+    prompt = conversation.prompt()
+    at = next(i for i in range(len(prompt)) if prompt[i : i + 3] == odd)
+    assert chat.decode(prompt[:at]) == "<|user|>in short<|assistant|>"
+    assert chat.decode(prompt) == chat.render(conversation.messages)
 
 
 def test_the_text_of_an_answer_leaves_its_stop_token_out():
     chat = renderer()
-    ids = chat.tokenizer.encode("dcba", add_special_tokens=False)
+    ids = chat.encode("dcba")
     assert chat.text([*ids, chat.end_id]) == chat.text(ids) == "dcba"
 
 
-def test_a_message_may_contain_the_mark_that_the_template_is_rendered_around():
-    chat = renderer()
-    said = "r3async-answer-mark"
-    assert said in chat.tokenizer.decode(chat.following([Message("user", f"what is {said}?")]))
+def test_what_a_message_does_not_have_the_template_does_not_see():
+    assert Message("user", "x").for_template() == {"role": "user", "content": "x"}
+    call = {"function": {"name": "add", "arguments": {}}}
+    assert Message("assistant", "", tool_calls=[call]).for_template() == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call],
+    }
 
 
-@pytest.mark.parametrize(
-    ("template", "message"), [("{{ messages[0]['content'] }}", "does not end an answer"), (None, "no chat template")]
-)
-def test_a_template_that_can_not_be_continued_is_refused_when_it_is_loaded(template, message):
+def test_a_tokenizer_without_a_template_or_a_template_that_fails_is_refused_when_it_is_loaded():
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(TemplateError, match=message):
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="no chat template"):
         ChatRenderer(tokenizer)
+    with pytest.raises(TemplateError, match="roles user: no thanks"):
+        renderer("{{ raise_exception('no thanks') }}")
+    with pytest.raises(TemplateError, match="System role not supported"):
+        Conversation(renderer(GEMMA), [Message("system", "s"), user("u")]).prompt()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.ranks import LocalLearner, RankedLearner
+from actors.ranks import RANK_THREADS, LocalLearner, RankActor, RankedLearner
+from r3async.config import to_dict
 from r3async.learners.base import LearnerError
 from r3async.weights.publish import verify
 from tests import helpers_models as hm
@@ -59,8 +62,16 @@ def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path
             assert 0.2 < agreement[1] < 1
         else:
             assert max(agreement) < 0.2
-        manifest = ranked.publish(3)
+        ranked.snapshot(3)
+        with ThreadPoolExecutor(1) as writer:  # beside a step
+            writing = writer.submit(ranked.write)
+            ranked.train([for_two_ranks()], version=1)
+            manifest = writing.result(60)
         verify(manifest)
+        ranked.snapshot(4)
+        manifest = ranked.write(reading=[3])
+        assert manifest.version == 4
+        alone.train([[batch()]], version=1)
         ranked.save(tmp_path / "saved")
         saved, exact = load_file(tmp_path / "saved" / "model.safetensors"), load_file(manifest.path)
         source = load_file(model_path / "model.safetensors")
@@ -72,6 +83,31 @@ def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path
         ranked.close()
         alone.close()
     assert (tmp_path / "logs" / "learner-rank-1.log").exists()
+
+
+class ThreadsOfCalls(RankActor):
+    """A rank that says which thread made a call."""
+
+    def call(self, name, *args, **kwargs):
+        return threading.get_ident()
+
+    def write(self, reading):
+        return threading.get_ident()
+
+
+@pytest.mark.pipeline
+def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, tmp_path):
+    actor = ray.remote(**RANK_THREADS)(ThreadsOfCalls).remote(0, to_dict(config()), "", str(tmp_path))
+    try:
+        calls, writes = [], []
+        for _ in range(5):
+            calls += [actor.call.remote("score") for _ in range(4)]
+            writes.append(actor.write.options(concurrency_group="write").remote([]))
+        calls, writes = ray.get(calls, timeout=60), ray.get(writes, timeout=60)
+    finally:
+        ray.kill(actor)
+    assert len(set(calls)) == len(set(writes)) == 1
+    assert calls[0] != writes[0]
 
 
 @pytest.mark.pipeline

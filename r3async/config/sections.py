@@ -58,8 +58,18 @@ class ModelConfig(Section):
 
 class EnvConfig(Section):
     name: str = "reverse-text"
-    """Built-in name, or `module:Class`."""
+    """Built-in name; `module:Class`; `dataset:PATH` (JSONL); or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
+    `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
+    workers: int = 2
+    """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""
+    step_timeout: float = 30.0
+    """Seconds that one call of a blocking environment may take; its process is then killed and replaced."""
+    start_timeout: float = 120.0
+    """Seconds that such a process may take to start and to import the environment."""
+
+    def __post_init__(self) -> None:
+        positive(self, "workers", "step_timeout", "start_timeout")
 
 
 RowsMode = Literal["auto", "merged", "stepwise"]
@@ -161,12 +171,17 @@ class RoutingConfig(Section):
 
 class WeightsConfig(Section):
     install_timeout: float = 120.0
+    write_timeout: float = 600.0
+    """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
     probe: bool = True
     """After the first delivery, compare log-probs of a fixed text between learner and engine; refuse to train on a mismatch."""
     probe_tolerance: float | None = None
     """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
     directory: str = ""
     """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+
+    def __post_init__(self) -> None:
+        positive(self, "install_timeout", "write_timeout")
 
 
 class TransportConfig(Section):

@@ -162,7 +162,7 @@ class EpisodeRows:
             fits = [r for r in self._rows if self._free(r) and r.token_ids == prompt[: len(r)]]
         if not fits:
             return None
-        row = max(fits, key=len)
+        row = max(reversed(fits), key=len)  # of equal ones the newest: that is the conversation that goes on
         row.observe(prompt[len(row) :])
         return row
 
@@ -170,18 +170,18 @@ class EpisodeRows:
         return all(row is not other for other in self._waiting)
 
     def _branched(self, prompt: list[int]) -> SampleBuilder:
-        shared = [common_prefix(r.token_ids, prompt) for r in self._rows]
+        shared = [(common_prefix(r.token_ids, prompt), i) for i, r in enumerate(self._rows)]
         if not shared:
             row = SampleBuilder(self._routing)
         elif self._mode == "merged":
             raise PrefixBroken(
-                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(shared)}: the chat "
+                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(shared)[0]}: the chat "
                 'template, or the environment, rewrites history. episode.rows = "merged" allows one row an episode; with '
                 '"auto" such an episode becomes several'
             )
         else:
-            longest = int(np.argmax(shared))
-            row = self._rows[longest].branch(shared[longest])
+            length, longest = max(shared)
+            row = self._rows[longest].branch(length)
         row.observe(prompt[len(row) :])
         return row
 

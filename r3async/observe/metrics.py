@@ -104,7 +104,12 @@ METRICS: dict[str, Metric] = {
     "throughput/trained_tokens_per_second": Metric(
         "trained", "tokens/s", "Trained tokens over the wall time of the step."
     ),
-    "weights/publish_seconds": Metric("publish", "s", "Time the learner took to write the step's weights."),
+    "weights/snapshot_seconds": Metric(
+        "snapshot", "s", "Time the learner stood still to copy the step's weights, and for those before to be written."
+    ),
+    "weights/write_seconds": Metric(
+        "write", "s", "Time to write the step's weights for the engines, beside the next step."
+    ),
     "weights/update_seconds": Metric("update", "s", "Time to deliver the step's weights to all engines."),
     "weights/pause_seconds": Metric("pause", "s", "Longest pause of an engine for that delivery."),
     "transport/received": Metric("received", "trajectories", "Trajectories accepted since the learner started."),

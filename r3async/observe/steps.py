@@ -55,6 +55,10 @@ class StepBook:
                 turns = [{"user": u["content"], "assistant": a["content"], "reward": r} for u, a, r in pairs]
                 file.write(msgspec.json.encode({"step": step, "reward": preview["reward"], "turns": turns}) + b"\n")
 
+    def amend(self, version: int, figures: dict[str, Any]) -> None:
+        """What became known later of the last step that made `version`."""
+        [row for row in self._pending if row["version"] == version][-1].update(figures)
+
     def delivered(self, version: int, generated_tokens: int, figures: dict[str, Any]) -> None:
         """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began."""
         ready = [row for row in self._pending if row["version"] <= version]

@@ -1,0 +1,137 @@
+"""The same episodes as one row, and as a row a turn, give the same loss and gradient as a row that is built by hand."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from r3async.batching.packing import pack
+from r3async.config import EpisodeConfig
+from r3async.engines.base import Generation, GenerationRequest, RoutingShape
+from r3async.envs.base import Message, StepResult
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.learners.prepare import prepare
+from r3async.learners.torch.backend import TorchLearner
+from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.versions import VersionSpan
+from tests import helpers_torch as ht
+from tools.init_model import byte_tokenizer
+
+SHAPE = RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS)
+TURNS, EPISODES = 4, 3
+VOCABULARY = 272
+
+
+class Sampler:
+    """Answers, log-probs and routes from a table by position: whoever asks, for whatever rows, hears the same."""
+
+    version, routing = 0, SHAPE
+
+    def __init__(self, seed: int, end: int):
+        chance = np.random.default_rng(seed)
+        scores = chance.random((400, SHAPE.layers, SHAPE.num_experts))
+        self.routes = scores.argsort(-1)[..., : SHAPE.top_k].astype(np.uint8)
+        self.logprobs = -3 * chance.random(400).astype(np.float32) - 0.05
+        self.answers = [[*chance.integers(1, 250, n).tolist(), end] for n in chance.integers(2, 9, TURNS)]
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        answer = self.answers[len(self.calls)]
+        self.calls.append((request.prompt_ids.tolist(), answer))
+        start, n = len(request.prompt_ids), len(answer)
+        return Generation(
+            token_ids=np.asarray(answer, np.int32),
+            logprobs=self.logprobs[start : start + n],
+            version_spans=[VersionSpan(0, 0, n)],
+            routed_experts=self.routes[request.routes_from : start + n - 1],
+            routes_from=request.routes_from,
+            stop_reason="stop",
+        )
+
+
+class Graded:
+    """Each turn has a reward of its own."""
+
+    def __init__(self, seed: int):
+        self.rewards = np.random.default_rng(seed).random(TURNS).tolist()
+
+    async def reset(self, task_seed):
+        return [Message("user", "begin")]
+
+    async def step(self, action):
+        return StepResult(self.rewards.pop(0), [Message("user", "an observation, and go on")], done=not self.rewards)
+
+
+def play(mode: str) -> tuple[list[Trajectory], list[Sampler]]:
+    chat = ChatRenderer(byte_tokenizer())
+    limits = EpisodeConfig(max_new_tokens=16, max_prompt_tokens=300, max_total_tokens=400, rows=mode, temperature=0.8)
+    engines = [Sampler(seed, chat.end_id) for seed in range(EPISODES)]
+    trajectories = [
+        asyncio.run(play_episode(EpisodeTask(0, i, 0), Graded(i), engine, chat, limits))
+        for i, engine in enumerate(engines)
+    ]
+    return trajectories, engines
+
+
+def by_hand(trajectory: Trajectory, engine: Sampler) -> Trajectory:
+    """One row, put together from what the engine was asked and answered."""
+    prompt, answer = engine.calls[-1]
+    ids = np.asarray(prompt + answer)
+    table = TokenTable.of_tokens(ids)
+    mask, turn, rewards = np.zeros(len(ids), bool), np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.float32)
+    turns = []
+    for index, (before, said) in enumerate(engine.calls):
+        rows = slice(len(before), len(before) + len(said))
+        mask[rows], turn[rows] = True, index
+        rewards[rows.stop - 1] = trajectory.turns[index].reward
+        turns.append(Turn(index, 0, rows.start, rows.stop, trajectory.turns[index].reward, "stop"))
+    recorded = np.ones(len(ids), bool)
+    recorded[-1] = False
+    routes = engine.routes[: len(ids)].copy()
+    routes[-1] = np.arange(SHAPE.top_k)
+    table = table.with_columns(
+        loss_mask=mask,
+        turn=turn,
+        rewards=rewards,
+        rollout_logprobs=np.where(mask, engine.logprobs[: len(ids)], np.float32(0)),
+        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        routed_experts=routes,
+        routing_recorded=recorded,
+    )
+    return Trajectory("h", 0, trajectory.episode_index, 0, "", "env_done", turns, [Sample("hs0", table, 0.8)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return ht.make_model(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=VOCABULARY, max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn", "token"])
+def test_merged_and_stepwise_rows_give_loss_and_gradient_of_the_row_built_by_hand(model, credit):
+    config = ht.settings(algorithm__credit=credit, episode__max_new_tokens=16)
+    merged, engines = play("auto")
+    stepwise, _ = play("stepwise")
+    hand = [by_hand(t, e) for t, e in zip(merged, engines, strict=True)]
+    assert [len(t.samples) for t in merged] == [1] * EPISODES
+    assert [len(t.samples) for t in stepwise] == [TURNS] * EPISODES
+    for mine, wanted in zip(merged, hand, strict=True):
+        assert mine.samples[0].table == wanted.samples[0].table
+    prepared = {
+        name: prepare([g], config)[0][0] for name, g in [("hand", hand), ("merged", merged), ("step", stepwise)]
+    }
+    assert len(prepared["step"]) == TURNS * EPISODES
+    want_losses, want = ht.reference_step(model, prepared["hand"], config, torch.float64)
+    assert want_losses["grad_norm"] > 0.01
+    for name in ("merged", "step"):
+        losses, got = ht.reference_step(model, prepared[name], config, torch.float64)
+        assert losses == pytest.approx(
+            want_losses, rel=1e-7
+        )  # transformers keeps norms in float32 whatever the model's dtype
+        assert ht.worst_error(got, want)[0] < 1e-6
+        learner = TorchLearner(config, model)
+        result, got = ht.gradients_of_step(learner, pack(prepared[name], 400))
+        assert result.metrics["loss/policy"] == pytest.approx(want_losses["loss/policy"], rel=1e-4)
+        error, tensor = ht.worst_error(got, want)
+        assert error < 1e-5, tensor

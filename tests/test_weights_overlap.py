@@ -1,0 +1,223 @@
+"""A version is copied between two steps, written beside the next one, and delivered; one copy waits at most."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import actors.conductor
+import actors.learner
+from actors.conductor import Conductor
+from actors.fleet import RunFailed
+from actors.learner import LearnerActor
+from actors.ranks import LocalLearner
+from r3async.config import load_config, to_dict
+from r3async.learners.base import LearnerError
+from r3async.observe.metrics import read_metrics
+from r3async.weights.manifest import WeightManifest
+from tests import helpers_models as hm
+from tests.helpers_parity import batch, config
+
+LIMIT = 20.0
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(tmp_path, backend):
+    settings = config()
+    settings.learner.backend = backend
+    learner = LocalLearner(settings, hm.make_hf_model(tmp_path / "model"))
+    try:
+        learner.snapshot(0)
+        before = load_file(tmp_path / "model" / "model.safetensors")
+        learner.train([[batch()]], version=0)
+        with pytest.raises(LearnerError, match="version 0 has not been written: version 1 has to wait"):
+            learner.snapshot(1)
+        first = load_file(learner.write().path)
+        with pytest.raises(LearnerError, match="no snapshot"):
+            learner.write()
+        learner.snapshot(1)
+        second = load_file(learner.write().path)
+    finally:
+        learner.close()
+    changed = 0
+    for name, tensor in before.items():
+        assert torch.equal(first[name], tensor.to(first[name].dtype)), name
+        changed += not torch.equal(second[name], first[name])
+    assert changed > len(before) // 2
+
+
+class Backend:
+    """A learner whose `write` takes as long as the test wants; it says in which order things happened."""
+
+    vocab_size = 8
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.may_write = threading.Semaphore(0)
+        self.failure: Exception | None = None
+        self._copied = -1
+
+    def snapshot(self, version: int) -> None:
+        self.happened.append(f"copied {version}")
+        self._copied = version
+
+    def write(self, reading=()) -> WeightManifest:
+        assert self.may_write.acquire(timeout=LIMIT)
+        if self.failure is not None:
+            raise self.failure
+        self.happened.append(f"written {self._copied}")
+        return WeightManifest(version=self._copied, path="", tensors={}, nbytes=0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch):
+    """A learner actor, in this process, whose steps train nothing and take no time."""
+    monkeypatch.setattr(actors.learner, "begin", lambda path: None)
+    actor = LearnerActor("run", to_dict(load_config("quickstart")), "", str(tmp_path))
+    actor.backend = Backend()
+    actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, forget=lambda group: None)
+    group = [SimpleNamespace(group_index=0, preview=None)]
+    actor.buffer = SimpleNamespace(
+        enough=lambda *args: 1, take=lambda count: ([group], 0), ready_groups=lambda: 0, missing=lambda group: []
+    )
+    monkeypatch.setattr(actor, "_train", lambda groups: {"optimizer/skipped": 0})
+    monkeypatch.setattr(actor, "_episode_metrics", lambda trajectories, version: {})
+    return actor
+
+
+async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
+    backend = learner.backend
+    assert (await learner.train_step())["new_weights"]
+    first = asyncio.create_task(learner.write())
+    second_step = asyncio.create_task(learner.train_step())
+    while learner.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert backend.happened == ["copied 1"]
+    assert not second_step.done()
+    backend.may_write.release(2)
+    written = await asyncio.wait_for(first, LIMIT)
+    result = await asyncio.wait_for(second_step, LIMIT)
+    assert msgspec.msgpack.decode(written["manifest"], type=WeightManifest).version == 1
+    assert written["seconds"] > 0.1
+    assert result["version"] == 2
+    assert result["metrics"]["weights/snapshot_seconds"] > 0.05
+    await asyncio.wait_for(learner.write(), LIMIT)
+    assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
+
+
+async def test_a_version_that_can_not_be_written_raises_and_holds_nothing_up(learner):
+    learner.backend.failure = OSError("no space left")
+    await learner.train_step()
+    learner.backend.may_write.release()
+    with pytest.raises(OSError, match="no space left"):
+        await asyncio.wait_for(learner.write(), LIMIT)
+    assert (await asyncio.wait_for(learner.train_step(), LIMIT))["version"] == 2
+
+
+async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
+    learner.config.weights.write_timeout = 0.1
+    await learner.train_step()
+    with pytest.raises(
+        TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"
+    ):
+        await asyncio.wait_for(learner.train_step(), LIMIT)
+
+
+def remote(call):
+    """As a method of a Ray actor: `call.remote(...)` gives an awaitable."""
+    return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(call(*args, **kwargs)))
+
+
+class RemoteLearner:
+    """Makes steps as fast as it is asked. Writing takes longer than a step, and `fails` at that version."""
+
+    def __init__(self, fails: int = -1):
+        self.fails = fails
+        self.steps = 0
+        self.written: list[int] = []
+        self.train_step, self.write = remote(self._train_step), remote(self._write)
+
+    async def _train_step(self, last=False):
+        while len(self.written) < self.steps - 1:  # noqa: ASYNC110 - one copy waits
+            await asyncio.sleep(0.005)
+        self.steps += 1
+        metrics = {"batch/trained_tokens": 1, "weights/write_seconds": 0.0}
+        return {"version": self.steps, "metrics": metrics, "previews": [], "new_weights": True, "consumed": self.steps}
+
+    async def _write(self, reading):
+        version = len(self.written) + 1
+        await asyncio.sleep(0.03)
+        if version == self.fails:
+            raise OSError(f"version {version} could not be written")
+        self.written.append(version)
+        return {"manifest": b"%d" % version, "seconds": float(version)}
+
+
+@pytest.fixture
+def conductor(tmp_path, monkeypatch):
+    monkeypatch.setattr(actors.conductor, "begin", lambda path: None)
+    settings = load_config("quickstart", ["steps=5"])
+    conductor = Conductor("run", to_dict(settings), str(tmp_path))
+    installed = []
+
+    async def deliver(version):
+        assert conductor.fleet.manifest == (version, b"%d" % version)
+        await asyncio.sleep(0.02)
+        installed.append(version)
+        return 0.01
+
+    conductor.fleet = SimpleNamespace(
+        reading=[], manifest=(0, b""), deliver=deliver, generated_tokens=0, restarts=0, generators={}
+    )
+    conductor.freed = []
+    monkeypatch.setattr(conductor.admission, "installed", lambda *pair: conductor.freed.append(pair))
+    conductor.delivered = installed
+    return conductor
+
+
+async def train(conductor, learner):
+    conductor.learner = learner
+    delivering = asyncio.create_task(conductor._deliver_forever())
+    try:
+        steps = await asyncio.wait_for(conductor._train_steps([delivering]), LIMIT)
+        await asyncio.wait_for(conductor._settle(delivering), LIMIT)
+    finally:
+        delivering.cancel()
+    return steps
+
+
+async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, tmp_path):
+    assert await train(conductor, RemoteLearner()) == 5
+    assert conductor.delivered[-1] == 5
+    assert conductor.freed[-1] == (5, 5)
+    assert all(version == consumed for version, consumed in conductor.freed)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5]
+    assert [r["weights/write_seconds"] for r in rows] == [1, 2, 3, 4, 5]
+
+
+async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor):
+    for version in (2, 5):
+        with pytest.raises(OSError, match=f"version {version} could not be written"):
+            await train(conductor, RemoteLearner(fails=version))
+
+
+async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor):
+    async def deliver(version):
+        if version == 5:
+            raise RunFailed("tensor 'x' is corrupt")
+        return 0.0
+
+    conductor.fleet.deliver = deliver
+    with pytest.raises(RunFailed, match="tensor 'x' is corrupt"):
+        await train(conductor, RemoteLearner())

@@ -1,0 +1,194 @@
+"""`bench overlap`: the whole pipeline with slow tools, on-policy (S = 0) against larger bounds on staleness.
+
+Real Ray, ZeroMQ, vLLM and Megatron; scripted is only how long the environment takes (`overlap_env.SlowTools`). Every run starts
+from the same model and makes the same number of steps of the same number of episodes. Figures are of the steps after the first
+`settle`, in which the pipeline fills.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from r3async.config import Config, config_from_dict, load_config, to_dict
+from r3async.observe.metrics import read_metrics
+from r3async.scheduling.admission import age_bound
+from tools.bench.jobs import BenchError, Say, run_job
+
+JOB_TIMEOUT = 1200.0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is measured. Latencies in seconds; see `overlap_env.SlowTools`."""
+
+    staleness: list[int]
+    steps: int = 24
+    settle: int = 8
+    groups_per_step: int = 16
+    samples_per_group: int = 8
+    window: int = 1
+    letters: int = 4
+    turns: int = 3
+    observation: int = 40
+    latency_median: float = 0.4
+    latency_sigma: float = 1.0
+    latency_max: float = 8.0
+    warm_reward: float = 0.3
+    seed: int = 0
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One bound. Seconds per step by the wall clock; ages in versions; shares of the time measured."""
+
+    max_staleness: int
+    seconds_per_step: float
+    speedup: float
+    """Over the first run of the plan, by seconds per step."""
+    learner_idle_fraction: float
+    engine_idle_fraction: float
+    """Share of time in which the engine had no request."""
+    max_age: int
+    mean_age: float
+    age_bound: int
+    update_seconds: float
+    pause_seconds: float
+    trained_tokens_per_second: float
+    reward_first: float
+    """Mean of the first step: before anything was learned."""
+    reward_last: float
+    """Mean of the last quarter of the steps."""
+    reward_gain_per_million_trained_tokens: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    benchmark: str
+    plan: Plan
+    runs: list[Run]
+    speedup: float
+    """Of the run with S = 4, or the last one."""
+
+
+def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Config:
+    """The run's configuration: the quickstart's, with slow tools."""
+    env = {
+        "letters": plan.letters,
+        "turns": plan.turns,
+        "median": plan.latency_median,
+        "sigma": plan.latency_sigma,
+        "longest": plan.latency_max,
+        "observation": plan.observation,
+    }
+    config = to_dict(load_config("quickstart"))
+    tokens = plan.turns * (plan.observation + 4 * plan.letters + 8) + 16
+    config["steps"], config["seed"], config["name"] = plan.steps, plan.seed, "run"
+    config["env"] |= {"name": "tools.bench.overlap_env:SlowTools", "args": env}
+    config["model"]["path"] = str(model or "")
+    config["model"]["init"] |= {"warm_reward": plan.warm_reward}
+    config["episode"] |= {
+        "max_turns": plan.turns,
+        "max_new_tokens": 2 * plan.letters,
+        "max_prompt_tokens": tokens,
+        "max_total_tokens": tokens + 2 * plan.letters,
+    }
+    config["schedule"] |= {
+        "max_staleness": max_staleness,
+        "groups_per_step": plan.groups_per_step,
+        "samples_per_group": plan.samples_per_group,
+        "window": plan.window,
+    }
+    # Room for every episode that the slots allow: what limits a run is its bound, and not its engine's batch.
+    config["generator"]["concurrency"] = (max_staleness + 1) * plan.groups_per_step * plan.samples_per_group
+    config["routing"]["trace"] = "off"
+    return config_from_dict(config)
+
+
+def run(plan: Plan, say: Say) -> Report:
+    """Make the model, then one run for each bound, one after the other. Raises `BenchError`."""
+    from tools.init_model import init_model
+
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory(prefix="r3async-overlap-") as scratch:
+        model = Path(scratch) / "model"
+        quick = msgspec.structs.replace(plan, latency_median=0.0)  # nobody waits while the model is warmed up
+        init_model(model, configure(quick, 0), progress=say)
+        for max_staleness in plan.staleness:
+            directory = Path(scratch) / f"s{max_staleness}"
+            directory.mkdir()
+            config = configure(plan, max_staleness, model)
+            (directory / "config.json").write_bytes(msgspec.json.encode(to_dict(config)))
+            say(f"S = {max_staleness}: {plan.steps} steps")
+            started = time.monotonic()
+            run_job("tools.bench.overlap_job", directory, timeout=JOB_TIMEOUT, say=say)
+            rows = read_metrics(directory / "run" / "metrics.jsonl")
+            done = summarize(rows, plan, config, runs[0].seconds_per_step if runs else None)
+            runs.append(done)
+            say(
+                f"S = {max_staleness}: {done.seconds_per_step:.2f} s a step, learner idle {done.learner_idle_fraction:.0%}, "
+                f"oldest token {done.max_age} of {done.age_bound} ({time.monotonic() - started:.0f} s)"
+            )
+    chosen = next((r for r in runs if r.max_staleness == 4), runs[-1])
+    return Report("overlap", plan, runs, chosen.speedup)
+
+
+def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: float | None) -> Run:
+    """Figures of one run. `base`: seconds per step that its speedup is over; None for the run itself."""
+    if len(rows) != plan.steps:
+        raise BenchError(f"a run made {len(rows)} of {plan.steps} steps")
+    settled = rows[plan.settle :]
+    elapsed = settled[-1]["time"] - rows[plan.settle - 1]["time"]
+    seconds = elapsed / len(settled)
+    wait = sum(r["learner/wait_seconds"] for r in settled)
+    work = sum(r["learner/step_seconds"] + r["weights/snapshot_seconds"] for r in settled)
+    trained = sum(r["batch/trained_tokens"] for r in rows)
+    first = rows[0]["reward/mean"]
+    last = fmean(r["reward/mean"] for r in rows[-max(1, len(rows) // 4) :])
+    return Run(
+        max_staleness=config.schedule.max_staleness,
+        seconds_per_step=seconds,
+        speedup=(base or seconds) / seconds,
+        learner_idle_fraction=wait / max(wait + work, 1e-9),
+        engine_idle_fraction=fmean(r["generator/engine_idle_share"] for r in settled),
+        max_age=int(max(r["staleness/max"] for r in rows)),
+        mean_age=fmean(r["staleness/mean"] for r in settled),
+        age_bound=age_bound(config.schedule),
+        update_seconds=fmean(r["weights/update_seconds"] for r in settled),
+        pause_seconds=fmean(r["weights/pause_seconds"] for r in settled),
+        trained_tokens_per_second=sum(r["batch/trained_tokens"] for r in settled) / elapsed,
+        reward_first=first,
+        reward_last=last,
+        reward_gain_per_million_trained_tokens=(last - first) / (trained / 1e6),
+    )
+
+
+def render(report: Report) -> Table:
+    """For people."""
+    table = Table(title="the whole pipeline with slow tools")
+    heads = ["S", "s / step", "speedup", "learner idle", "engine idle", "max age", "bound", "pause s", "reward", "gain / M tokens"]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for r in report.runs:
+        table.add_row(
+            str(r.max_staleness),
+            f"{r.seconds_per_step:.2f}",
+            f"{r.speedup:.2f}",
+            f"{r.learner_idle_fraction:.0%}",
+            f"{r.engine_idle_fraction:.0%}",
+            str(r.max_age),
+            str(r.age_bound),
+            f"{r.pause_seconds:.3f}",
+            f"{r.reward_first:.2f} → {r.reward_last:.2f}",
+            f"{r.reward_gain_per_million_trained_tokens:.2f}",
+        )
+    return table
+
+
+def print_table(report: Report) -> None:
+    Console().print(render(report))

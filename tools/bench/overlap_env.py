@@ -1,0 +1,52 @@
+"""The environment of `bench overlap`: letters to reverse, and tools that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+from r3async.envs.base import Action, Message, StepResult
+from r3async.envs.reverse_text import ReverseText
+
+_EPISODES = itertools.count()
+"""Of this process: no two episodes wait alike, also not those of one group."""
+
+
+class SlowTools:
+    """`reverse-text`, where what follows an answer takes `min(median * exp(sigma * N(0, 1)), longest)` seconds.
+
+    Log-normal latencies are heavy-tailed: with `sigma = 1`, one call in a hundred takes ten times the median. Observations are
+    `observation` characters longer, as tool outputs are.
+    """
+
+    def __init__(
+        self,
+        letters: int = 4,
+        turns: int = 3,
+        median: float = 0.4,
+        sigma: float = 1.0,
+        longest: float = 8.0,
+        observation: int = 0,
+    ):
+        if min(median, sigma, longest) < 0:
+            raise ValueError("median, sigma and longest must not be negative")
+        self._game = ReverseText(letters, turns)
+        self._median, self._sigma, self._longest = median, sigma, longest
+        self._padding = "." * observation
+        self._chance = random.Random(next(_EPISODES))
+
+    def oracle(self) -> str:
+        return self._game.oracle()
+
+    def _said(self, messages: list[Message]) -> list[Message]:
+        return [Message(m.role, self._padding + m.content) for m in messages]
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        return self._said(await self._game.reset(task_seed))
+
+    async def step(self, action: Action) -> StepResult:
+        seconds = self._median * self._chance.lognormvariate(0.0, self._sigma)
+        await asyncio.sleep(min(seconds, self._longest))
+        result = await self._game.step(action)
+        return StepResult(result.reward, self._said(result.messages), result.done)

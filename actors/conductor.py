@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 
 import msgspec
 
+from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed
 from actors.process import begin
 from r3async.buffer.groups import largest_buffer
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
+from r3async.episodes.seeds import training_seed
 from r3async.observe.events import open_events
 from r3async.observe.steps import StepBook
 from r3async.scheduling.admission import Admission, GroupLease
@@ -41,6 +42,7 @@ class Conductor:
             task_seed=self._task_seed,
         )
         self.fleet = Fleet(self.config, self.events, {})
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, lambda: self.fleet)
         self.learner: Any = None
         self._routing: dict[str, int] | None = None
         self._consumed: dict[int, int] = {0: 0}
@@ -54,7 +56,7 @@ class Conductor:
         self._started = time.time()
 
     def _task_seed(self, group_index: int) -> int:
-        return random.Random(f"{self.config.seed}/{group_index}").getrandbits(63)
+        return training_seed(self.config.seed, group_index)
 
     # -- called by generators ------------------------------------------------------------------------------------
 
@@ -104,12 +106,15 @@ class Conductor:
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
             background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            self.evaluator.after(0)
             steps = await self._train_steps(list(background))
             await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
             if steps:
                 await asyncio.wait_for(learner.save.remote(model), self.config.learner.start_timeout)
+            self._phase = "evaluating"
+            await self.evaluator.finish(steps, lambda: self._stopping)
             self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
             return {"steps": steps, "model": model if steps else "", "stopped": self._stopping}
         except Exception as error:
@@ -119,6 +124,7 @@ class Conductor:
         finally:
             self._stopping = True
             self._phase = "ending the actors"
+            await self.evaluator.cancel()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -191,6 +197,7 @@ class Conductor:
                 break
             steps += 1
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
+            self.evaluator.after(steps)
             self._made = result["version"]
             if result["new_weights"]:
                 if publishing is not None:  # the learner has written it before it copied the next

@@ -13,15 +13,18 @@ import msgspec
 import numpy as np
 
 from actors.process import begin
-from r3async.config import config_from_dict
+from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine
 from r3async.engines.vllm import VllmEngine
-from r3async.envs.base import environment_factory
+from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
 from r3async.observe.events import open_events
 from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
+from r3async.serving.agents import is_agent
+from r3async.serving.evaluation import evaluate
+from r3async.serving.runner import Play, agent_player
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
 from r3async.weights.manifest import WeightManifest
@@ -45,6 +48,8 @@ class GeneratorActor:
         self.sender: Sender | None = None
         self._stopping = asyncio.Event()
         self._rejection = ""
+        self._factories: dict[bytes, EnvironmentFactory] = {}
+        self._evaluations: set[asyncio.Task[Any]] = set()
 
     def whereabouts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "host": socket.gethostname()}
@@ -104,15 +109,30 @@ class GeneratorActor:
         rejects a trajectory.
         """
         assert self.engine is not None
+        engine = recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning)
+        async with agent_player(
+            self.config.env,
+            engine,
+            self.renderer,
+            self.config.episode,
+            self.config.serving,
+            generator_id=self.generator_id,
+            report=self.events.warning,
+            directory=self.run_dir,
+        ) as play:
+            await self._play_leases(conductor, engine, play)
+
+    async def _play_leases(self, conductor: Any, engine: Engine, play: Play | None) -> None:
         assert self.sender is not None
         player = GroupPlayer(
-            factory=environment_factory(self.config.env),
-            engine=recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning),
+            factory=self._factory(self.config.env),
+            engine=engine,
             renderer=self.renderer,
             settings=self.config.episode,
             generator_id=self.generator_id,
             deliver=self.sender.send,
             report=self.events.warning,
+            play=play,
         )
         episodes = self.config.schedule.samples_per_group
         capacity = max(1, self.config.generator.concurrency // episodes)
@@ -121,7 +141,7 @@ class GeneratorActor:
         try:
             while (more or playing) and not self._stopping.is_set():
                 room = capacity - len(playing) if more else 0
-                answer = await conductor.lease.remote(self.generator_id, room, self.engine.stats())
+                answer = await conductor.lease.remote(self.generator_id, room, engine.stats())
                 more = answer["more"]
                 for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
                     playing.add(asyncio.create_task(player.play(lease)))
@@ -142,9 +162,51 @@ class GeneratorActor:
             await asyncio.gather(*playing, return_exceptions=True)
         await self.sender.flush(self.config.transport.ack_timeout)
 
+    def _factory(self, env: EnvConfig) -> EnvironmentFactory | None:
+        """One for each environment, however often it is played: it may own processes. None for an agent."""
+        if is_agent(env):
+            return None
+        key = msgspec.json.encode(env)
+        if key not in self._factories:
+            self._factories[key] = environment_factory(env)
+        return self._factories[key]
+
+    async def evaluate(self) -> dict[str, Any]:
+        """Play the tasks of `[evaluation]` beside the leases; nothing of it goes to the learner. Returns an `Evaluation`.
+
+        Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
+        """
+        assert self.engine is not None
+        settings = self.config.evaluation
+        env = settings.env if settings.env.name else self.config.env
+        playing = asyncio.create_task(
+            evaluate(
+                env,
+                self._factory(env),
+                self.engine,
+                self.renderer,
+                self.config.episode,
+                self.config.serving,
+                episodes=settings.episodes,
+                seed=settings.seed,
+                concurrency=self.config.generator.concurrency,
+                generator_id=self.generator_id,
+                report=self.events.warning,
+            )
+        )
+        self._evaluations.add(playing)
+        try:
+            return msgspec.to_builtins(await asyncio.wait_for(playing, settings.timeout))
+        except TimeoutError as error:
+            raise TimeoutError(f"it took longer than evaluation.timeout = {settings.timeout} s") from error
+        finally:
+            self._evaluations.discard(playing)
+
     async def stop(self) -> None:
         """Cancel what is playing, close the sender, shut the engine down."""
         self._stopping.set()
+        for playing in self._evaluations:
+            playing.cancel()
         await asyncio.sleep(2 * IDLE_SECONDS)
         if self.sender is not None:
             await self.sender.close()

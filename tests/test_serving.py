@@ -10,7 +10,7 @@ import pytest
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, config_from_dict
 from r3async.engines.scripted import SCRIPTED_ROUTING, scripted_logprob, scripted_routes
 from r3async.episodes.loop import EpisodeError
-from tests.helpers_serving import ADD, HERMES, client_of, ready, renderer, said, serving, talking, user
+from tests.helpers_serving import ADD, HERMES, client_of, ready, renderer, said, serving, talking, until, user
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
 
@@ -36,7 +36,9 @@ async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_rout
     (sample,) = trajectory.samples
     table, chat = sample.table, session.renderer
     assert sampled(table) == [t for answer in said(chat, "one", "two") for t in answer]
-    assert chat.decode(table["token_ids"].tolist()) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
+    assert (
+        chat.decode(table["token_ids"].tolist()) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
+    )
     assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
     for at, token in enumerate(table["token_ids"].tolist()):
         if table["loss_mask"][at]:
@@ -206,8 +208,7 @@ async def test_closing_a_session_aborts_what_runs_in_it():
     never = asyncio.Event()
     async with talking(["abc"], options={"pace": never.wait}) as (server, session, client):
         asking = asyncio.create_task(ask(client, [user("a")]))
-        while not server._engine.calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: server._engine.calls)
         server.close(session)
         with pytest.raises(openai.AuthenticationError):
             await asking
@@ -222,9 +223,7 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
     async with talking(["abc"], options={"pace": never.wait}) as (server, session, client):
         with pytest.raises(openai.APITimeoutError):
             await ask(client, [user("a")], timeout=0.3)
-        async with asyncio.timeout(5):
-            while server._engine.stats()["running"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: not server._engine.stats()["running"])
         never.set()
         await ask(client, [user("a")])
         session.reward(1)
@@ -377,7 +376,9 @@ async def test_parallel_requests_branch_share_their_prompts_routes_and_are_train
     assert len(trajectory.samples) == 3
     assert sorted(len(s.table) for s in trajectory.samples)[:2] == [6, 6]
     long = max(trajectory.samples, key=lambda s: len(s.table)).table
-    assert session.renderer.decode(long["token_ids"].tolist()).startswith(f"<|user|>q<|assistant|>{got[1].content}<|end|>")
+    assert session.renderer.decode(long["token_ids"].tolist()).startswith(
+        f"<|user|>q<|assistant|>{got[1].content}<|end|>"
+    )
     assert sum(int(s.table["loss_mask"].sum()) for s in trajectory.samples) == 4 * 3
     recorded = np.concatenate([s.table["routing_recorded"][:-1] for s in trajectory.samples])
     assert recorded.all()

@@ -60,9 +60,7 @@ async def _play(requests, rows, chat):
             history = [Message(history[0].role, history[0].content + "!"), *history[1:]]
         history.append(Message("user", request["say"]))
         sampled, message = await session.chat(history, [ADD])
-        calls = [
-            {**c, "function": {**c["function"], "arguments": {"a": 1}}} for c in message.get("tool_calls", [])
-        ]
+        calls = [{**c, "function": {**c["function"], "arguments": {"a": 1}}} for c in message.get("tool_calls", [])]
         histories.append([*history, Message("assistant", message["content"] or "", tool_calls=calls)])
         return sampled
 

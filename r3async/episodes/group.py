@@ -44,9 +44,10 @@ class GroupPlayer:
         """
         async with asyncio.TaskGroup() as tasks:
             for index in lease.episode_indices:
-                tasks.create_task(self._episode(EpisodeTask(lease.group_index, index, lease.task_seed)))
+                tasks.create_task(self.play_one(EpisodeTask(lease.group_index, index, lease.task_seed)))
 
-    async def _episode(self, task: EpisodeTask) -> None:
+    async def play_one(self, task: EpisodeTask) -> None:
+        """One episode of a lease, tried again if it fails; see `play`."""
         for attempt in range(self._settings.retries + 1):
             try:
                 trajectory = await self._play_episode(task)

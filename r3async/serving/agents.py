@@ -31,7 +31,8 @@ from r3async.serving.server import AgentServer
 from r3async.serving.session import Session
 
 FUNCTION = "agent:"
-KINDS = ("agent-command", "agent-outside")
+COMMAND, OUTSIDE = "agent-command", "agent-outside"
+KINDS = (COMMAND, OUTSIDE)
 TAIL_BYTES = 16_384
 ENDING_SECONDS = 5.0
 """What a process may take to end when it is told to, before it is killed."""
@@ -46,13 +47,22 @@ def is_agent(env: EnvConfig) -> bool:
 
 
 def check_environment(config: Config) -> None:
-    """Raise `ConfigError` for an environment, or an agent, that can not be used in this run."""
+    """Raise `ConfigError` for an environment, or an agent, that can not be used in this run, to train or to evaluate."""
+    evaluated = config.evaluation.env if config.evaluation.every and config.evaluation.env.name else config.env
+    for env in [config.env] if evaluated is config.env else [config.env, evaluated]:
+        if is_agent(env):
+            make_agent(env)
+        else:
+            environment_factory(env)
+    if config.evaluation.every and evaluated.name == OUTSIDE:
+        raise ConfigError(
+            f'`env.name` = "{OUTSIDE}" can not be evaluated, since nobody has to come: set `evaluation.env.name` to something '
+            "that plays by itself, or `evaluation.every` = 0"
+        )
     if not is_agent(config.env):
-        environment_factory(config.env)
         return
-    make_agent(config.env)
-    if config.env.name == "agent-outside" and not config.serving.enabled:
-        raise ConfigError('`env.name` = "agent-outside" needs `serving.enabled = true`: nobody could take an episode')
+    if config.env.name == OUTSIDE and not config.serving.enabled:
+        raise ConfigError(f'`env.name` = "{OUTSIDE}" needs `serving.enabled = true`: nobody could take an episode')
     if not config.model.path:
         raise ConfigError(
             f"`env.name` = {config.env.name!r} has no oracle to warm a new model up with: give a trained one with `model.path`"
@@ -63,9 +73,9 @@ def make_agent(env: EnvConfig) -> Agent:
     """What plays the episodes of `env`. Raises `ConfigError` for an unknown name or wrong `env.args`."""
     if env.name.startswith(FUNCTION):
         return FunctionAgent(env.name, env.args)
-    if env.name == "agent-command":
+    if env.name == COMMAND:
         return CommandAgent(**_command_args(env.args))
-    if env.name == "agent-outside":
+    if env.name == OUTSIDE:
         if env.args:
             raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
         return outside
@@ -194,7 +204,7 @@ class CommandAgent:
             said = (
                 errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "it said nothing"
             )
-            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {said[-2000:]}")
+            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {said[-1000:]}")
         return last_reward(output.decode(errors="replace"))
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:

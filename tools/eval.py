@@ -41,6 +41,8 @@ def find_target(
     from tools.inspect_run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
+        if env is None and preset is None and not any(text.startswith("env.name") for text in overrides):
+            raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME")
         model, base = Path(name), load_config(preset) if preset else Config()
     else:
         try:
@@ -75,7 +77,13 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
 
 def check_target(target: Target, policy: str) -> None:
     """Raise `ConfigError` for an environment that can not be played, or not so."""
-    env = target.config.env
+    env, episode = target.config.env, target.config.episode
+    positions = json_module.loads((target.model / "config.json").read_text()).get("max_position_embeddings")
+    if positions is not None and episode.max_total_tokens > positions:
+        raise ConfigError(
+            f"`episode.max_total_tokens` = {episode.max_total_tokens} is more than the {positions} positions of the model: add "
+            f"episode.max_total_tokens={positions} episode.max_prompt_tokens={positions // 2}"
+        )
     if env.name == OUTSIDE:
         raise ConfigError(
             f'`env.name` = "{OUTSIDE}" can not be evaluated: name something that plays by itself, with --env'

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import threading
 import time
 
 import openai
+
+from docs.examples.calculator_agent import CALL, alike
+from r3async.envs.base import Message, StepResult
 
 
 def _ask(base_url, api_key, text="hi"):
@@ -69,3 +73,20 @@ def sleeps(base_url, api_key, task_seed):
 
 def asks_too_much(base_url, api_key, task_seed, wrong):
     """Has an argument that nobody gives."""
+
+
+class CalculatorFormat:
+    """The game of docs/examples/calculator_agent.py as an environment with an oracle: to warm a new model up for it."""
+
+    async def reset(self, task_seed):
+        chance = random.Random(task_seed)
+        self.a, self.b, self.turn = chance.randint(1, 9), chance.randint(1, 9), 0
+        return [Message("user", f"{self.a}+{self.b}")]
+
+    def oracle(self):
+        return [CALL.format(a=self.a, b=self.b), str(self.a + self.b)][self.turn]
+
+    async def step(self, action):
+        reward = alike(action.text, self.oracle()) / 2
+        self.turn += 1
+        return StepResult(reward, [] if self.turn == 2 else [Message("tool", str(self.a + self.b))], self.turn == 2)

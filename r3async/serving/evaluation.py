@@ -14,10 +14,10 @@ import numpy as np
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
 from r3async.engines.base import Engine
-from r3async.envs.base import Action, EnvironmentFactory, HasOracle, HasRandomAnswer
+from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeTask
+from r3async.episodes.loop import EpisodeTask, close_environment
 from r3async.episodes.seeds import evaluation_seed
 from r3async.records import Trajectory
 from r3async.serving.runner import agent_player
@@ -175,21 +175,32 @@ async def evaluate_without_model(
     outcomes = []
     for task in evaluation_tasks(seed, episodes):
         env = factory()
-        await env.reset(task.task_seed)
-        chance = random.Random(f"random/{task.task_seed}")
-        rewards: list[float] = []
-        reason = "turns"
-        while len(rewards) < max_turns and reason == "turns":
-            if policy == "oracle" and isinstance(env, HasOracle):
-                answer = env.oracle()
-            elif policy == "random" and isinstance(env, HasRandomAnswer):
-                answer = env.random_answer(chance)
-            else:
-                wanted = "an oracle()" if policy == "oracle" else "a random_answer(chance)"
-                raise ConfigError(f"`--policy {policy}`: the environment {name!r} has not got {wanted}")
-            result = await env.step(Action(answer))
-            rewards.append(float(result.reward))
-            reason = "env_done" if result.done else "turns"
+        try:
+            rewards, reason = await _play_policy(env, name, policy, task.task_seed, max_turns)
+        finally:
+            await close_environment(env)
         outcomes.append(Outcome(sum(rewards), len(rewards), reason))
         progress(outcomes[-1])
     return summarize_outcomes(outcomes, time.monotonic() - began)
+
+
+async def _play_policy(
+    env: Environment, name: str, policy: Policy, task_seed: int, max_turns: int
+) -> tuple[list[float], str]:
+    """Rewards of the turns, and why it ended."""
+    await env.reset(task_seed)
+    chance = random.Random(f"random/{task_seed}")
+    rewards: list[float] = []
+    while len(rewards) < max_turns:
+        if policy == "oracle" and isinstance(env, HasOracle):
+            answer = env.oracle()
+        elif policy == "random" and isinstance(env, HasRandomAnswer):
+            answer = env.random_answer(chance)
+        else:
+            wanted = "an oracle()" if policy == "oracle" else "a random_answer(chance)"
+            raise ConfigError(f"`--policy {policy}`: the environment {name!r} has not got {wanted}")
+        result = await env.step(Action(answer))
+        rewards.append(float(result.reward))
+        if result.done:
+            return rewards, "env_done"
+    return rewards, "turns"

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from r3async.config import EpisodeConfig
 from r3async.engines.scripted import SCRIPTED_ROUTING, scripted_logprob, scripted_routes
 from r3async.envs.base import Message
+from r3async.observe.routes import EngineCall, TrainedRoutes, parse_id
+from r3async.observe.verify import engine_rows
 from r3async.serving.protocol import Refused
 from r3async.serving.session import Session
 from tests.helpers_serving import HERMES, TASK, merging_renderer, ready
@@ -150,3 +152,51 @@ async def test_merged_rows_refuse_a_branch_and_name_the_setting():
     with pytest.raises(Refused, match=r"episode\.rows"):
         await session.chat([Message("user", "two")])
     assert np.isfinite(session.total_reward)
+
+
+async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_still_proved():
+    """Two requests at once, the second answered first, and a third that continues it."""
+    chat = RENDERERS["plain"]
+    gates = {f"g00000003e0000t{i}": asyncio.Event() for i in range(4)}
+    calls = []
+
+    class Recorded:
+        """What `observe.tracing.recording` writes down, in its order."""
+
+        def __init__(self, engine):
+            self.engine, self.routing = engine, engine.routing
+
+        async def generate(self, request):
+            await gates[request.request_id].wait()
+            got = await self.engine.generate(request)
+            which = parse_id(request.request_id)
+            facts = (request.prompt_ids, got.token_ids, got.logprobs, got.routed_experts)
+            calls.append(EngineCall(which.trajectory_id, which.number, 0.0, got.routes_from, *facts))
+            return got
+
+    engine = await ready([[*chat.encode(c), chat.end_id] for c in "pqrs"])
+    session = Session(TASK, Recorded(engine), chat, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000))
+    gates["g00000003e0000t0"].set()
+    root = [Message("user", "x")]
+    sampled, _ = await session.chat(root)
+    root += [Message("assistant", sampled.text), Message("user", "y")]
+    asked = [asyncio.create_task(session.chat(root)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for i in (2, 1):
+        gates[f"g00000003e0000t{i}"].set()
+        await asyncio.wait([asked[i - 1]])
+    gates["g00000003e0000t3"].set()
+    second, _ = asked[1].result()
+    await session.chat([*root, Message("assistant", second.text), Message("user", "z")])
+    session.reward(1)
+    session.close()
+    assert [call.turn for call in calls] == [0, 2, 1, 3]
+    for sample in session.trajectory("stop").samples:
+        table = sample.table
+        columns = {n: table[n] for n in ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")}
+        used = table["routed_experts"]
+        found = engine_rows(TrainedRoutes(1, sample.sample_id, "g00000003e0000", **columns, own=used, used=used), calls)
+        assert found is not None, f"{sample.sample_id}: no attempt sampled it"
+        rows, recorded = found
+        assert recorded.tolist() == table["routing_recorded"].tolist()
+        assert np.array_equal(rows[recorded], used[recorded])

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from actors.delivery import choose_backend
+from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed, no_delivery
 from actors.process import begin
 from r3async.buffer.groups import largest_buffer
@@ -54,6 +55,7 @@ class Conductor:
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
         self.fleet = Fleet(self.config, self.events, {})
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, lambda: self.fleet)
         self.learner: Any = None
         self._routing: dict[str, int] | None = None
         self._made = 0
@@ -135,12 +137,15 @@ class Conductor:
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
             background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            self.evaluator.after(0)
             steps = await self._train_steps(list(background))
             await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
             if steps:
                 await asyncio.wait_for(learner.save.remote(model), self.config.learner.start_timeout)
+            self._phase = "evaluating"
+            await self.evaluator.finish(steps, lambda: self._stopping)
             self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
             return {"steps": steps, "model": model if steps else "", "stopped": self._stopping}
         except Exception as error:
@@ -151,6 +156,7 @@ class Conductor:
             self._stopping = True
             self._phase = "ending the actors"
             self.lag.stop()
+            await self.evaluator.cancel()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -225,6 +231,7 @@ class Conductor:
             self.admission.trained(result["version"], result["groups"])
             result["metrics"] |= self._observe_pace(steps, result)
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
+            self.evaluator.after(steps)
             self._made = result["version"]
             if result["new_weights"]:
                 if publishing is not None:  # the learner has written it before it copied the next

@@ -97,6 +97,36 @@ def inspect(
         _fail(str(error), 2)
 
 
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's name, or a model directory")],
+    overrides: Overrides = None,
+    env: Annotated[str | None, typer.Option(help="the environment, as env.name", show_default="the run's own")] = None,
+    episodes: Annotated[int, typer.Option(help="how many tasks")] = 64,
+    seed: Annotated[int, typer.Option(help="of the tasks; training poses none of them")] = 0,
+    policy: Annotated[str, typer.Option(help="model, or oracle or random for scale")] = "model",
+    preset: Annotated[
+        str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+) -> None:
+    """Play fixed tasks with a trained model; print the mean reward and its standard error."""
+    if policy not in ("model", "oracle", "random"):
+        _fail(f"--policy {policy!r} must be model, oracle or random", 2)
+    from tools.eval import eval_command
+
+    eval_command(
+        target,
+        env,
+        overrides or [],
+        preset=preset,
+        episodes=episodes,
+        seed=seed,
+        policy=policy,  # type: ignore[arg-type]
+        json=json,
+    )
+
+
 @app.command()
 def doctor() -> None:
     """Print versions, what works here, what does not, and the remedy."""

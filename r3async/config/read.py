@@ -28,6 +28,7 @@ from r3async.config.sections import (
     TransportConfig,
     WeightsConfig,
 )
+from r3async.config.serving import EvaluationConfig, ServingConfig
 
 
 class Config(Section):
@@ -50,6 +51,8 @@ class Config(Section):
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
     observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         positive(self, "steps")

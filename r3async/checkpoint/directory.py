@@ -150,19 +150,27 @@ class Checkpoints:
                 aside = self._set_aside(self.path(step), "bad")
                 reasons.append(f"step {step}: {error}")
                 self._report("checkpoint_bad", step=step, reason=str(error), kept_as=str(aside))
-        if reasons:
+        if reasons or self._bad():
+            said = "; ".join(reasons) or "only those are left that could not be read before"
             raise CheckpointError(
-                f"no checkpoint in {self.directory} can be read ({'; '.join(reasons)}); they are kept there as *.bad. Set "
+                f"no checkpoint in {self.directory} can be read ({said}); they are kept there as *.bad. Set "
                 'resume="none" to begin anew'
             )
         return None
 
+    def _bad(self) -> list[Path]:
+        """Those set aside because they could not be read."""
+        return sorted(self.directory.glob("step-*.bad*")) if self.directory.is_dir() else []
+
     def supersede(self, step: int) -> None:
-        """Set aside all checkpoints of later steps: the run goes on from `step`, and will make them anew."""
+        """Set aside all checkpoints of later steps: the run goes on from `step`, and will make them anew. Before step 0, where
+        a run begins, also those that could not be read."""
         for later in self.steps():
             if later > step:
                 aside = self._set_aside(self.path(later), "superseded")
                 self._report("checkpoint_superseded", step=later, kept_as=str(aside))
+        for bad in self._bad() if step < 0 else ():
+            self._set_aside(bad, "superseded")
 
     def _set_aside(self, path: Path, why: str) -> Path:
         aside, count = path.with_suffix(f".{why}"), 1
@@ -188,7 +196,7 @@ class Checkpoints:
             try:
                 open_checkpoint(self.path(step))
             except CheckpointError as error:
-                self._report("checkpoint_bad", step=step, reason=str(error), kept_as=str(self.path(step)))
+                self._report("checkpoint_bad", step=step, reason=str(error))
                 continue
             removed = [s for s in extra if s != step]
             break

@@ -122,7 +122,7 @@ def test_fsdp_loads_what_another_number_of_ranks_saved(ranks_of, model_path, tmp
 
 @pytest.mark.parametrize(("saved", "loaded"), [({"pp": 2}, {}), ({}, {"pp": 2}), ({"tp": 2}, {"pp": 2})])
 def test_a_tied_embedding_is_saved_once_and_loaded_by_both_stages(ranks_of, tmp_path, saved, loaded):
-    path = hm.make_hf_model(tmp_path / "tied", **(MODEL | {"num_hidden_layers": 2, "tie_word_embeddings": True}))
+    path = hm.make_hf_model(tmp_path / "tied", **MODEL, tie_word_embeddings=True)
     _round_trip(ranks_of, path, tmp_path, settings(**saved), settings(**loaded))
 
 

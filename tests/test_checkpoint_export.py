@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.config import to_dict
@@ -15,6 +16,7 @@ from r3async.learners.build import build_learner
 from tests import helpers_checkpoint as hc
 from tests import helpers_models as hm
 from tests.helpers_checkpoint import settings
+from tools.cli import app
 from tools.export import export
 
 
@@ -62,3 +64,11 @@ def test_a_start_model_that_is_gone_is_asked_for(tmp_path):
     hc.write_checkpoint(Checkpoints(tmp_path), 10, config=to_dict(settings()), model_path=str(tmp_path / "gone"))
     with pytest.raises(CheckpointError, match="name its directory with --model"):
         export(tmp_path, tmp_path / "out")
+
+
+def test_the_command_says_what_is_not_a_checkpoint(tmp_path, capsys):
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "neither a checkpoint nor a run with checkpoints" in " ".join(
+        (done.output + capsys.readouterr().err).split()
+    )

@@ -65,19 +65,18 @@ CHILD = """
 import sys
 from pathlib import Path
 from tests.helpers_checkpoint import continued, paths, settings
-model, half, out, backend = sys.argv[1:]
-print(continued(Path(model), settings(backend, dtype="bfloat16"), paths(Path(half)), 5, 5, Path(out))[0])
+model, half, out = sys.argv[1:]
+print(continued(Path(model), settings(dtype="bfloat16"), paths(Path(half)), 5, 5, Path(out))[0])
 """
 
 
-@pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_a_new_process_continues_in_bf16_from_the_float32_weights(model_path, tmp_path, backend):
-    config = settings(backend, dtype="bfloat16")
+def test_a_new_process_continues_in_bf16_from_the_float32_weights(model_path, tmp_path):
+    config = settings(dtype="bfloat16")
     straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))
     ten, _ = begun(model_path, config, 10, straight)
     begun(model_path, config, 5, half)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    command = [sys.executable, "-c", CHILD, *map(str, (model_path, half, whole)), backend]
+    command = [sys.executable, "-c", CHILD, *map(str, (model_path, half, whole))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == repr(ten[5:])
@@ -101,11 +100,9 @@ LAYOUTS = {
         ("dp2", "one"),
         ("tp2", "one"),
         ("pp2", "one"),
-        ("ep2", "one"),
         ("one", "tp2"),
         ("one", "pp2"),
         ("tp2", "ep2"),
-        ("pp2", "tp2"),
         ("dp2-tp2-ep4", "one"),
         ("tp2-pp2-ep2", "dp2-tp2-ep4"),
         ("ep2", "tp2-pp2-ep2"),
@@ -120,7 +117,7 @@ def test_fsdp_loads_what_another_number_of_ranks_saved(ranks_of, model_path, tmp
     _round_trip(ranks_of, model_path, tmp_path, settings("torch", dp=saved), settings("torch", dp=loaded))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [({"pp": 2}, {}), ({}, {"pp": 2}), ({"tp": 2}, {"pp": 2})])
+@pytest.mark.parametrize(("saved", "loaded"), [({"pp": 2}, {"tp": 2}), ({}, {"pp": 2})])
 def test_a_tied_embedding_is_saved_once_and_loaded_by_both_stages(ranks_of, tmp_path, saved, loaded):
     path = hm.make_hf_model(tmp_path / "tied", **MODEL, tie_word_embeddings=True)
     _round_trip(ranks_of, path, tmp_path, settings(**saved), settings(**loaded))
@@ -165,13 +162,12 @@ def test_a_state_does_not_change_with_later_steps(model_path, tmp_path):
 
 
 def test_the_reference_model_is_the_start_path_s_after_a_resume(model_path, tmp_path):
-    config = settings()
-    config.algorithm.reference_kl.coef = 0.1
-    batch = hc.batches(1)[0]
+    config, batch = settings(), hc.batches(1)[0]
     first = build_learner(config, model_path)
-    expected = first.logprobs(batch, reference=True)
+    expected = first.logprobs(batch)
     hc.train(first, config, hc.batches(2))
     write_part(tmp_path, first.state())
+    config.algorithm.reference_kl.coef = 0.1
     second = build_learner(config, model_path)
     second.restore(LearnerParts(paths(tmp_path)))
     assert all((a == b).all() for a, b in zip(second.logprobs(batch, reference=True), expected, strict=True))

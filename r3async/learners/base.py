@@ -132,7 +132,7 @@ class LearnerBackend(Protocol):
 
         The learner must have been built from the path that the run began with. With another number of ranks than wrote it,
         random number generators stay as they are. Without `optimizer` only the weights are read, for `save`. Raises
-        `CheckpointError` if it is of another model or backend, or if something lacks.
+        `CheckpointError` if it is of another model or backend, or if something lacks; then the learner is not to be used.
         """
         ...
 

@@ -78,14 +78,14 @@ async def test_a_copy_repeats_the_answers_so_far(make):
 
 
 async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_gets_a_new_one(make):
-    factory = make(step_timeout=1.0)
+    factory = make(step_timeout=4.0)
     hanging, neighbour = factory(), factory()
     first = where(await hanging.reset(1))
     assert where(await neighbour.reset(2)) == first
     late, waiting = await asyncio.gather(
         hanging.step(Action("hang")), neighbour.step(Action("2")), return_exceptions=True
     )
-    assert "`step` took longer than env.step_timeout = 1 s" in str(late)
+    assert "`step` took longer than env.step_timeout = 4 s" in str(late)
     assert isinstance(waiting, EnvironmentFailed)  # and not a cancellation
     with pytest.raises(EnvironmentFailed, match=r"process of .* is gone: `step` took longer than env\.step_timeout"):
         await neighbour.step(Action("2"))
@@ -96,7 +96,7 @@ async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_
 
 
 async def test_the_event_loop_goes_on_while_a_call_hangs(make):
-    env = make(step_timeout=1.0)()
+    env = make(step_timeout=4.0)()
     await env.reset(1)
     hanging, beats = asyncio.create_task(env.step(Action("hang"))), 0
     while not hanging.done():
@@ -147,6 +147,22 @@ async def test_an_environment_is_closed_when_it_is_done_and_when_it_is_forgotten
     del forgotten
     gc.collect()
     await until(lambda: mark.read_text().count("closed") == 2)
+
+
+async def test_environments_may_be_forgotten_at_any_moment(make):
+    """Garbage is collected anywhere, also while a call is handed to a process."""
+    factory, before = make(), gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for seed in range(30):
+            env = factory()
+            env.itself = env  # so that only the collector finds it
+            await env.reset(seed)
+    finally:
+        gc.set_threshold(*before)
+    del env
+    gc.collect()
+    assert len(pool_of(factory).workers[0].playing) == 0
 
 
 async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):

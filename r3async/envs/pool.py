@@ -11,13 +11,14 @@ import atexit
 import contextlib
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,40 +37,47 @@ class Worker:
 
     def __init__(self, path: str, arguments: dict[str, Any], config: EnvConfig):
         self.path, self.config = path, config
-        self.playing = 0
+        self.playing: set[int] = set()
         self.lost = ""
         self._arguments = arguments
         self._next_instance = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self._closing = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
+        # What may be reached from a finalizer takes no lock that its own thread may hold: garbage is collected anywhere, also
+        # in the middle of the very same method. A SimpleQueue and a set allow that, a ThreadPoolExecutor would deadlock.
+        self._calls: queue.SimpleQueue[tuple[Call, Future[Reply]] | None] = queue.SimpleQueue()
+        self._closing = threading.RLock()
+        self._thread: threading.Thread | None = None
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     def new_instance(self) -> int:
-        self.playing += 1
         self._next_instance += 1
+        self.playing.add(self._next_instance)
         return self._next_instance
 
     async def call(self, call: Call) -> Reply:
         """Raises `EnvironmentFailed`: with the environment's own traceback, or with why the process is lost."""
-        try:
-            future = self._thread.submit(self._blocking_call, call)
-        except RuntimeError as error:  # its thread has ended
-            raise self._gone() from error
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._calls), daemon=True)
+            self._thread.start()
+        if self.lost:  # its thread may have ended
+            raise self._gone()
+        future: Future[Reply] = Future()
+        self._calls.put((call, future))
+        if self.lost:  # since the line above: its thread may have ended without having seen the call
+            self._refuse_what_waits()
         reply = await asyncio.wrap_future(future)
         if reply.error:
             raise EnvironmentFailed(f"{self.path} raised in `{call.method}`:\n{reply.error}")
         return reply
 
     def drop(self, instance: int) -> None:
-        """The episode is over. Never waits, and may be called from any thread."""
-        self.playing -= 1
-        with contextlib.suppress(RuntimeError):  # the thread was shut down with the pool
-            self._thread.submit(self._blocking_drop, instance)
+        """The episode is over. Never waits; may be called from any thread and by a finalizer."""
+        self.playing.discard(instance)
+        self._calls.put((Call("drop", instance), Future()))
 
     def stop(self, why: str = "the pool of environments was closed") -> None:
         """Kill the process; calls that wait for it raise."""
@@ -79,9 +87,26 @@ class Worker:
                 self._process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=10)
-            self._thread.shutdown(
-                wait=False
-            )  # calls in its queue are made, and raise; cancelled, they would cancel their tasks
+            self._calls.put(None)
+
+    def _refuse_what_waits(self) -> None:
+        """Every call of a lost process raises at once, whoever makes it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._calls.get_nowait()
+                if item is not None:
+                    self.serve(*item)
+        self._calls.put(None)  # the thread's sign to end, which may have been among them
+
+    def serve(self, call: Call, future: Future[Reply]) -> None:
+        """On the worker's thread."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            unused = call.method == "drop" and (self._process is None or self.lost)
+            future.set_result(Reply() if unused else self._blocking_call(call))
+        except BaseException as error:
+            future.set_exception(error)
 
     def _blocking_call(self, call: Call) -> Reply:
         if self.lost:
@@ -90,11 +115,6 @@ class Worker:
             self._start()
         timeout = self.config.step_timeout
         return self._exchange(call, timeout, f"`{call.method}` took longer than env.step_timeout = {timeout:g} s")
-
-    def _blocking_drop(self, instance: int) -> None:
-        if self._process is not None and not self.lost:
-            with contextlib.suppress(EnvironmentFailed):
-                self._blocking_call(Call("drop", instance))
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -106,6 +126,9 @@ class Worker:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
             )
+            if self.lost:  # stopped by a finalizer, meanwhile
+                self._process.kill()
+                raise self._gone()
         timeout = self.config.start_timeout
         hello = Call("load", path=self.path, arguments=self._arguments)
         reply = self._exchange(hello, timeout, f"it took longer to start than env.start_timeout = {timeout:g} s")
@@ -133,6 +156,18 @@ class Worker:
         return EnvironmentFailed(f"the process of {self.path} is gone: {self.lost}")
 
 
+def _serve(worker: weakref.ref[Worker], calls: queue.SimpleQueue[tuple[Call, Future[Reply]] | None]) -> None:
+    """The thread of a worker, which it does not keep alive. What is still in the queue at its end is made, and raises."""
+    ending = False
+    while not (ending and calls.empty()):
+        item = calls.get()
+        ending = ending or item is None
+        alive = worker()
+        if item is not None and alive is not None:
+            alive.serve(*item)
+        del alive
+
+
 class Pool:
     """At most `env.workers` processes, started when they are first needed and replaced when they are lost."""
 
@@ -147,7 +182,7 @@ class Pool:
         self.workers = [worker for worker in self.workers if not worker.lost]
         if len(self.workers) < self._size:
             self.workers.append(self._new())
-        return min(self.workers, key=lambda worker: worker.playing)
+        return min(self.workers, key=lambda worker: len(worker.playing))
 
     def close(self) -> None:
         """End all processes. Episodes that are playing raise `EnvironmentFailed`."""

@@ -139,7 +139,7 @@ def _child(checkpoints: Checkpoints, first: int, steps: int, kill_at: int, ackno
 def kill(directory: Path) -> dict[str, Any]:
     """Kills writers at every thing that they do to the disk, and at moments of chance; then starts the next one.
 
-    After each, the newest checkpoint must be intact, and not older than the last one that `commit` returned from.
+    After each, all checkpoints must be intact, and the newest not older than the last one that `commit` returned from.
     """
     reported: list[str] = []
     checkpoints = Checkpoints(
@@ -182,7 +182,8 @@ def kill(directory: Path) -> dict[str, Any]:
         assert newest.state.steps >= max(acknowledged, default=first - 1), (
             f"point {point}: {newest.state.steps}, {acknowledged}"
         )
-        newest.learner()
+        for step in checkpoints.steps():  # also those that are about to be removed
+            open_checkpoint(checkpoints.path(step)).learner()
         assert killed or len(checkpoints.steps()) == 2
     assert not [r for r in reported if not r.startswith("checkpoint_remains_removed")], reported
     return dict(figures)

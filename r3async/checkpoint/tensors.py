@@ -106,8 +106,10 @@ def write_part(directory: Path, state: LearnerState) -> FileRecord:
     digest, path = hashlib.sha256(), directory / part_name(state.rank, state.facts.world)
     size = 0
     with path.open("xb", buffering=0) as stream:
-        for data in (len(text).to_bytes(8, "little") + text, *(_memory(p.tensor) for p in pieces)):
-            view = memoryview(data)
+        blocks = itertools.chain(
+            [memoryview(len(text).to_bytes(8, "little") + text)], (_memory(p.tensor) for p in pieces)
+        )
+        for view in blocks:
             digest.update(view)
             size += len(view)
             while view:  # one call writes 2 GiB at most

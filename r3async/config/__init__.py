@@ -23,6 +23,7 @@ from r3async.config.algorithm import (
 )
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig, ParallelConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.read import (
     Config,
     config_from_dict,
@@ -68,6 +69,7 @@ __all__ = [
     "InitConfig",
     "LearnerConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OverlongPenaltyConfig",
     "PPOConfig",
     "ParallelConfig",

@@ -15,6 +15,7 @@ import msgspec
 from r3async.config.algorithm import AlgorithmConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.section import ConfigError, Section, positive
 from r3async.config.sections import (
     ClusterConfig,
@@ -52,6 +53,7 @@ class Config(Section):
     transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:

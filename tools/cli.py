@@ -86,6 +86,25 @@ def inspect(
 
 
 @app.command()
+def tail(
+    run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
+    follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
+    patience: Annotated[float, typer.Option(help="seconds without any news after which lines end (exit 3)")] = 1800.0,
+) -> None:
+    """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
+    from tools.inspect_run import InspectError, find_run
+    from tools.tail import tail as show
+
+    try:
+        run_dir = find_run(run)
+    except InspectError as error:
+        _fail(str(error), 2)
+        return
+    raise typer.Exit(show(run_dir, follow=follow, plain=plain, patience=patience))
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, what works here, what does not, and the remedy."""
     from tools.doctor import run_doctor

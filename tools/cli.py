@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -90,18 +90,22 @@ def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
     follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
-    patience: Annotated[float, typer.Option(help="seconds without any news after which lines end (exit 3)")] = 1800.0,
+    patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
+    address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
+    job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
     from tools.inspect_run import InspectError, find_run
-    from tools.tail import tail as show
+    from tools.tail import RemoteError, tail_here, tail_remote
 
     try:
-        run_dir = find_run(run)
-    except InspectError as error:
+        if address:
+            code = tail_remote(address, run, job=job, follow=follow, plain=plain, patience=patience)
+        else:
+            code = tail_here(find_run(run), follow=follow, plain=plain, patience=patience)
+    except (InspectError, RemoteError) as error:
         _fail(str(error), 2)
-        return
-    raise typer.Exit(show(run_dir, follow=follow, plain=plain, patience=patience))
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -142,7 +146,7 @@ def main() -> None:
         _fail(f"the run failed: {error}", 1)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,26 +18,39 @@ FAILED, SILENT = 1, 3
 """Exit codes: the run failed; it wrote nothing for as long as the reader was patient."""
 
 
-def tail(
-    run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0, poll_also: Callable[[], None] | None = None
-) -> int:
-    """Show the run until it ends (`plain`, or no terminal) or the reader leaves. Returns the exit code.
+class RemoteError(RuntimeError):
+    """The cluster, or the run on it, could not be reached; the message says what to do."""
 
-    `poll_also`: called before each look at the files, where something else brings them here.
-    """
+
+def tail_here(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
+    """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
     run = FollowedRun(run_dir)
-
-    def poll() -> None:
-        if poll_also is not None:
-            poll_also()
-        run.poll()
-
-    if not plain and follow and sys.stdout.isatty():
+    if not plain and follow and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         from tools.tail_app import TailApp
 
-        TailApp(run, poll).run()
+        TailApp(run).run()
         return 0
-    return print_lines(run, sys.stdout, follow=follow, patience=patience, poll_also=poll_also)
+    return print_lines(run, sys.stdout, follow=follow, patience=patience)
+
+
+def tail_remote(
+    address: str,
+    name: str,
+    *,
+    job: str | None = None,
+    follow: bool = True,
+    plain: bool = False,
+    patience: float = 1800.0,
+) -> int:
+    """The same for a run on the Ray cluster at `address`. Raises `RemoteError`."""
+    from tools.tail_remote import RemoteRun
+
+    with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
+        remote = RemoteRun(address, name, Path(directory), job=job)
+        try:
+            return tail_here(remote.wait(), follow=follow, plain=plain, patience=patience)
+        finally:
+            remote.close()
 
 
 def print_lines(
@@ -45,7 +59,6 @@ def print_lines(
     *,
     follow: bool,
     patience: float = 1800.0,
-    poll_also: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
@@ -56,8 +69,6 @@ def print_lines(
     heard = clock()
     try:
         while True:
-            if poll_also is not None:
-                poll_also()
             rows, events = run.poll()
             for event in events:
                 if event.get("level") in ("warning", "error", "critical"):

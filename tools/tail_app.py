@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from rich.text import Text
@@ -20,30 +19,34 @@ WIDE, TALL = 130, 30
 """From this size on there is room for charts beside the overview."""
 WINDOWS = (None, 200, 50, 20)
 """Steps that the curves show; None: all."""
+EVENTS_SHOWN = 12
+"""Lines, beside charts; above them is room for metrics."""
 
 HELP = """\
- r3async tail shows a run while it goes on, or after it has ended. Closing it does nothing to the run.
+ r3async tail shows a run while it goes on, or after it has ended. Closing it
+ does nothing to the run.
 
- o  overview     m  every metric     e  events, whole     w  only warnings and errors
+ o  overview        m  every metric     e  events, whole     w  only warnings
  z  zoom: curves over all steps, the last 200, 50 or 20
- space  hold the screen still, and let it go again
+ space  hold the screen still, and let it go on
  arrows, page up/down, home, end  scroll     ?  this page     q  quit
 
- reward        mean of the last step's trajectories; what it began at and the best step
- drift         KL(rollout ‖ learner), k3, nats per trained token. Green: within twice its target
- age           weight versions between sampling a token and training it, mean. Red: beyond the bound
- routes agree  (token, MoE layer) where the learner's router would choose the engine's experts
- generated, trained    tokens a second, of wall time
- learner       seconds of the last step; waited: for data. Its curve is the waiting
- weights       the newest version; how long delivery took, and how long engines paused for it
- slots         groups that are leased, waiting or in training. All taken: generators wait for the learner
- buffer        complete groups that wait for the learner. None: the learner waits for generators
+ reward        mean of the last step; what it began at, and the best step
+ drift         KL(rollout ‖ learner), k3, nats a token; green: near its target
+ age           of trained tokens in versions of the weights; red: over the bound
+ routes agree  (token, layer) where the learner would choose the same experts
+ generated     tokens a second of all engines, by wall time
+ trained       the same of the learner
+ learner       seconds of a step, and of waiting for data (the curve)
+ weights       newest version; how long delivery and the engines' pause took
+ slots         groups leased or not yet installed; all taken: generators wait
+ buffer        complete groups for the learner; none: the learner waits
  arrived       trajectories; those that came again, or were refused
  generators    processes that play, and how often any was restarted"""
 
 
 class TailApp(App[None]):
-    """`poll` brings the run's files up to date (it is the reader's own, unless they come from elsewhere)."""
+    """A view of `run`, which it polls."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -65,10 +68,9 @@ class TailApp(App[None]):
         Binding("escape", "show('overview')", show=False),
     ]
 
-    def __init__(self, run: FollowedRun, poll: Callable[[], object] | None = None):
+    def __init__(self, run: FollowedRun):
         super().__init__(ansi_color=True)
         self.run_followed = run
-        self._poll = poll or run.poll
         self.shown, self.window_index, self.held = "overview", 0, False
         self._top: list[Text] = []
         self._lines: list[Text] = []
@@ -89,18 +91,18 @@ class TailApp(App[None]):
 
     def news(self) -> None:
         """Take in what was written since the last time, and show it unless the screen is held."""
-        if not self.held:
-            self._poll()
-            self.redraw()
+        if self.held:
+            return
+        rows, events = self.run_followed.poll()
+        self.redraw(body=bool(rows or events))
 
     def action_show(self, what: str) -> None:
         self.shown = "overview" if what == self.shown else what
         self.redraw()
         body = self.query_one("#body", VerticalScroll)
-        if what in ("events", "warnings"):
-            body.scroll_end(animate=False)
-        else:
-            body.scroll_home(animate=False)
+        # The size of the new text is known after it was laid out.
+        scroll = body.scroll_end if self.shown in ("events", "warnings") else body.scroll_home
+        self.call_after_refresh(scroll, animate=False, immediate=True)
 
     def action_zoom(self) -> None:
         self.window_index = (self.window_index + 1) % len(WINDOWS)
@@ -111,23 +113,26 @@ class TailApp(App[None]):
         self.news()
         self.redraw()
 
-    def redraw(self) -> None:
-        """Only what differs from the screen is drawn again: over ssh every cell costs."""
+    def redraw(self, *, body: bool = True) -> None:
+        """Only what differs from the screen is drawn again: over ssh every cell costs. Without `body`: only the top, where
+        time goes on."""
         width, height = self.size.width, self.size.height - 3
         if width < 1 or height < 1:
             return
         top = view.header(self.run_followed, width, held=self.held, window=WINDOWS[self.window_index])
-        lines = self._body(width, height)
-        body = self.query_one("#body", VerticalScroll)
-        follows = body.max_scroll_y - body.scroll_y < 1  # a reader at the end stays at the end
         if top != self._top:
             self.query_one("#top", Static).update(Text("\n").join(top))
             self._top = top
+        if not body:
+            return
+        lines = self._body(width, height)
+        scroller = self.query_one("#body", VerticalScroll)
+        follows = scroller.max_scroll_y - scroller.scroll_y < 1  # a reader at the end stays at the end
         if lines != self._lines:
             self.query_one("#text", Static).update(Text("\n").join(lines))
             self._lines = lines
             if self.shown in ("events", "warnings") and follows:
-                body.scroll_end(animate=False)
+                scroller.scroll_end(animate=False)
 
     def _body(self, width: int, height: int) -> list[Text]:
         run, window = self.run_followed, WINDOWS[self.window_index]
@@ -139,7 +144,7 @@ class TailApp(App[None]):
             loud = self.shown == "warnings"
             shown = [e for e in run.events if not loud or e.get("level") in view.LEVELS]
             title = view.rule(view.events_title(run, loud), width - 1)
-            return [title, *(view.event_line(e) for e in shown or ())] if shown else view.event_lines(run, width, 1, loud=loud)
+            return [title, *(map(view.event_line, shown) if shown else view.event_lines(run, width, 1, loud=loud))]
         return self._overview(run, width, height, window)
 
     def _overview(self, run: FollowedRun, width: int, height: int, window: int | None) -> list[Text]:
@@ -147,11 +152,15 @@ class TailApp(App[None]):
         left = min(90, width // 2) if wide else width
         lines = view.overview(run, left, window)
         room = height - len(lines) - 1
+        if wide and run.metrics.rows:
+            metrics = view.metric_lines(run, left, window, max(0, room - EVENTS_SHOWN))
+            lines += metrics
+            room -= len(metrics)
         if room > 0:
             lines.append(view.rule(view.events_title(run), left))
             lines += view.event_lines(run, left, room)
         if not wide:
-            return lines[:height] if room > 0 else lines
+            return lines
         charts = view.charts(run, width - left - 1, height, window)
         lines += [Text()] * (height - len(lines))
         for line in lines:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from rich.text import Text
@@ -18,26 +18,27 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 def thin(values: np.ndarray, width: int) -> np.ndarray:
     """At most `width` means of equal parts, in order. NaN where a part has no finite value."""
-    values = np.where(np.isfinite(values), values, np.nan)
+    finite = np.isfinite(values)
     if len(values) <= width:
-        return values
-    edges = np.linspace(0, len(values), width + 1).astype(int)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a part without any value
-        return np.array([np.nanmean(values[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)])
+        return np.where(finite, values, np.nan)
+    edges = np.arange(width) * len(values) // width
+    counts = np.add.reduceat(finite.astype(np.float64), edges)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), edges)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def spark(values: np.ndarray, width: int) -> str:
     """The curve in `width` cells, its lowest value the lowest bar; it begins at the left. A gap is a space."""
     shown = thin(values, width)
-    if not np.isfinite(shown).any():
+    known = shown[np.isfinite(shown)]
+    if not len(known):
         return " " * width
-    low, high = np.nanmin(shown), np.nanmax(shown)
-    if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
-        levels = np.where(np.isnan(shown), np.nan, 2)  # a constant is a calm line
-    else:
-        levels = np.round((shown - low) / (high - low) * (len(BARS) - 1))
-    return "".join(" " if math.isnan(level) else BARS[int(level)] for level in levels).ljust(width)
+    low, high = float(known.min()), float(known.max())
+    # A constant is a calm line.
+    scale = (len(BARS) - 1) / (high - low) if high - low > 1e-9 * max(abs(high), abs(low), 1e-30) else 0.0
+    calm = 0 if scale else 2
+    cells = [" " if math.isnan(v) else BARS[calm + round((v - low) * scale)] for v in shown.tolist()]
+    return "".join(cells).ljust(width)
 
 
 def bar(share: float, width: int) -> str:
@@ -109,7 +110,8 @@ def plot(
     for row in range(height):
         label = format_number(float(ends[0] if row == 0 else ends[1])) if row in (0, height - 1) else ""
         text = Text(label[: margin - 1].rjust(margin - 1) + " ", style="dim")
-        for bits, color in zip(dots[row], colors[row], strict=True):
-            text.append(chr(0x2800 + bits) if bits else " ", style=f"not dim {color}" if color else "")
+        cells = "".join(chr(0x2800 + bits) if bits else " " for bits in dots[row].tolist())
+        for color, run in groupby(zip(colors[row].tolist(), cells, strict=True), lambda cell: cell[0]):
+            text.append("".join(cell for _, cell in run), style=f"not dim {color}" if color else "")
         lines.append(text)
     return lines

@@ -80,9 +80,10 @@ def gauges(run: FollowedRun) -> list[Gauge]:
 def _reward(run: FollowedRun) -> Gauge:
     rewards = run.metrics.values("reward/mean")
     rewards = rewards[np.isfinite(rewards)]
-    note = f"began at {format_number(float(rewards[:3].mean()))}, top {format_number(float(rewards.max()))}"
-    value = format_number(run.metrics.last("reward/mean"))
-    return Gauge("reward", "reward/mean", value, note if len(rewards) else "", "bold green")
+    note = ""
+    if len(rewards):
+        note = f"began at {format_number(float(rewards[:3].mean()))}, top {format_number(float(rewards.max()))}"
+    return Gauge("reward", "reward/mean", format_number(run.metrics.last("reward/mean")), note, "bold green")
 
 
 def _drift(run: FollowedRun) -> Gauge:
@@ -168,7 +169,7 @@ def _generators(run: FollowedRun) -> Gauge:
     count = run.setting("generator.count") or len(run.generators)
     dead = [name for name, state in run.generators.items() if state == "dead"]
     playing = len(run.generators) - len(dead)
-    note = f"{', '.join(dead)} dead" if dead else "playing" if playing else "loading"
+    note = f"{', '.join(dead)} dead" if dead else "ended" if run.ended else "playing" if playing else "loading"
     note = _join(note, f"{restarts:.0f} restart{'' if restarts == 1 else 's'}")
     style = "bold red" if dead else "yellow" if restarts else ""
     return Gauge("generators", "", f"{playing} of {count}", note, style)
@@ -229,7 +230,10 @@ class Drawing(NamedTuple):
 DRAWINGS = (
     Drawing("reward", [("reward/mean", "green")]),
     Drawing(
-        "drift, nats", [("rollout_kl/k3", "cyan")], log=True, line=lambda run: run.setting("algorithm.rollout_kl.target")
+        "drift, nats",
+        [("rollout_kl/k3", "cyan")],
+        log=True,
+        line=lambda run: run.setting("algorithm.rollout_kl.target"),
     ),
     Drawing(
         "tokens/s: [green]generated[/] [cyan]trained[/]",
@@ -271,15 +275,15 @@ def charts(run: FollowedRun, width: int, height: int, window: int | None = None)
 
 
 def _chart(run: FollowedRun, drawing: Drawing, width: int, height: int, window: int | None) -> list[Text]:
-    title = Text(" " * 8).append_text(Text.from_markup(drawing.title, style="bold"))
+    title = clip(Text(" " * 8).append_text(Text.from_markup(drawing.title, style="bold")), width - 1)
     target = drawing.line(run)
     curves = [(run.metrics.values(name, window), color) for name, color in drawing.lines]
     body = plot(curves, width - 2, height - 2, log=drawing.log, floor=drawing.floor, line=target)
     return [title, *body, Text()]
 
 
-def metric_lines(run: FollowedRun, width: int, window: int | None = None) -> list[Text]:
-    """Every metric the run has, by prefix, with the labels and units that are known."""
+def metric_lines(run: FollowedRun, width: int, window: int | None = None, limit: int = 10_000) -> list[Text]:
+    """Every metric the run has, by prefix, with the labels and units that are known; `limit` lines of that."""
     known = {name: index for index, name in enumerate(METRICS)}
     groups: dict[str, list[str]] = {}
     for name in sorted(run.metrics, key=lambda name: (known.get(name, len(known)), name)):
@@ -290,8 +294,10 @@ def metric_lines(run: FollowedRun, width: int, window: int | None = None) -> lis
     lines: list[Text] = []
     for prefix, names in groups.items():
         lines.append(rule(prefix or "step", width))
-        lines += [_metric_line(run, name, width, window) for name in names]
-    return lines
+        lines += [_metric_line(run, name, width, window) for name in names[: max(0, limit - len(lines))]]
+        if len(lines) >= limit:
+            break
+    return lines[:limit]
 
 
 def _metric_line(run: FollowedRun, name: str, width: int, window: int | None) -> Text:

@@ -30,7 +30,12 @@ def append(path: Path, *objects: dict) -> None:
 
 
 def row(step: int, **changes: object) -> dict:
-    found = dict.fromkeys(METRICS, 0.5) | {"step": step, "version": step, "time": 1000.0 + step, "reward/mean": step / 40}
+    found = dict.fromkeys(METRICS, 0.5) | {
+        "step": step,
+        "version": step,
+        "time": 1000.0 + step,
+        "reward/mean": step / 40,
+    }
     found |= {"slots/taken": 20, "buffer/ready_groups": 4, "staleness/max": 1, "generator/restarts": 0}
     return found | changes
 

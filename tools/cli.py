@@ -109,6 +109,23 @@ def tail(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[str] | None, typer.Argument(help="runs' names or directories", show_default="latest")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write", show_default="in the run")
+    ] = None,
+) -> None:
+    """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
+    from tools.inspect_run import InspectError
+    from tools.report import report as write
+
+    try:
+        typer.echo(write(runs or ["latest"], output))
+    except (InspectError, OSError) as error:
+        _fail(str(error), 2)
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, what works here, what does not, and the remedy."""
     from tools.doctor import run_doctor

@@ -23,7 +23,7 @@ LIFE_SECONDS = 24 * 3600
 ANSWER_SECONDS = 90.0
 
 _SCRIPT = """
-import base64, json, os, sys, time
+import base64, os, sys, time
 mark, name, life = sys.argv[1], sys.argv[2], float(sys.argv[3])
 found = [p for p in (name, os.path.join("runs", name)) if os.path.isfile(os.path.join(p, "config.toml"))]
 def say(kind, data=b""):
@@ -34,28 +34,31 @@ if not found:
     sys.exit(0)
 say("name", os.path.basename(os.path.realpath(found[0])).encode())
 say("config.toml", open(os.path.join(found[0], "config.toml"), "rb").read())
-places, ended, end = {}, False, time.time() + life
+places, end, told, last = {}, time.time() + life, False, b""
 while time.time() < end:
+    news = False
     for file in ("events.jsonl", "metrics.jsonl"):
         try:
             with open(os.path.join(found[0], file), "rb") as lines:
-                size = os.fstat(lines.fileno()).st_size
                 at = places.get(file, 0)
-                lines.seek(at if at <= size else 0)
+                lines.seek(at if at <= os.fstat(lines.fileno()).st_size else 0)
+                at = lines.tell()
                 data = lines.read(1 << 20)
         except FileNotFoundError:
             continue
         data = data[: data.rfind(b"\\n") + 1]
         if data:
-            places[file] = (at if at <= size else 0) + len(data)
+            places[file], news = at + len(data), True
             say(file, data)
-            ended = False
             if file == "events.jsonl":
-                last = [json.loads(line).get("event") for line in data.splitlines()[-5:] if line.startswith(b"{")]
-                done = "run_finished" in last or "run_failed" in last
-    if ended and globals().get("done"):
+                last = data.splitlines()[-1]
+    if news:
+        continue
+    if not told:
+        say("whole")  # everything that was there
+        told = True
+    if b'"run_finished"' in last or b'"run_failed"' in last:
         break
-    ended = True
     time.sleep(1)
 say("end")
 """
@@ -112,12 +115,11 @@ class RemoteRun:
         return dict(chosen[-1].runtime_env or {}) if chosen else {}
 
     def wait(self) -> Path:
-        """The mirrored run's directory, as soon as the cluster has told its name. Raises `RemoteError`."""
+        """The mirrored run's directory, when all that was written so far is in it. Raises `RemoteError`."""
         if not self._known.wait(ANSWER_SECONDS) and not self._problem:
             self._problem = f"the job {self._id} said nothing within {ANSWER_SECONDS:.0f} s; is the cluster full?"
-        if self.run_dir is None:
-            self.close()
-            raise RemoteError(self._problem)
+        if self.run_dir is None or not self._known.is_set():
+            raise RemoteError(self._problem or f"the job {self._id} ended without a word; look at its log")
         return self.run_dir
 
     def close(self) -> None:
@@ -153,6 +155,7 @@ class RemoteRun:
         elif kind in ("config.toml", "events.jsonl", "metrics.jsonl") and self.run_dir is not None:
             with (self.run_dir / kind).open("ab") as file:
                 file.write(data)
+        elif kind == "whole":
             self._known.set()
 
 

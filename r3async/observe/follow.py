@@ -144,6 +144,7 @@ class FollowedRun:
         self.first_time: float | None = None
         self.last_time: float | None = None
         """Unix seconds of the newest row or event."""
+        self._heard: float | None = None
         self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events")}
 
     def poll(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -159,6 +160,9 @@ class FollowedRun:
             self._seen(row)
         for event in events:
             self._take(event)
+        if rows or events:
+            # What was there at first may be old; what comes later is news, whatever the clock of its machine says.
+            self._heard = 0.0 if self._heard is None else self._clock()
         return rows, events
 
     def _seen(self, entry: dict[str, Any]) -> None:
@@ -220,7 +224,9 @@ class FollowedRun:
     @property
     def silent_seconds(self) -> float:
         """How long nothing was written; 0 for a run that has ended or written nothing."""
-        return 0.0 if self.ended or self.last_time is None else max(0.0, self._clock() - self.last_time)
+        if self.ended or self.last_time is None:
+            return 0.0
+        return max(0.0, self._clock() - max(self.last_time, self._heard or 0.0))
 
     @property
     def elapsed_seconds(self) -> float:

@@ -72,7 +72,7 @@ def _table(heading: str, names: Sequence[str], lines: Sequence[tuple[str, Sequen
         f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for label, values in lines
     )
-    return f"{heading}\n<div class='card wide numbers'><table><tr><th></th>{head}</tr>{body}</table></div>"
+    return f"{heading}\n<div class='card wide numbers few'><table><tr><th></th>{head}</tr>{body}</table></div>"
 
 
 def header(names: Sequence[str], summaries: Sequence[RunSummary]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from rich.text import Text
@@ -15,6 +16,8 @@ from r3async.observe.follow import FollowedRun
 from tools import tail_view as view
 
 POLL_SECONDS = 1.0
+BODY_SECONDS = 2.0
+"""News are drawn this often at most; only the top moves every second. A large screen costs 25 ms."""
 WIDE, TALL = 130, 30
 """From this size on there is room for charts beside the overview."""
 WINDOWS = (None, 200, 50, 20)
@@ -72,6 +75,7 @@ class TailApp(App[None]):
         super().__init__(ansi_color=True)
         self.run_followed = run
         self.shown, self.window_index, self.held = "overview", 0, False
+        self._news, self._drawn_at = True, -BODY_SECONDS
         self._top: list[Text] = []
         self._lines: list[Text] = []
 
@@ -94,7 +98,9 @@ class TailApp(App[None]):
         if self.held:
             return
         rows, events = self.run_followed.poll()
-        self.redraw(body=bool(rows or events))
+        self._news = self._news or bool(rows or events)
+        due = self._news and time.monotonic() - self._drawn_at >= BODY_SECONDS
+        self.redraw(body=due)
 
     def action_show(self, what: str) -> None:
         self.shown = "overview" if what == self.shown else what
@@ -125,6 +131,7 @@ class TailApp(App[None]):
             self._top = top
         if not body:
             return
+        self._news, self._drawn_at = False, time.monotonic()
         lines = self._body(width, height)
         scroller = self.query_one("#body", VerticalScroll)
         follows = scroller.max_scroll_y - scroller.scroll_y < 1  # a reader at the end stays at the end

@@ -107,7 +107,7 @@ def test_closing_the_view_ends_the_job(cluster, tmp_path: Path) -> None:
 
 def test_a_run_or_job_that_is_not_there_is_named_with_what_is(cluster, tmp_path: Path) -> None:
     write_run(tmp_path, 1)
-    with pytest.raises(RemoteError, match=r"no run 'none' below .*; there are: demo"):
+    with pytest.raises(RemoteError, match=r"no run 'none' in .*runs; there are: demo"):
         RemoteRun("http://cluster:8265", "none", tmp_path / "mirror").wait()
     with pytest.raises(RemoteError, match=r"no job 'other'; there are: old, training"):
         RemoteRun("http://cluster:8265", "demo", tmp_path / "mirror", job="other")

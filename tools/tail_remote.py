@@ -25,12 +25,13 @@ ANSWER_SECONDS = 90.0
 _SCRIPT = """
 import base64, os, sys, time
 mark, name, life = sys.argv[1], sys.argv[2], float(sys.argv[3])
-found = [p for p in (name, os.path.join("runs", name)) if os.path.isfile(os.path.join(p, "config.toml"))]
+root = os.environ.get("R3ASYNC_RUNS", "runs")  # `r3async submit` names it
+found = [p for p in (name, os.path.join(root, name)) if os.path.isfile(os.path.join(p, "config.toml"))]
 def say(kind, data=b""):
     print(mark, kind, base64.b64encode(data).decode(), flush=True)
 if not found:
-    there = sorted(os.listdir("runs")) if os.path.isdir("runs") else []
-    say("missing", ("no run %r below %s; there are: %s" % (name, os.getcwd(), ", ".join(there) or "none")).encode())
+    there = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    say("missing", ("no run %r in %s; there are: %s" % (name, os.path.abspath(root), ", ".join(there) or "none")).encode())
     sys.exit(0)
 say("name", os.path.basename(os.path.realpath(found[0])).encode())
 say("config.toml", open(os.path.join(found[0], "config.toml"), "rb").read())

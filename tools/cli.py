@@ -98,6 +98,28 @@ def inspect(
 
 
 @app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
+    ],
+    directory: Annotated[Path, typer.Argument(help="directory to make")],
+    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
+    from r3async.checkpoint import CheckpointError
+    from tools.export import export as write
+
+    named = Path("runs") / source
+    path = Path(source) if Path(source).exists() or not named.exists() else named
+    try:
+        opened = write(path, directory, model=model)
+    except CheckpointError as error:
+        _fail(str(error), 2)
+        return
+    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, what works here, what does not, and the remedy."""
     from tools.doctor import run_doctor

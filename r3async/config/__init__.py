@@ -22,6 +22,7 @@ from r3async.config.algorithm import (
     import_policy_loss,
 )
 from r3async.config.learner import LearnerConfig, ParallelConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.read import (
     Config,
     config_from_dict,
@@ -66,6 +67,7 @@ __all__ = [
     "InitConfig",
     "LearnerConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OverlongPenaltyConfig",
     "PPOConfig",
     "ParallelConfig",

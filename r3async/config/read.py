@@ -14,6 +14,7 @@ import msgspec
 
 from r3async.config.algorithm import AlgorithmConfig
 from r3async.config.learner import LearnerConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.section import ConfigError, Section, positive
 from r3async.config.sections import (
     ClusterConfig,
@@ -47,6 +48,7 @@ class Config(Section):
     weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
     transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
+    observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:

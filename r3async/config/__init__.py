@@ -21,7 +21,9 @@ from r3async.config.algorithm import (
     SAPOConfig,
     import_policy_loss,
 )
+from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig, ParallelConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.read import (
     Config,
     config_from_dict,
@@ -53,6 +55,7 @@ __all__ = [
     "POLICY_LOSSES",
     "AlgorithmConfig",
     "CISPOConfig",
+    "CheckpointConfig",
     "ClipConfig",
     "ClusterConfig",
     "Config",
@@ -68,6 +71,7 @@ __all__ = [
     "InitConfig",
     "LearnerConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OverlongPenaltyConfig",
     "PPOConfig",
     "ParallelConfig",

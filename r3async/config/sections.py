@@ -209,3 +209,8 @@ class SuperviseConfig(Section):
 class ClusterConfig(Section):
     address: str = ""
     """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
+    gpu_gib: float = 80.0
+    """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
+
+    def __post_init__(self) -> None:
+        positive(self, "gpu_gib")

@@ -320,7 +320,7 @@ async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
         free = len(actor.sender.got) == 2 * played and played not in lease.given and played < groups
         leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and room else []
         lease.given |= {g.group_index for g in leases}
-        return {"leases": msgspec.msgpack.encode(leases), "more": played < groups}
+        return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
 
     lease.given = set()
     await asyncio.wait_for(actor.run(types.SimpleNamespace(lease=Remote(lease))), 30)

@@ -189,7 +189,8 @@ class Conductor:
         loading = asyncio.ensure_future(self.fleet.load())
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, loading)
-        self.fleet.backend = choose_backend(self.config, {i["host"] for i in infos} | {info["host"]})
+        hosts = {i["host"] for i in infos} | {info["host"]}
+        self.fleet.backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
         await self.fleet.connect(info["endpoint"])
         sizes = {i["tasks"] for i in infos}
         if len(sizes) > 1:

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 import torch
 
-from r3async.config import Config
+from r3async.config import Config, is_loopback
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.publish import EncodedWeights, VersionFolder, WeightError, default_directory
 from r3async.weights.transport import (
     Publication,
@@ -21,6 +22,8 @@ from r3async.weights.transport import (
     WeightReceiver,
     WeightSender,
 )
+
+_WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -38,13 +41,18 @@ class Published(msgspec.Struct, frozen=True):
 
 def sender(config: Config, backend: str) -> WeightSender:
     """The learner's end of `backend`."""
+    if backend == "nccl":
+        weights = config.weights
+        return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
     if backend == "object_store":
         return ObjectStoreSender(config.weights.bucket_bytes)
     return SharedMemorySender(directory(config), config.weights.bucket_bytes)
 
 
-def receiver(config: Config, backend: str) -> WeightReceiver:
+def receiver(config: Config, backend: str, generator_id: str) -> WeightReceiver:
     """A generator's end of `backend`."""
+    if backend == "nccl":
+        return NcclReceiver(generator_id)
     return ObjectStoreReceiver(directory(config)) if backend == "object_store" else SharedMemoryReceiver()
 
 
@@ -53,9 +61,14 @@ def directory(config: Config) -> Path:
     return Path(config.weights.directory or default_directory())
 
 
-def choose_backend(config: Config, hosts: Collection[str]) -> str:
-    """`weights.backend` for a learner and generators on these `hosts`. Raises `ValueError` if it can not reach them all."""
+def choose_backend(
+    config: Config, hosts: Collection[str], learner_gpus: Sequence[str] = (), engine_gpus: Sequence[Sequence[str]] = ()
+) -> str:
+    """`weights.backend` for a learner and generators on these `hosts`, with these GPUs: that of the rank that sends, and those
+    of each engine, none on CPU. Raises `ValueError` if it can not reach them all."""
     backend = config.weights.backend
+    if backend == "nccl":
+        _check_nccl(config, hosts, learner_gpus, engine_gpus)
     if backend == "shared_memory" and len(hosts) > 1:
         raise ValueError(
             f"learner and generators are on different hosts ({', '.join(sorted(hosts))}), which share no memory: set "
@@ -64,6 +77,29 @@ def choose_backend(config: Config, hosts: Collection[str]) -> str:
     if backend == "auto":
         return "object_store" if len(hosts) > 1 else "shared_memory"
     return backend
+
+
+def _check_nccl(
+    config: Config, hosts: Collection[str], learner_gpus: Sequence[str], engine_gpus: Sequence[Sequence[str]]
+) -> None:
+    without = [] if learner_gpus else ["the learner"]
+    if not engine_gpus or not all(engine_gpus):
+        without.append("an engine")
+    if without:
+        raise ValueError(
+            f'weights.backend="nccl" sends from GPU to GPU, but there is no CUDA for {" and ".join(without)}: set '
+            'weights.backend="auto"'
+        )
+    if shared := set(learner_gpus) & {gpu for gpus in engine_gpus for gpu in gpus}:
+        raise ValueError(
+            f"learner and an engine share GPU {min(shared)}, on which NCCL can not be both ends (weights.backend): set "
+            'weights.backend="shared_memory", or give them GPUs of their own'
+        )
+    if len(hosts) > 1 and (is_loopback(config.transport.host) or config.transport.host in _WILDCARDS):
+        raise ValueError(
+            f'weights.backend="nccl" meets engines of other hosts at transport.host = "{config.transport.host}", where '
+            "they can not find it: name an interface of the learner's host"
+        )
 
 
 class ObjectStoreSender:

@@ -95,7 +95,7 @@ class GeneratorActor:
         """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
         settings = self.config.generator
         self.lag.start()
-        self.engine = VllmEngine(
+        self.engine = engine = VllmEngine(
             self.model_path,
             dtype=settings.dtype,
             concurrency=settings.concurrency,
@@ -114,6 +114,7 @@ class GeneratorActor:
         factory = await asyncio.to_thread(self._factory, self.config.env)
         return {
             **self.whereabouts(),
+            "gpus": engine.gpus,
             "routing": msgspec.structs.asdict(routing) if routing else None,
             "tasks": await self._tasks(factory),
         }
@@ -135,7 +136,7 @@ class GeneratorActor:
 
     async def connect(self, endpoint: str, backend: str) -> None:
         """Open the way to the learner, and the one by which its weights come; see `actors.delivery`."""
-        self.weights = await asyncio.to_thread(receiver, self.config, backend)
+        self.weights = await asyncio.to_thread(receiver, self.config, backend, self.generator_id)
         self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
         await self.sender.start()
 

@@ -84,7 +84,9 @@ class LearnerActor:
         self.receiver = Receiver(self.run_id, self.config.transport, self._arrive)
         endpoint = await self.receiver.start()
         self.events.info("learner_started", endpoint=endpoint, pid=os.getpid(), backend=self.config.learner.backend)
-        return {"endpoint": endpoint, "pid": os.getpid(), "host": socket.gethostname()}
+        assert self.backend is not None
+        gpus = await self._in_torch(self.backend.gpus)
+        return {"endpoint": endpoint, "pid": os.getpid(), "host": socket.gethostname(), "gpus": gpus}
 
     def _load(self) -> None:
         path = Path(self.model_path)

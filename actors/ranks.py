@@ -49,6 +49,12 @@ class LocalLearner:
     def vocab_size(self) -> int:
         return self._backend.vocab_size
 
+    def gpus(self) -> list[str]:
+        """The GPU that weights are sent from, by its uuid; empty without CUDA."""
+        import torch
+
+        return [str(torch.cuda.get_device_properties(0).uuid)] if torch.cuda.is_available() else []
+
     def train(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[StepResult]:
@@ -196,6 +202,10 @@ class RankedLearner:
 
     def _all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self._wait([rank.call.remote(name, *args, **kwargs) for rank in self._ranks])
+
+    def gpus(self) -> list[str]:
+        """See `LocalLearner.gpus`: the first rank sends."""
+        return self._all("gpus")[0]
 
     def train(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False

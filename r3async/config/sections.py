@@ -196,9 +196,10 @@ class RoutingConfig(Section):
 
 
 class WeightsConfig(Section):
-    backend: Literal["auto", "shared_memory", "object_store"] = "auto"
+    backend: Literal["auto", "shared_memory", "object_store", "nccl"] = "auto"
     """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `object_store`: through
-    Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second."""
+    Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second.
+    `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on GPUs."""
     bucket_bytes: int = 64 * 2**20
     """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
     install_timeout: float = 120.0

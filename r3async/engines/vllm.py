@@ -77,6 +77,8 @@ class VllmEngine:
         self._requests = Requests()
         self._vllm: Any = None
         self._processes: list[psutil.Process] = []
+        self.gpus: list[str] = []
+        """Of the workers, by uuid; none on CPU. Known after `start`."""
         self._parameter_names: frozenset[str] = frozenset()
         self._installing = asyncio.Lock()
         self._cache_checked = -1
@@ -101,6 +103,7 @@ class VllmEngine:
                 # What vLLM starts lazily, it starts here, and not under the first request.
                 await self._llm.get_supported_tasks()
                 pids = await self._llm.collective_rpc("r3_process")
+                self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]
             self._processes = [p for pid in pids for p in lineage(pid)]
         except asyncio.CancelledError:
             starting.add_done_callback(lambda done: done.exception() or self._llm.shutdown(timeout=0))

@@ -6,6 +6,7 @@ that crosses the process boundary is bytes, numbers or strings.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -17,7 +18,9 @@ import msgspec
 import torch
 
 from r3async.engines.vllm_compare import differences
+from r3async.engines.vllm_sender import check_group, published_names
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.nccl import ask
 from r3async.weights.publish import WeightError, read_verified
 
 
@@ -52,15 +55,53 @@ def modules_left_out(model: torch.nn.Module) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[None]:
+    """Inside, vLLM gives the model a published version, in one call of its `load_weights` or several. Raises `WeightError` at
+    the end for a tensor that it was not given, or a module that was not filled."""
+    load, given = model.load_weights, set()
+    empty: list[str] = []
+
+    def counted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            given.add(name)
+            yield name, tensor
+
+    def checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        loaded = load(counted(weights))
+        empty[:] = modules_left_out(model)  # vLLM only logs that these keep what they have
+        return loaded
+
+    model.load_weights = checked
+    try:
+        yield
+    finally:
+        del model.load_weights
+    where = f"weights version {published.version}"
+    if missing := sorted(set(published.tensors) - given):
+        raise WeightError(f"{where}: tensor {missing[0]!r} was not loaded ({len(missing)} in all)")
+    if empty:
+        raise WeightError(f"{where}: vLLM's loader left out {empty[0]!r} ({len(empty)} in all)")
+
+
 class WorkerExtension:
     """Methods that `VllmEngine` calls on every worker."""
 
     r3_holds = (-1, 0)
     """Version and digest of what was installed last."""
+    r3_link = ""
+    """The NCCL group that this worker has joined."""
+    weight_transfer_engine: Any
+    """The worker's own."""
 
     def r3_process(self) -> int:
         """Pid of the worker's process."""
         return os.getpid()
+
+    def r3_gpu(self) -> str:
+        """The uuid of the worker's GPU; empty on CPU."""
+        device = self.device  # type: ignore[attr-defined]
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def r3_install(self, manifest: bytes) -> float:
         """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns the seconds it took.
@@ -73,7 +114,10 @@ class WorkerExtension:
         started = time.perf_counter()
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)
         self.r3_holds = (-1, 0)
-        self.r3_load(published, self.r3_tensors(published))
+        if published.source is None:
+            self.r3_load(published, self.r3_tensors(published))
+        else:
+            self.r3_receive(published)
         self.r3_after_load()
         self.r3_holds = published.version, published.digest
         return time.perf_counter() - started
@@ -85,29 +129,58 @@ class WorkerExtension:
     def r3_load(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have vLLM load the tensors, in the layout of its first load, and check that nothing was left out."""
         runner = self.model_runner  # type: ignore[attr-defined]
-        model = runner.model
-        load, given, empty = model.load_weights, set(), []
+        with all_loaded(runner.model, published):
+            runner.reload_weights(weights_iterator=tensors)
 
-        def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
-                given.add(name)
-                yield name, tensor
+    def r3_receive(self, published: WeightManifest) -> None:
+        """The same with tensors that come over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
 
-        def checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            loaded = load(weights)
-            empty.extend(modules_left_out(model))  # vLLM only logs that these keep what they have
-            return loaded
+        Blocks until all of them are here. If the sender is lost on the way this never returns: the owner gives up after
+        `weights.install_timeout`, and ends the engine.
+        """
+        engine = self.r3_transfer_engine()
+        p = engine.parallel_config
+        workers = p.world_size * p.data_parallel_size
+        offer = ask(published, p.data_parallel_index * p.world_size + p.rank, workers)
+        if offer.link != self.r3_link:
+            self.r3_link = ""
+            self.init_weight_transfer_engine(  # type: ignore[attr-defined]
+                {
+                    "master_address": offer.host,
+                    "master_port": offer.port,
+                    "rank_offset": 1,
+                    "world_size": workers + 1,
+                    "packed": True,
+                    "packed_buffer_size_bytes": offer.bucket_bytes,
+                }
+            )
+            check_group(engine)
+            self.r3_link = offer.link
+        entries = [(name, published.tensors[name]) for name in published_names(published.tensors)]
+        with all_loaded(engine.model, published):
+            self.start_weight_update()  # type: ignore[attr-defined]
+            self.update_weights(  # type: ignore[attr-defined]
+                {
+                    "names": [name for name, _ in entries],
+                    "dtype_names": [entry.dtype for _, entry in entries],
+                    "shapes": [list(entry.shape) for _, entry in entries],
+                }
+            )
+            self.finish_weight_update()  # type: ignore[attr-defined]
 
-        model.load_weights = checked
-        try:
-            runner.reload_weights(weights_iterator=counted())
-        finally:
-            del model.load_weights
-        where = f"weights version {published.version}"
-        if missing := sorted(set(published.tensors) - given):
-            raise WeightError(f"{where}: tensor {missing[0]!r} was not loaded ({len(missing)} in all)")
-        if empty:
-            raise WeightError(f"{where}: vLLM's loader left out {empty[0]!r} ({len(empty)} in all)")
+    def r3_transfer_engine(self) -> Any:
+        """vLLM's receiving end, as `weight_transfer_config` would have made it at the start."""
+        if self.weight_transfer_engine is None:
+            from vllm.config import WeightTransferConfig
+            from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+            self.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(backend="nccl"),
+                self.vllm_config,  # type: ignore[attr-defined]
+                self.device,  # type: ignore[attr-defined]
+                self.model_runner.get_model(),  # type: ignore[attr-defined]
+            )
+        return self.weight_transfer_engine
 
     def r3_after_load(self) -> None:
         """Whatever vLLM itself leaves undone after a reload."""

@@ -15,17 +15,31 @@ class TensorEntry(msgspec.Struct, frozen=True):
     checksum: int
 
 
+class NcclSource(msgspec.Struct, frozen=True):
+    """Where workers ask for a version that comes to them from the learner's GPU; see `weights.nccl`.
+
+    `receiver` is one start of a generator, `generator`; it asks at `endpoint` (ZeroMQ).
+    """
+
+    endpoint: str
+    generator: str
+    receiver: str
+    timeout: float
+
+
 class WeightManifest(msgspec.Struct, frozen=True):
     """One version: a safetensors file with Hugging Face names, and its contents.
 
-    `path` is where the file is on this host; empty where it has not arrived yet (see `weights.transport`). `nbytes` are those
-    of the tensors.
+    `path` is where the file is on this host; empty where it has not arrived yet (see `weights.transport`). With a `source`
+    there is no file to read: workers receive the tensors from there, and `path` is the file's on the learner's host. `nbytes`
+    are those of the tensors.
     """
 
     version: int
     path: str
     tensors: dict[str, TensorEntry]
     nbytes: int
+    source: NcclSource | None = None
 
     @property
     def digest(self) -> int:

@@ -100,7 +100,7 @@ def weights(
     expert_hidden_size: Annotated[int, typer.Option(help="hidden size of each expert")] = 64,
     dtype: Annotated[str, typer.Option(help="of the engine's weights: float32 or bfloat16")] = "float32",
     on_update: Annotated[str, typer.Option(help="keep, recompute or drain")] = "keep",
-    backend: Annotated[str, typer.Option(help="auto, shared_memory or object_store")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, shared_memory, object_store or nccl")] = "auto",
 ) -> None:
     """What an update of the weights costs learner and engine, in a real run: copy, write, transfer, load, pause."""
     from tools.bench.weights import WeightsJob, render, run

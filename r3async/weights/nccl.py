@@ -1,0 +1,349 @@
+"""Weights from the learner's GPU to the engines' by NCCL: who sends what to whom, and when. What sends is `engines.vllm_sender`.
+
+A version is written into shared memory of the learner's host, as ever. For each generator one process beside the learner, on its
+GPU, reads it there and is rank 0 of a group with that generator's workers. A collective operation hangs if a peer is gone: only
+that process can hang, and it is killed after a time. Neither the learner nor another generator waits for it.
+
+A worker that is ready to receive, its engine paused, asks with `Ready`. When all workers of the engine have asked and the process
+is `Up`, they get an `Offer` and the process gets `Send`; so nobody enters the operation before everybody is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import zmq
+
+from r3async.weights.manifest import NcclSource, WeightManifest
+from r3async.weights.publish import Publisher, WeightError
+from r3async.weights.transport import Publication
+
+POLL_MILLISECONDS = 200
+CLOSE_SECONDS = 5.0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Worker `rank` of `workers` of a generator waits for `version`."""
+
+    generator: str
+    receiver: str
+    version: int
+    rank: int
+    workers: int
+
+
+class Up(msgspec.Struct, frozen=True, tag=True):
+    """A sending process is ready."""
+
+    link: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """A sending process has sent a version, and everybody has received it."""
+
+    link: str
+    version: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: receive now, in group `link`, which meets at `host` and `port` if it has not met."""
+
+    link: str
+    host: str
+    port: int
+    bucket_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: nothing will come."""
+
+    reason: str
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """To a sending process: send the file at `path`, to so many workers."""
+
+    path: str
+    version: int
+    host: str
+    port: int
+    workers: int
+    bucket_bytes: int
+
+
+Message = Ready | Up | Sent | Offer | Refused | Send
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises `msgspec.DecodeError`."""
+    return msgspec.msgpack.decode(data, type=Message)
+
+
+class Process(Protocol):
+    """What `Links` asks of a sending process."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass
+class Link:
+    """A generator's group. With `deadline` None it is idle. `asked`: workers that wait for an answer, by rank."""
+
+    name: str
+    generator: str
+    receiver: str
+    workers: int
+    port: int
+    process: Process
+    sender: bytes = b""
+    version: int = -1
+    deadline: float | None = None
+    sending: bool = False
+    asked: dict[int, bytes] = field(default_factory=dict)
+
+
+class Links:
+    """The groups of all generators. Nothing here waits; `now` are seconds of one clock.
+
+    `start(name)` starts the process of a new link, `post(to, message)` sends a message, `path(version)` is the file of a version
+    that is still there. A link is dropped, its process killed, if a delivery takes longer than `timeout` from the first
+    worker's request, if the process ends, or if its generator starts anew; the next request makes another.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int,
+        timeout: float,
+        *,
+        start: Callable[[str], Process],
+        post: Callable[[bytes, Message], None],
+        path: Callable[[int], str | None],
+        port: Callable[[str], int],
+    ):
+        self._host, self._bucket_bytes, self._timeout = host, bucket_bytes, timeout
+        self._start, self._post, self._path, self._port = start, post, path, port
+        self._links: dict[str, Link] = {}
+        """By generator."""
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def handle(self, sender: bytes, message: Message, now: float) -> None:
+        """A message came from `sender`. What a dropped process says is ignored."""
+        if isinstance(message, Ready):
+            self._ready(sender, message, now)
+            return
+        link = next((k for k in self._links.values() if k.name == getattr(message, "link", "")), None)
+        if link is None:
+            return
+        if isinstance(message, Up):
+            link.sender = sender
+            self._go(link)
+        elif isinstance(message, Sent) and link.sending and message.version == link.version:
+            link.deadline, link.sending = None, False
+
+    def tick(self, now: float) -> None:
+        """Drop what has ended or takes too long."""
+        for link in list(self._links.values()):
+            code = link.process.poll()
+            if code is not None:
+                self._drop(link, f"the process that sends from the learner's GPU ended with code {code}")
+            elif link.deadline is not None and now > link.deadline:
+                self._drop(link, f"it took longer than {self._timeout:g} s (weights.install_timeout)")
+
+    def close(self) -> None:
+        """Drop all."""
+        for link in list(self._links.values()):
+            self._drop(link, "the learner has closed")
+
+    def _ready(self, worker: bytes, message: Ready, now: float) -> None:
+        if self._path(message.version) is None:
+            self._post(worker, Refused(f"version {message.version} is not kept"))
+            return
+        link = self._links.get(message.generator)
+        if link is not None and (
+            (link.receiver, link.workers) != (message.receiver, message.workers)
+            or (link.deadline is not None and (link.sending or link.version != message.version))
+        ):
+            # Started anew, or given up on what it asked for before.
+            self._drop(link, "the generator has asked anew")
+            link = None
+        if link is None:
+            name = uuid.uuid4().hex
+            port, process = self._port(self._host), self._start(name)
+            link = Link(name, message.generator, message.receiver, message.workers, port, process)
+            self._links[message.generator] = link
+        if link.deadline is None:
+            link.version, link.deadline = message.version, now + self._timeout
+        link.asked[message.rank] = worker
+        self._go(link)
+
+    def _go(self, link: Link) -> None:
+        if not link.sender or len(link.asked) < link.workers:
+            return
+        path = self._path(link.version)
+        if path is None:
+            self._drop(link, "a newer one has taken its place")
+            return
+        for worker in link.asked.values():
+            self._post(worker, Offer(link.name, self._host, link.port, self._bucket_bytes))
+        link.asked.clear()
+        link.sending = True
+        self._post(link.sender, Send(path, link.version, self._host, link.port, link.workers, self._bucket_bytes))
+
+    def _drop(self, link: Link, reason: str) -> None:
+        del self._links[link.generator]
+        link.process.kill()
+        for worker in link.asked.values():
+            self._post(worker, Refused(f"version {link.version} was not sent: {reason}"))
+
+
+class NcclSender:
+    """The learner's end: writes versions as `SharedMemorySender` does, and has them sent to whoever asks; see `Links`.
+
+    `host`: the interface at which generators ask, and meet the senders. A thread answers them, from the first `send` on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        host: str,
+        bucket_bytes: int,
+        timeout: float,
+        start: Callable[[str, str], Process] | None = None,
+    ):
+        self._publisher = Publisher(directory, bucket_bytes=bucket_bytes)
+        self._host, self._bucket_bytes, self._timeout = host, bucket_bytes, timeout
+        self._start = start or start_process
+        self._paths: dict[int, str] = {}
+        self._endpoint = ""
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(
+        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
+    ) -> Publication:
+        """See `WeightSender.send`. Raises `WeightError` also for tensors that vLLM can not pack: scalars, and elements of
+        different sizes."""
+        widths = {}
+        for name, tensor in tensors.items():
+            widths[(dtype if tensor.is_floating_point() else tensor.dtype).itemsize] = name
+            if not tensor.dim():
+                raise WeightError(f'tensor {name!r} is a scalar, which weights.backend="nccl" can not send')
+        if len(widths) > 1:
+            raise WeightError(
+                f"tensors {' and '.join(map(repr, widths.values()))} have elements of different sizes, which "
+                'weights.backend="nccl" can not send'
+            )
+        manifest = self._publisher.publish(version, tensors, dtype, reading)
+        kept = {v: p for v, p in self._paths.items() if Path(p).exists()}
+        self._paths = {**kept, version: manifest.path}
+        if self._thread is None:
+            self._listen()
+        return Publication(manifest, [self._endpoint])
+
+    def close(self) -> None:
+        """Kill the senders and remove the files. Idempotent."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+        self._publisher.close()
+
+    def _listen(self) -> None:
+        router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        router.linger = 0
+        self._endpoint = f"tcp://{self._host}:{router.bind_to_random_port(f'tcp://{self._host}')}"
+        self._thread = threading.Thread(target=self._answer, args=(router,), name="nccl-links", daemon=True)
+        self._thread.start()
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        def post(to: bytes, message: Message) -> None:
+            router.send_multipart([to, encode(message)])  # one that is gone is not waited for: ZeroMQ drops it
+
+        links = Links(
+            self._host,
+            self._bucket_bytes,
+            self._timeout,
+            start=lambda name: self._start(self._endpoint, name),
+            post=post,
+            path=lambda version: self._paths.get(version),
+            port=free_port,
+        )
+        with contextlib.closing(router), contextlib.closing(links):
+            while not self._closing.is_set():
+                if router.poll(POLL_MILLISECONDS):
+                    sender, *data = router.recv_multipart()
+                    with contextlib.suppress(msgspec.DecodeError):  # not one of ours
+                        links.handle(sender, decode(b"".join(data)), time.monotonic())
+                links.tick(time.monotonic())
+
+
+class NcclReceiver:
+    """A generator's end. Nothing to bring: the workers receive the tensors when the engine is paused; see `ask`.
+
+    Each start of a generator has one of its own, and with it a group of its own.
+    """
+
+    def __init__(self, generator: str):
+        self._generator, self._receiver = generator, uuid.uuid4().hex
+
+    def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+        source = NcclSource(parts[0], self._generator, self._receiver, timeout)
+        return msgspec.structs.replace(manifest, source=source)
+
+    def close(self) -> None:
+        pass
+
+
+def ask(manifest: WeightManifest, rank: int, workers: int) -> Offer:
+    """A worker's request, when it can receive. Blocking. Raises `WeightError` if it is refused, or not answered in time."""
+    source = manifest.source
+    assert source is not None
+    where = f"weights version {manifest.version} (weights.backend = nccl)"
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    with contextlib.closing(dealer):
+        dealer.linger = 0
+        dealer.connect(source.endpoint)
+        dealer.send(encode(Ready(source.generator, source.receiver, manifest.version, rank, workers)))
+        if not dealer.poll(int(source.timeout * 1000)):
+            raise WeightError(f"{where}: no answer from the learner at {source.endpoint} within {source.timeout:g} s")
+        answer = decode(dealer.recv())
+    if not isinstance(answer, Offer):
+        raise WeightError(f"{where}: {getattr(answer, 'reason', answer)}")
+    return answer
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def start_process(endpoint: str, link: str) -> Process:
+    """A sending process, which finds what this one finds, and ends with it."""
+    boot = (
+        "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.engines.vllm_sender import main; main()"
+    )
+    command = [sys.executable, "-c", boot, json.dumps(sys.path), endpoint, link, str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

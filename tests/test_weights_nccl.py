@@ -1,0 +1,430 @@
+"""`weights.backend = nccl`: who is told what and when, and what hangs alone. The collective operation is a stand-in here: a queue
+between threads of this process takes the place of NCCL between GPUs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from actors.delivery import choose_backend
+from r3async.config import load_config
+from r3async.engines import vllm_worker
+from r3async.engines.vllm_sender import nccl_carrier, read, serve
+from r3async.engines.vllm_update import _verify
+from r3async.engines.vllm_worker import WorkerExtension
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.nccl import (
+    Links,
+    NcclReceiver,
+    NcclSender,
+    Offer,
+    Ready,
+    Refused,
+    Send,
+    Sent,
+    Up,
+    ask,
+    decode,
+    encode,
+)
+from r3async.weights.publish import WeightError
+
+TIMEOUT = 60.0
+
+
+class Process:
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.killed = False
+
+    def poll(self):
+        return self.code
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Machine:
+    """`Links` with everything around it written down."""
+
+    def __init__(self, versions=(0, 1, 2)):
+        self.processes: dict[str, Process] = {}
+        self.posted: list[tuple] = []
+        self.versions = list(versions)
+        self.links = Links(
+            "10.0.0.1",
+            1024,
+            TIMEOUT,
+            start=self._start,
+            post=lambda to, message: self.posted.append((to, decode(encode(message)))),
+            path=lambda version: f"/v{version}" if version in self.versions else None,
+            port=lambda host: 4000 + len(self.processes),
+        )
+
+    def _start(self, name: str) -> Process:
+        return self.processes.setdefault(name, Process())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.processes)
+
+    def ready(self, version, rank=0, *, generator="g0", receiver="a", workers=2, now=0.0):
+        self.links.handle(f"{generator}.{rank}".encode(), Ready(generator, receiver, version, rank, workers), now)
+
+    def take(self) -> list[tuple]:
+        posted, self.posted = self.posted, []
+        return posted
+
+    def deliver(self, version, *, generator="g0", now=0.0, **kwargs):
+        """All workers ask; the newest process is up and has sent."""
+        for rank in (0, 1):
+            self.ready(version, rank, generator=generator, now=now, **kwargs)
+        name = self.names[-1]
+        self.links.handle(b"s" + name.encode(), Up(name), now)
+        self.links.handle(b"s" + name.encode(), Sent(name, version), now)
+        return name
+
+
+def test_nobody_is_told_to_begin_before_everybody_is_there():
+    machine = Machine()
+    machine.ready(0, 1)
+    (name,) = machine.names
+    machine.links.handle(b"s", Up(name), 1.0)
+    assert machine.take() == []
+    machine.ready(0, 0)
+    offer = Offer(name, "10.0.0.1", 4000, 1024)
+    assert machine.take() == [(b"g0.1", offer), (b"g0.0", offer), (b"s", Send("/v0", 0, "10.0.0.1", 4000, 2, 1024))]
+    machine.links.handle(b"s", Sent(name, 0), 2.0)
+    machine.links.tick(1e6)  # idle: no limit
+    machine.ready(1, 0, now=1e6)
+    assert machine.take() == []
+    machine.ready(1, 1, now=1e6)
+    assert machine.take()[-1] == (b"s", Send("/v1", 1, "10.0.0.1", 4000, 2, 1024))
+    assert machine.names == [name]
+
+
+def test_workers_that_ask_before_the_process_is_up_wait_for_it():
+    machine = Machine()
+    machine.ready(0, 0)
+    machine.ready(0, 1)
+    assert machine.take() == []
+    machine.links.handle(b"s", Up(machine.names[0]), 5.0)
+    assert [type(m) for _, m in machine.take()] == [Offer, Offer, Send]
+
+
+def test_a_generator_that_dies_in_the_middle_costs_only_its_own_process():
+    machine = Machine()
+    well = machine.deliver(0, generator="g1")
+    for rank in (0, 1):
+        machine.ready(0, rank)
+    stuck = machine.names[-1]
+    machine.links.handle(b"s", Up(stuck), 0.0)
+    machine.links.tick(TIMEOUT - 1)
+    assert not machine.processes[stuck].killed
+    machine.links.tick(TIMEOUT + 1)
+    assert machine.processes[stuck].killed
+    assert not machine.processes[well].killed
+    machine.links.handle(b"s", Sent(stuck, 0), TIMEOUT + 2)  # too late, and ignored
+    again = machine.deliver(0, receiver="b", now=TIMEOUT + 3)
+    assert again not in (stuck, well)
+    assert len(machine.links) == 2
+
+
+def test_a_generator_that_starts_anew_gets_a_new_group_at_once():
+    machine = Machine()
+    machine.ready(0, 0)
+    (old,) = machine.names
+    new = machine.deliver(0, receiver="b")
+    assert machine.processes[old].killed
+    assert not machine.processes[new].killed
+    assert machine.take()[0] == (b"g0.0", Refused("version 0 was not sent: the generator has asked anew"))
+
+
+def test_a_group_in_which_something_went_wrong_is_not_used_again():
+    machine = Machine()
+    machine.ready(0, 0)
+    machine.ready(0, 1)
+    machine.links.handle(b"s", Up(machine.names[0]), 0.0)
+    machine.ready(1, 0, now=1.0)  # version 0 was never `Sent`
+    assert machine.processes[machine.names[0]].killed
+    assert len(machine.names) == 2
+
+
+def test_workers_hear_that_the_process_has_ended_that_too_few_came_and_that_a_version_is_gone():
+    machine = Machine()
+    machine.ready(0, 0)
+    machine.processes[machine.names[0]].code = 3
+    machine.links.tick(1.0)
+    assert "ended with code 3" in machine.take()[0][1].reason
+    machine.ready(0, 0)
+    machine.links.tick(TIMEOUT + 1)
+    assert "weights.install_timeout" in machine.take()[0][1].reason
+    machine.ready(7, 0)
+    assert machine.take() == [(b"g0.0", Refused("version 7 is not kept"))]
+    machine.ready(1, 0)
+    machine.versions.remove(1)
+    machine.links.handle(b"s", Up(machine.names[-1]), 0.0)
+    machine.links._links["g0"].asked[1] = b"g0.1"
+    machine.links.handle(b"s", Up(machine.names[-1]), 0.0)
+    assert [m.reason for _, m in machine.take()] == ["version 1 was not sent: a newer one has taken its place"] * 2
+    machine.deliver(2)
+    machine.links.close()
+    assert all(p.killed or p.code for p in machine.processes.values())
+
+
+# -- with sockets, and threads as sending processes ------------------------------------------------------------------
+
+
+class Beside(Process):
+    """A sending process, as a thread. `wire` takes the place of the group; what `hang` says is sent by nobody."""
+
+    def __init__(self, endpoint: str, link: str, wire: queue.Queue, hang: set[int]):
+        super().__init__()
+        self.wire, self.hang, self.groups = wire, hang, set()
+        threading.Thread(target=self._run, args=(endpoint, link), daemon=True).start()
+
+    def _run(self, endpoint: str, link: str) -> None:
+        def carry(job: Send) -> None:
+            while job.version in self.hang and not self.killed:
+                time.sleep(0.01)
+            if not self.killed:
+                self.wire.put(read(job.path))
+
+        serve(endpoint, link, carry, stop=lambda: self.killed)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.holds: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights) -> None:
+        self.holds |= {name: tensor.clone() for name, tensor in weights}
+
+
+class Worker(WorkerExtension):
+    """What vLLM's worker does, with a queue for a group. Loads in two calls, as from two buckets."""
+
+    def __init__(self, wire: queue.Queue, lose: str = ""):
+        self.wire, self.lose = wire, lose
+        self.model, self.groups, self.steps = Model(), [], []
+        parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0, rank=0)
+        group = SimpleNamespace(disabled=False)
+        self.weight_transfer_engine = SimpleNamespace(
+            model=self.model, parallel_config=parallel, model_update_group=group
+        )
+
+        def reload(weights_iterator) -> None:
+            self.model.load_weights(weights_iterator)
+
+        self.model_runner = SimpleNamespace(model=self.model, reload_weights=reload)
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.groups.append(init_info)
+
+    def start_weight_update(self) -> None:
+        self.steps.append("start")
+
+    def update_weights(self, info: dict) -> None:
+        came = self.wire.get(timeout=20)
+        assert list(came) == info["names"]
+        assert [list(t.shape) for t in came.values()] == info["shapes"]
+        assert [str(t.dtype) for t in came.values()] == [f"torch.{d}" for d in info["dtype_names"]]
+        items = [(name, tensor) for name, tensor in came.items() if name != self.lose]
+        self.model.load_weights(items[:1])
+        self.model.load_weights(items[1:])
+
+    def finish_weight_update(self) -> None:
+        self.steps.append("finish")
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    return {"z": torch.full((2, 3), 1.0 + version), "a": torch.arange(4.0) + version, "m": torch.zeros(0, 3)}
+
+
+@pytest.fixture
+def left_out(monkeypatch):
+    names: list[str] = []
+    monkeypatch.setattr(vllm_worker, "modules_left_out", lambda model: names)
+    return names
+
+
+@pytest.fixture
+def wire():
+    return queue.Queue()
+
+
+@pytest.fixture
+def hang():
+    return set()
+
+
+@pytest.fixture
+def sender(tmp_path, wire, hang):
+    made = NcclSender(tmp_path, "127.0.0.1", 64, 20.0, lambda endpoint, link: Beside(endpoint, link, wire, hang))
+    yield made
+    made.close()
+
+
+def fetched(sender, version, receiver, timeout=20.0):
+    publication = sender.send(version, tensors(version), torch.bfloat16)
+    return receiver.fetch(publication.manifest, publication.parts, timeout)
+
+
+def install(worker, manifest):
+    worker.r3_install(msgspec.msgpack.encode(manifest))
+
+
+def test_workers_hold_what_was_published_and_say_which_version(sender, wire, left_out):
+    worker, receiver = Worker(wire), NcclReceiver("g0")
+    for version in (0, 1):
+        manifest = fetched(sender, version, receiver)
+        install(worker, manifest)
+        assert worker.r3_installed() == (version, manifest.digest)
+        for name, tensor in tensors(version).items():
+            assert torch.equal(worker.model.holds[name], tensor.to(torch.bfloat16)), name
+    assert len(worker.groups) == 1
+    assert worker.groups[0]["world_size"] == 2
+    assert worker.steps == ["start", "finish"] * 2
+    restarted = Worker(wire)
+    install(restarted, NcclReceiver("g0").fetch(manifest, [manifest.source.endpoint], 20.0))
+    assert restarted.groups[0]["master_port"] != 0
+    assert restarted.r3_link != worker.r3_link
+
+
+def test_a_tensor_that_is_not_loaded_and_a_module_that_is_not_filled_are_named(sender, wire, left_out):
+    receiver = NcclReceiver("g0")
+    worker = Worker(wire, lose="m")
+    with pytest.raises(WeightError, match="version 0: tensor 'm' was not loaded"):
+        install(worker, fetched(sender, 0, receiver))
+    assert worker.r3_installed() == (-1, 0)
+    left_out.append("layers.1")
+    with pytest.raises(WeightError, match=r"version 1: vLLM's loader left out 'layers\.1'"):
+        install(Worker(wire), fetched(sender, 1, receiver))
+
+
+def test_a_file_is_loaded_under_the_same_watch(sender, wire, left_out):
+    manifest = sender.send(0, tensors(0), torch.bfloat16).manifest
+    worker = Worker(wire)
+    install(worker, manifest)
+    assert worker.r3_installed() == (0, manifest.digest)
+    assert sorted(worker.model.holds) == ["a", "m", "z"]
+    assert worker.groups == []
+    with pytest.raises(WeightError, match="'z' was not loaded"):
+        worker.r3_load(manifest, [(name, tensor) for name, tensor in tensors(0).items() if name != "z"])
+    assert worker.model.load_weights.__func__ is Model.load_weights
+
+
+def test_a_group_without_nccl_would_send_nothing_and_is_refused(sender, wire, left_out):
+    worker = Worker(wire)
+    worker.weight_transfer_engine.model_update_group.disabled = True
+    with pytest.raises(WeightError, match="VLLM_DISABLE_PYNCCL"):
+        install(worker, fetched(sender, 0, NcclReceiver("g0")))
+    assert worker.r3_link == ""
+
+
+def test_the_learner_goes_on_publishing_while_a_generator_hangs(sender, wire, hang, left_out):
+    hang.add(0)
+    manifest = fetched(sender, 0, NcclReceiver("g0"))
+    assert isinstance(ask(manifest, 0, 1), Offer)  # and this worker dies in the middle
+    before = time.monotonic()
+    worker = Worker(wire)
+    install(worker, fetched(sender, 1, NcclReceiver("g1")))
+    assert worker.r3_installed()[0] == 1
+    sender.close()
+    assert time.monotonic() - before < 10
+
+
+def test_a_learner_that_is_gone_is_not_waited_for(sender, tmp_path):
+    manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=0.3)
+    sender.close()
+    with pytest.raises(WeightError, match=r"no answer from the learner at tcp://127.* within 0\.3 s"):
+        ask(manifest, 0, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_without_cuda_the_real_process_ends_and_the_worker_hears_of_it(tmp_path):
+    with pytest.raises(RuntimeError, match="needs CUDA"):
+        nccl_carrier()
+    sender = NcclSender(tmp_path, "127.0.0.1", 64, 100.0)
+    try:
+        manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=100.0)
+        with pytest.raises(WeightError, match=r"version 0 was not sent: the process .* ended with code 1"):
+            ask(manifest, 0, 1)
+    finally:
+        sender.close()
+
+
+def test_what_vllm_can_not_pack_is_refused(sender):
+    with pytest.raises(WeightError, match="'scale' is a scalar"):
+        sender.send(0, {"scale": torch.tensor(1.0)}, torch.bfloat16)
+    with pytest.raises(WeightError, match="'w' and 'ids' have elements of different sizes"):
+        sender.send(0, {"w": torch.zeros(2), "ids": torch.zeros(2, dtype=torch.int64)}, torch.bfloat16)
+
+
+def test_the_way_is_no_part_of_the_contents_and_there_is_no_file_to_verify(sender):
+    publication = sender.send(0, tensors(0), torch.bfloat16)
+    manifest = NcclReceiver("g0").fetch(publication.manifest, publication.parts, 1.0)
+    assert manifest.digest == publication.manifest.digest
+    elsewhere = msgspec.structs.replace(manifest, path="/not/here")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(elsewhere), type=WeightManifest) == elsewhere
+    _verify(elsewhere, {"a"})
+    with pytest.raises(WeightError, match="'b' is missing"):
+        _verify(elsewhere, {"b"})
+
+
+def test_the_backend_is_refused_where_it_can_not_work():
+    def chosen(learner, engines, *overrides, hosts=("a",)):
+        return choose_backend(load_config("quickstart", list(overrides)), set(hosts), learner, engines)
+
+    nccl = "weights.backend=nccl"
+    assert chosen(["gpu-1"], [["gpu-2"]]) == "shared_memory"  # `auto`
+    assert chosen(["gpu-1"], [["gpu-2", "gpu-3"], ["gpu-4"]], nccl) == "nccl"
+    with pytest.raises(ValueError, match=r'weights\.backend="nccl".* no CUDA for the learner and an engine'):
+        chosen([], [[]], nccl)
+    with pytest.raises(ValueError, match=r"no CUDA for an engine"):
+        chosen(["gpu-1"], [["gpu-2"], []], nccl)
+    with pytest.raises(ValueError, match=r"share GPU gpu-1.*weights\.backend"):
+        chosen(["gpu-1"], [["gpu-2"], ["gpu-1"]], nccl)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ValueError, match=r"transport\.host"):
+            chosen(["gpu-1"], [["gpu-2"]], nccl, f"transport.host={host}", hosts=("a", "b"))
+
+
+def test_vllm_takes_what_it_is_given():
+    """Names of fields and methods, as far as they can be seen without a GPU."""
+    nccl = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+
+    wire = queue.Queue()
+    worker = Worker(wire)
+    worker.update_weights = lambda info: (
+        nccl.NCCLWeightTransferUpdateInfo(**info)
+        and worker.model.load_weights([(name, torch.zeros(1)) for name in info["names"]])
+    )
+    worker.init_weight_transfer_engine = lambda info: worker.groups.append(nccl.NCCLWeightTransferInitInfo(**info))
+    offer = Offer("link", "127.0.0.1", 5, 1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_worker, "ask", lambda *_: offer)
+        patch.setattr(vllm_worker, "modules_left_out", lambda model: [])
+        from r3async.weights.manifest import NcclSource, TensorEntry
+
+        source = NcclSource("tcp://x", "g0", "r", 1.0)
+        worker.r3_receive(WeightManifest(0, "", {"w": TensorEntry("bfloat16", (1,), 0)}, 2, source))
+    assert worker.groups[0].master_port == 5
+    trainer = nccl.NCCLTrainerInitInfo(
+        rank=0, master_address="x", master_port=5, world_size=2, packed_buffer_size_bytes=1024
+    )
+    both = ("packed", "packed_buffer_size_bytes", "packed_num_buffers", "master_port", "world_size")
+    for name in both:
+        assert getattr(trainer, name) == getattr(worker.groups[0], name), name
+    for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+        assert hasattr(GpuWorker, name)
+    ours = [name for name in dir(WorkerExtension) if not name.startswith("__")]
+    assert not [name for name in ours if hasattr(GpuWorker, name)]  # vLLM refuses an extension that hides something

@@ -153,6 +153,7 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
         ("quickstart", "episode.max_total_tokens=2048", ["episode.max_total_tokens", "positions"]),
         ("quickstart", "env.name=revers-text", ["env.name", "reverse-text"]),
         ("quickstart", "learner.parallel.ep=3", ["ep"]),
+        ("quickstart", "model.init.heads=8", ["model.init.heads", "32"]),
     ],
 )
 def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):

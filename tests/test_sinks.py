@@ -182,3 +182,17 @@ def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_
     assert serve_metrics("driver", tmp_path, ObserveConfig()) is None
     assert serve_metrics("driver", tmp_path, ObserveConfig(prometheus_port=0, prometheus_host="203.0.113.1")) is None
     assert "observe.prometheus_port" in capfd.readouterr().err
+
+
+def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
+    from tools.train import Outlets
+
+    said = []
+    with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, said.append) as outlets:
+        outlets.show({"rows": ROWS})
+        (target,) = (tmp_path / "prometheus").iterdir()
+        address = json.loads(target.read_text())[0]["targets"][0]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            assert "r3async_reward_mean" in answer.read().decode()
+    assert not (tmp_path / "prometheus").exists()
+    assert said == []

@@ -18,6 +18,8 @@ from tools.shapes import Shape, shape_of
 
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
+CPU_HEAD_DIM = 32
+"""Values of a head, at least, that vLLM's attention on CPU takes."""
 ADDED_BY_LEARNER = ("advantages", "loss_weights", "old_logprobs", "reference_logprobs")
 PUBLISHED_VERSIONS = 2
 ENGINE_SHARE = 0.9
@@ -164,6 +166,11 @@ def _check(config: Config, shape: Shape, plan: Plan, on_gpus: bool) -> None:
             f"least {largest}"
         )
     if not on_gpus:
+        if shape.head_dim < CPU_HEAD_DIM:
+            raise ConfigError(
+                f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes {CPU_HEAD_DIM} or "
+                "more (hidden_size / heads; `model.init.heads` for a model that is made)"
+            )
         return
     capacity = config.cluster.gpu_gib * GIB
     if plan.rank.total > capacity:

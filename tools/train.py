@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -43,6 +44,7 @@ class Outlets:
         from r3async.observe.sinks import open_sinks
 
         self._sinks = open_sinks(config.observe, run_dir, to_dict(config), say)
+        self._run_dir = run_dir
         self._endpoint = serve_metrics("driver", run_dir, config.observe)
 
     def show(self, status: Mapping[str, Any]) -> None:
@@ -59,6 +61,8 @@ class Outlets:
         self._sinks.close()
         if self._endpoint is not None:
             self._endpoint.close()
+        # The run is over: whoever did not take its address away was killed.
+        shutil.rmtree(self._run_dir / "prometheus", ignore_errors=True)
 
 
 class StopRequest:

@@ -21,6 +21,7 @@ from r3async.config.algorithm import (
     SAPOConfig,
     import_policy_loss,
 )
+from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig, ParallelConfig
 from r3async.config.observe import ObserveConfig
 from r3async.config.read import (
@@ -53,6 +54,7 @@ __all__ = [
     "POLICY_LOSSES",
     "AlgorithmConfig",
     "CISPOConfig",
+    "CheckpointConfig",
     "ClipConfig",
     "ClusterConfig",
     "Config",

@@ -25,10 +25,11 @@ class ObserveConfig(Section):
     sink_timeout: float = 15.0
     """Seconds that the end of a run waits for sinks to write what they have."""
     prometheus_port: int | None = None
-    """If set, every process of the run serves `/metrics` on the first free port from this one on, and writes where into
-    `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any free port."""
+    """If set, the driver serves `/metrics` on the first free port from this one on: the figures of the last step, and its own
+    memory and CPU time. Where is written into `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any
+    free port."""
     prometheus_host: str = "127.0.0.1"
-    """Interface that they bind to. Loopback unless named."""
+    """Interface that it binds to. Loopback unless named."""
 
     def __post_init__(self) -> None:
         positive(self, "sink_queue", "sink_timeout")

@@ -1,4 +1,4 @@
-"""A `/metrics` endpoint for Prometheus in every process of a run, if `observe.prometheus_port` is set."""
+"""A `/metrics` endpoint for Prometheus in a process of a run, if `observe.prometheus_port` is set."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
-from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed
+from actors.delivery import choose_backend
+from actors.evaluation import Evaluator
+from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed, no_delivery
 from actors.process import begin
 from r3async.buffer.groups import largest_buffer
 from r3async.config import Config, config_from_dict
@@ -53,6 +55,7 @@ class Conductor:
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
         self.fleet = Fleet(self.config, self.events, {})
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, lambda: self.fleet)
         self.learner: Any = None
         self._routing: dict[str, int] | None = None
         self._made = 0
@@ -134,12 +137,15 @@ class Conductor:
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
             background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            self.evaluator.after(0)
             steps = await self._train_steps(list(background))
             await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
             if steps:
                 await asyncio.wait_for(learner.save.remote(model), self.config.learner.start_timeout)
+            self._phase = "evaluating"
+            await self.evaluator.finish(steps, lambda: self._stopping)
             self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
             return {"steps": steps, "model": model if steps else "", "stopped": self._stopping}
         except Exception as error:
@@ -150,6 +156,7 @@ class Conductor:
             self._stopping = True
             self._phase = "ending the actors"
             self.lag.stop()
+            await self.evaluator.cancel()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -182,13 +189,8 @@ class Conductor:
         loading = asyncio.ensure_future(self.fleet.load())
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, loading)
+        self.fleet.backend = choose_backend(self.config, {i["host"] for i in infos} | {info["host"]})
         await self.fleet.connect(info["endpoint"])
-        hosts = {i["host"] for i in infos} | {info["host"]}
-        if len(hosts) > 1:
-            raise RunFailed(
-                f"learner and generators are on different hosts ({', '.join(sorted(hosts))}): weights are "
-                "delivered through one host's shared memory"
-            )
         sizes = {i["tasks"] for i in infos}
         if len(sizes) > 1:
             raise RunFailed(
@@ -209,11 +211,9 @@ class Conductor:
 
     async def _probe(self) -> None:
         self._phase = "delivering weights"
+        await self.learner.publish_through.remote(self.fleet.backend, await self.fleet.probe_tokens())
         await self.fleet.begin(await self.learner.publish.remote())
         self.admission.installed(0)
-        if self.config.weights.probe:
-            self._phase = "probing weights"
-            await self.fleet.probe(self.learner)
 
     async def _train_steps(self, background: list[asyncio.Task[None]]) -> int:
         """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made.
@@ -231,6 +231,7 @@ class Conductor:
             self.admission.trained(result["version"], result["groups"])
             result["metrics"] |= self._observe_pace(steps, result)
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
+            self.evaluator.after(steps)
             self._made = result["version"]
             if result["new_weights"]:
                 if publishing is not None:  # the learner has written it before it copied the next
@@ -285,9 +286,9 @@ class Conductor:
         The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What is read
         from here on is the newest version, which outlives the next one in any case.
         """
-        written = await self.learner.write.remote(self.fleet.reading)
-        self.book.amend(version, {"weights/write_seconds": written["seconds"]})
-        self.fleet.manifest = (version, written["manifest"])
+        published = await self.learner.write.remote(self.fleet.reading)
+        self.book.amend(version, {"weights/write_seconds": published.seconds})
+        self.fleet.published = published
         self._published.set()
 
     async def _settle(self, delivering: asyncio.Task[None]) -> None:
@@ -296,28 +297,26 @@ class Conductor:
         while not self.book.empty and time.monotonic() < deadline:
             self._published.set()
             await self._while_well(asyncio.sleep(0.05), [delivering])
-        self._delivered(self._made, 0.0, 0.0)
+        self._delivered(self._made, no_delivery())
 
     async def _deliver_forever(self) -> None:
         """Install the newest published weights in every live generator; free slots; write the rows of what was trained."""
         while True:
             await self._published.wait()
             self._published.clear()
-            version = self.fleet.manifest[0]
+            assert self.fleet.published is not None
+            version = self.fleet.published.version
             behind = any(g.state == "healthy" and g.version < version for g in self.fleet)
             if not behind and not self.book.waits_for(version):
                 continue
-            before = time.monotonic()
-            pause = await self.fleet.deliver(version)
-            if pause is None:
+            figures = await self.fleet.deliver()
+            if figures is None:
                 continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
             self.admission.installed(version)
-            self._delivered(version, time.monotonic() - before, pause)
+            self._delivered(version, figures)
 
-    def _delivered(self, version: int, update_seconds: float, pause_seconds: float) -> None:
-        figures = {
-            "weights/update_seconds": update_seconds,
-            "weights/pause_seconds": pause_seconds,
+    def _delivered(self, version: int, figures: dict[str, float]) -> None:
+        figures = figures | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
             "generator/concurrency": sum(load["limit"] for load in self._loads.values()),

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from actors.delivery import receiver
 from actors.process import begin
-from r3async.config import config_from_dict
-from r3async.engines.base import Engine
+from r3async.config import EnvConfig, config_from_dict
+from r3async.engines.base import Engine, InstallReport
 from r3async.engines.vllm import VllmEngine
-from r3async.envs.base import environment_factory
+from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
 from r3async.episodes.loop import close_environment
@@ -27,9 +28,13 @@ from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
 from r3async.scheduling.pace import useful_places
+from r3async.serving.agents import is_agent
+from r3async.serving.evaluation import evaluate
+from r3async.serving.runner import Play, agent_player
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.transport import Publication, WeightReceiver
 
 IDLE_SECONDS = 0.05
 
@@ -42,7 +47,7 @@ class IdleCounter:
         self._all = self._empty = self._seconds = self._engine_idle = 0.0
         self._at = time.monotonic()
 
-    def passed(self, places: float, empty: float, requests: int) -> None:
+    def passed(self, places: float, empty: float, requests: float) -> None:
         """Since the last call there were so many."""
         now = time.monotonic()
         seconds, self._at = now - self._at, now
@@ -74,9 +79,14 @@ class GeneratorActor:
         self.events = open_events(self.run_dir, generator_id)
         self.engine: Engine | None = None
         self.sender: Sender | None = None
+        self.weights: WeightReceiver | None = None
+        self._manifest: WeightManifest | None = None
+        """Of the weights that were installed last, as they are on this host."""
         self.lag = LagMeter()
         self._stopping = asyncio.Event()
         self._rejection = ""
+        self._factories: dict[bytes, EnvironmentFactory] = {}
+        self._evaluations: set[asyncio.Task[Any]] = set()
 
     def whereabouts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "host": socket.gethostname()}
@@ -92,6 +102,7 @@ class GeneratorActor:
             max_model_len=self.config.episode.max_total_tokens,
             threads=settings.threads,
             kv_cache_gib=settings.kv_cache_gib,
+            on_update=settings.on_update,
             engine_args={"seed": self._engine_seed(), **settings.engine_args},
         )
         self.renderer = await asyncio.to_thread(
@@ -100,16 +111,19 @@ class GeneratorActor:
         await self.engine.start()
         routing = self.engine.routing
         self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)
-        self.factory = await asyncio.to_thread(environment_factory, self.config.env)
+        factory = await asyncio.to_thread(self._factory, self.config.env)
         return {
             **self.whereabouts(),
             "routing": msgspec.structs.asdict(routing) if routing else None,
-            "tasks": await self._tasks(),
+            "tasks": await self._tasks(factory),
         }
 
-    async def _tasks(self) -> int | None:
-        """How many tasks the environment says it has."""
-        environment = self.factory()
+    @staticmethod
+    async def _tasks(factory: EnvironmentFactory | None) -> int | None:
+        """How many tasks the environment says it has. An agent says nothing of the kind."""
+        if factory is None:
+            return None
+        environment = factory()
         try:
             return getattr(environment, "size", None)
         finally:
@@ -119,8 +133,9 @@ class GeneratorActor:
         """Of what the engine samples; different for every generator and every run."""
         return random.Random(f"{self.config.seed}/{self.generator_id}").getrandbits(31)
 
-    async def connect(self, endpoint: str) -> None:
-        """Open the way to the learner."""
+    async def connect(self, endpoint: str, backend: str) -> None:
+        """Open the way to the learner, and the one by which its weights come; see `actors.delivery`."""
+        self.weights = await asyncio.to_thread(receiver, self.config, backend)
         self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
         await self.sender.start()
 
@@ -129,12 +144,26 @@ class GeneratorActor:
         self.events.error("trajectory_rejected", trajectory_id=trajectory_id, reason=reason)
         self._rejection = f"the learner rejected trajectory {trajectory_id}: {reason}"
 
-    async def install(self, manifest: bytes) -> dict[str, float]:
-        """Install published weights while episodes go on."""
+    async def install(self, publication: Publication) -> InstallReport:
+        """Fetch and install published weights while episodes go on."""
         assert self.engine is not None
-        weights = msgspec.msgpack.decode(manifest, type=WeightManifest)
-        report = await self.engine.install(weights, self.config.weights.install_timeout)
-        return msgspec.structs.asdict(report)
+        assert self.weights is not None
+        limit, before = self.config.weights.install_timeout, time.monotonic()
+        self._manifest = await asyncio.to_thread(self.weights.fetch, publication.manifest, publication.parts, limit)
+        fetched = time.monotonic() - before
+        report = await self.engine.install(self._manifest, max(0.0, limit - fetched))
+        return msgspec.structs.replace(report, fetch_seconds=fetched)
+
+    async def cached_from_older(self, token_ids: list[int]) -> int:
+        """See `Engine.cached_from_older`."""
+        assert self.engine is not None
+        return await self.engine.cached_from_older(np.asarray(token_ids, np.int32))
+
+    async def differences(self) -> list[Difference]:
+        """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
+        assert self.engine is not None
+        assert self._manifest is not None
+        return await self.engine.differences(self._manifest, self.config.weights.install_timeout)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         assert self.engine is not None
@@ -150,15 +179,30 @@ class GeneratorActor:
         after its retries. `TransportError` if the learner rejects a trajectory.
         """
         assert self.engine is not None
+        engine = recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning)
+        async with agent_player(
+            self.config.env,
+            engine,
+            self.renderer,
+            self.config.episode,
+            self.config.serving,
+            generator_id=self.generator_id,
+            report=self.events.warning,
+            directory=self.run_dir,
+        ) as play:
+            await self._play_leases(conductor, engine, play)
+
+    async def _play_leases(self, conductor: Any, engine: Engine, play: Play | None) -> None:
         assert self.sender is not None
         player = GroupPlayer(
-            factory=self.factory,
-            engine=recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning),
+            factory=self._factory(self.config.env),
+            engine=engine,
             renderer=self.renderer,
             settings=self.config.episode,
             generator_id=self.generator_id,
             deliver=self.sender.send,
             report=self.events.warning,
+            play=play,
         )
         settings = self.config.generator
         concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)
@@ -168,7 +212,7 @@ class GeneratorActor:
         more = True
         try:
             while (more or playing) and not self._stopping.is_set():
-                stats = self.engine.stats()
+                stats = engine.stats()
                 limit = concurrency.observe(stats, player.playing)
                 load = {"limit": limit, "playing": player.playing, **idle.counters(), **self._lags()}
                 room = max(0, limit - player.playing) if more else 0
@@ -185,7 +229,7 @@ class GeneratorActor:
                     await asyncio.sleep(IDLE_SECONDS)
                 places = min(limit, useful)
                 empty = max(0, places - player.playing) if answer["blocked"] else 0
-                idle.passed(places, empty, self.engine.stats()["running"])
+                idle.passed(places, empty, engine.stats()["running"])
                 for task in finished:
                     task.result()
                 if self._rejection:
@@ -199,12 +243,56 @@ class GeneratorActor:
     def _lags(self) -> dict[str, float]:
         return {f"lag_{name}": value for name, value in self.lag.figures().items()}
 
+    def _factory(self, env: EnvConfig) -> EnvironmentFactory | None:
+        """One for each environment, however often it is played: it may own processes. None for an agent."""
+        if is_agent(env):
+            return None
+        key = msgspec.json.encode(env)
+        if key not in self._factories:
+            self._factories[key] = environment_factory(env)
+        return self._factories[key]
+
+    async def evaluate(self) -> dict[str, Any]:
+        """Play the tasks of `[evaluation]` beside the leases; nothing of it goes to the learner. Returns an `Evaluation`.
+
+        Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
+        """
+        assert self.engine is not None
+        settings = self.config.evaluation
+        env = settings.env if settings.env.name else self.config.env
+        playing = asyncio.create_task(
+            evaluate(
+                env,
+                self._factory(env),
+                self.engine,
+                self.renderer,
+                self.config.episode,
+                self.config.serving,
+                episodes=settings.episodes,
+                seed=settings.seed,
+                concurrency=self.config.generator.concurrency,
+                generator_id=self.generator_id,
+                report=self.events.warning,
+            )
+        )
+        self._evaluations.add(playing)
+        try:
+            return msgspec.to_builtins(await asyncio.wait_for(playing, settings.timeout))
+        except TimeoutError as error:
+            raise TimeoutError(f"it took longer than evaluation.timeout = {settings.timeout} s") from error
+        finally:
+            self._evaluations.discard(playing)
+
     async def stop(self) -> None:
         """Cancel what is playing, close the sender, shut the engine down."""
         self._stopping.set()
         self.lag.stop()
+        for playing in self._evaluations:
+            playing.cancel()
         await asyncio.sleep(2 * IDLE_SECONDS)
         if self.sender is not None:
             await self.sender.close()
         if self.engine is not None:
             await self.engine.stop()
+        if self.weights is not None:
+            await asyncio.to_thread(self.weights.close)

@@ -29,6 +29,7 @@ from r3async.config.sections import (
     TransportConfig,
     WeightsConfig,
 )
+from r3async.config.serving import EvaluationConfig, ServingConfig
 
 
 class Config(Section):
@@ -55,6 +56,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
     observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         positive(self, "steps")

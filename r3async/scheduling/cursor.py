@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from r3async.scheduling.seeds import training_seed
+
 
 class Cursor:
     """Tasks of a run, for ever. The same `seed` and `size` name the same tasks, whatever was played before.
@@ -25,7 +27,7 @@ class Cursor:
 
     def task_seed(self, group_index: int) -> int:
         if self.size is None:
-            return random.Random(f"{self.seed}/{group_index}").getrandbits(63)
+            return training_seed(self.seed, group_index)
         epoch, position = divmod(group_index, self.size)
         return int(self._order(epoch)[position])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -128,6 +128,46 @@ def evaluate(
 
 
 @app.command()
+def tail(
+    run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
+    follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
+    patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
+    address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
+    job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
+) -> None:
+    """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
+    from tools.inspect_run import InspectError, find_run
+    from tools.tail import RemoteError, tail_here, tail_remote
+
+    try:
+        if address:
+            code = tail_remote(address, run, job=job, follow=follow, plain=plain, patience=patience)
+        else:
+            code = tail_here(find_run(run), follow=follow, plain=plain, patience=patience)
+    except (InspectError, RemoteError) as error:
+        _fail(str(error), 2)
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str] | None, typer.Argument(help="runs' names or directories", show_default="latest")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write", show_default="in the run")
+    ] = None,
+) -> None:
+    """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
+    from tools.inspect_run import InspectError
+    from tools.report import report as write
+
+    try:
+        typer.echo(write(runs or ["latest"], output))
+    except (InspectError, OSError) as error:
+        _fail(str(error), 2)
+
+
+@app.command()
 def export(
     source: Annotated[
         str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
@@ -187,7 +227,7 @@ def main() -> None:
         _fail(f"the run failed: {error}", 1)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
 

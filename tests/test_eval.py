@@ -14,8 +14,8 @@ from actors.evaluation import Evaluator
 from actors.fleet import Fleet, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.base import environment_factory
-from r3async.episodes.seeds import evaluation_seed, training_seed
 from r3async.scheduling.admission import GroupLease
+from r3async.scheduling.seeds import evaluation_seed, training_seed
 from r3async.serving.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
 from tests.helpers_serving import ready, renderer, said
 from tools.eval import Target, check_target, describe, find_target, run_evaluation
@@ -320,7 +320,7 @@ async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
         free = len(actor.sender.got) == 2 * played and played not in lease.given and played < groups
         leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and room else []
         lease.given |= {g.group_index for g in leases}
-        return {"leases": msgspec.msgpack.encode(leases), "more": played < groups}
+        return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
 
     lease.given = set()
     await asyncio.wait_for(actor.run(types.SimpleNamespace(lease=Remote(lease))), 30)

@@ -128,6 +128,28 @@ def evaluate(
 
 
 @app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
+    ],
+    directory: Annotated[Path, typer.Argument(help="directory to make")],
+    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
+    from r3async.checkpoint import CheckpointError
+    from tools.export import export as write
+
+    named = Path("runs") / source
+    path = Path(source) if Path(source).exists() or not named.exists() else named
+    try:
+        opened = write(path, directory, model=model)
+    except CheckpointError as error:
+        _fail(str(error), 2)
+        return
+    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
+
+
+@app.command()
 def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
     follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,
@@ -165,28 +187,6 @@ def report(
         typer.echo(write(runs or ["latest"], output))
     except (InspectError, OSError) as error:
         _fail(str(error), 2)
-
-
-@app.command()
-def export(
-    source: Annotated[
-        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
-    ],
-    directory: Annotated[Path, typer.Argument(help="directory to make")],
-    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
-) -> None:
-    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
-    from r3async.checkpoint import CheckpointError
-    from tools.export import export as write
-
-    named = Path("runs") / source
-    path = Path(source) if Path(source).exists() or not named.exists() else named
-    try:
-        opened = write(path, directory, model=model)
-    except CheckpointError as error:
-        _fail(str(error), 2)
-        return
-    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
 
 
 @app.command()

@@ -18,8 +18,8 @@ from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
 from r3async.episodes.loop import EpisodeTask, close_environment
-from r3async.episodes.seeds import evaluation_seed
 from r3async.records import Trajectory
+from r3async.scheduling.seeds import evaluation_seed
 from r3async.serving.runner import agent_player
 
 Policy = Literal["oracle", "random"]

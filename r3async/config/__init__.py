@@ -21,6 +21,7 @@ from r3async.config.algorithm import (
     SAPOConfig,
     import_policy_loss,
 )
+from r3async.config.buffer import BufferConfig
 from r3async.config.learner import LearnerConfig, ParallelConfig
 from r3async.config.read import (
     Config,
@@ -51,6 +52,7 @@ from r3async.config.sections import (
 __all__ = [
     "POLICY_LOSSES",
     "AlgorithmConfig",
+    "BufferConfig",
     "CISPOConfig",
     "ClipConfig",
     "ClusterConfig",

@@ -47,7 +47,7 @@ def from_runs(runs: bytes, dtype: np.dtype, rows: int, column: str) -> np.ndarra
     if total != rows:
         raise WireError(f"the runs of column {column!r} have {total} rows, expected {rows}")
     values = np.frombuffer(runs, dtype.newbyteorder("<"), count, count * LENGTH.itemsize)
-    if dtype == bool and values.view(np.uint8).max(initial=0) > 1:
+    if dtype.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
         raise WireError(f"the runs of bool column {column!r} have a byte that is neither 0 nor 1")
     array = np.repeat(values, lengths)
     array.flags.writeable = False

@@ -77,7 +77,7 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
             raise WireError(f"a {type(value).__name__} can not be sent")
         if value.schema.fingerprint != schema.fingerprint:
             raise WireError(f"a table has schema {value.schema.fingerprint}, the connection has {schema.fingerprint}")
-        layouts = []
+        layouts: list[Layout] = []
         for name, array in value.items():
             runs = to_runs(array) if layouts else None  # the first column says how many rows there are
             if runs is None:
@@ -136,7 +136,9 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
             if layout.runs is not None:
                 rows = len(next(iter(columns.values()))) if first in columns else -1
                 if rows != layout.shape[0]:
-                    raise WireError(f"column {layout.column!r} has runs of {layout.shape[0]} rows, expected {max(rows, 0)}")
+                    raise WireError(
+                        f"column {layout.column!r} has runs of {layout.shape[0]} rows, expected {max(rows, 0)}"
+                    )
                 columns[layout.column] = from_runs(layout.runs, np.dtype(layout.dtype), rows, layout.column)
                 continue
             if used == len(buffers):
@@ -258,11 +260,15 @@ class Hello(Control):
 
 
 class Welcome(Control):
-    """Receiver: the session stands. Repeated as a heartbeat; a new `epoch` is a restarted receiver."""
+    """Receiver: the session stands. Repeated as a heartbeat; a new `epoch` is a restarted receiver.
+
+    `in_hand`: trajectories of this sender that arrived and are not answered yet (they are being written, say).
+    """
 
     session: Session
     epoch: str
     credit_bytes: int
+    in_hand: list[str] = []
 
 
 class Refusal(Control):
@@ -274,7 +280,7 @@ class Refusal(Control):
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """A trajectory that is ready to be sent. `nbytes` counts its header and column frames."""
+    """A trajectory that is ready to be sent. `nbytes` is what it takes in memory once decoded (`decoded_bytes`)."""
 
     trajectory_id: Id
     group_index: int

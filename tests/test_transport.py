@@ -15,7 +15,7 @@ import pytest
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Column, Sample, TokenTable, Trajectory
 from r3async.transport import Ledger, Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
-from r3async.transport import receiver as receiver_module
+from r3async.transport import intake as intake_module
 from r3async.transport import sender as sender_module
 from tests.helpers_transport import (
     FAST,
@@ -457,7 +457,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     spy(sender_module, "encode_trajectory", "encode")
-    spy(receiver_module, "decode_trajectory", "decode")
+    spy(intake_module, "decode_trajectory", "decode")
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         await send_all(sender, [make_trajectory(0, 10), make_trajectory(1, 20_000)])

@@ -113,7 +113,7 @@ def runny_table(length: int, turns: int = 3) -> TokenTable:
     turn = np.full(length, -1, np.int32)
     rewards = np.zeros(length, np.float32)
     step = length // (2 * turns)
-    for i in range(turns):
+    for i in range(turns if step else 0):
         turn[(2 * i + 1) * step : (2 * i + 2) * step] = i
         rewards[(2 * i + 2) * step - 1] = 0.25 * i
     table = {n: c.filled(length, (4, 2)[: len(c.inner)]) for n, c in SCHEMA.columns.items()}

@@ -38,6 +38,8 @@ class CreditPool:
         self.oldest = 0
         self.reserved = 0
         self.held = 0
+        self.short_of_room = False
+        """The last `grant` kept a message waiting that only `room` is too small for."""
         self._offers: dict[bytes, dict[str, Offered]] = {}
         self._waiting: dict[tuple[bytes, str], int] = {}
         # Entries of messages that no longer wait, or wait under a later number, stay until they are on top.
@@ -84,12 +86,15 @@ class CreditPool:
         somewhere else (a disk).
         """
         granted = []
+        self.short_of_room = False
         while self._queue:
             group_index, order, sender, message = self._queue[0]
             if self._waiting.get((sender, message)) == order:
                 nbytes = self._offers[sender][message].nbytes
                 fits = not self.used or self.used + nbytes <= self.total
-                if not (self.urgent(group_index) or (fits and self.reserved + nbytes <= room)):
+                has_room = self.reserved + nbytes <= room
+                if not (self.urgent(group_index) or (fits and has_room)):
+                    self.short_of_room = fits and not has_room
                     break
                 del self._waiting[sender, message]
                 self.reserved += nbytes

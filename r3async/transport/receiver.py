@@ -7,10 +7,10 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -18,14 +18,13 @@ from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.gate import Gate
+from r3async.transport.intake import Intake, Parcelled, Refuse, Store
 from r3async.transport.keys import load_server
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import (
-    TURN_SECONDS,
     LoopSocket,
     TransportError,
     close_context,
-    off_loop,
     open_socket,
 )
 from r3async.transport.wire import (
@@ -42,10 +41,10 @@ from r3async.transport.wire import (
     Welcome,
     WireError,
     decode_control,
-    decode_trajectory,
-    decoded_bytes,
     encode_control,
 )
+
+__all__ = ["Receiver", "Refuse"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,52 +52,12 @@ PATIENCE = 4
 """A sender that is silent for this many `ack_timeout`s is gone, and what was granted to it is granted to others."""
 MAX_REASON = 500
 MAX_IN_HAND = 64
-TOKEN_BYTES = 16
-"""Of columns, at the least: what a token weighs when it is decided where to work on it."""
-
-
-class Refuse(ValueError):
-    """Raised by `validate` or `on_trajectory`: this trajectory will never be taken. The message is the reason that its
-    sender is given."""
-
-
-class Kept(Protocol):
-    """A trajectory that is on disk, and takes `nbytes` of memory."""
-
-    @property
-    def trajectory(self) -> Trajectory: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class Store(Protocol):
-    """What makes trajectories durable (`r3async.buffer.spool.Spool`)."""
-
-    memory_bytes: int
-
-    @property
-    def room(self) -> int: ...
-    def note_waiting(self, waiting: bool) -> None: ...
-    async def recover(self) -> Sequence[Kept]: ...
-    async def put(self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool) -> Kept | None: ...
-    async def commit(self, groups: Iterable[int]) -> int: ...
 
 
 @dataclass(slots=True)
 class Peer:
     session: str
     seen_at: float
-
-
-@dataclass(slots=True)
-class Parcelled:
-    """A trajectory that arrived and was not answered yet. `nbytes`: what it was granted."""
-
-    identity: bytes
-    trajectory_id: str
-    group_index: int
-    frames: Sequence[Frame]
-    nbytes: int
 
 
 class Receiver:
@@ -156,9 +115,7 @@ class Receiver:
         """Messages refused with a reason."""
         self.refused: Counter[str] = Counter()
         """Peers that were not let in, each time they tried, by reason."""
-        self._validate = validate
         self._store = store
-        self._on_trajectory = on_trajectory
         self._on_reject = on_reject
         self._port = port
         self._schema = schema
@@ -167,8 +124,7 @@ class Receiver:
         self._peers: dict[bytes, Peer] = {}
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
-        self._in_hand: dict[str, Parcelled] = {}
-        self._inbox: asyncio.Queue[Parcelled] = asyncio.Queue()
+        self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, store, self._answer)
         self._context: zmq.Context[Any] | None = None
         self._socket: LoopSocket | None = None
         self._gate: Gate | None = None
@@ -194,7 +150,8 @@ class Receiver:
         keys = load_server(Path(self.settings.keys)) if self.settings.keys else None
         self._pool.advance(self.ledger.oldest)
         if self._store is not None:
-            await self._recover(self._store)
+            self.recovered, refused = await self._intake.recover(self._store)
+            self.rejected += refused
         self._context = zmq.Context()
         socket = open_socket(self._context, zmq.ROUTER, self.settings)
         # Without MANDATORY an answer to a peer that is gone, or does not read, would vanish without a trace.
@@ -214,7 +171,7 @@ class Receiver:
             raise TransportError(f"can not listen on {address}: {error}") from error
         self._socket = LoopSocket(socket, self._on_message)
         self._tasks = [
-            asyncio.create_task(self._work(), name="transport-receiver"),
+            asyncio.create_task(self._intake.run(), name="transport-receiver"),
             asyncio.create_task(self._tick(), name="transport-heartbeat"),
         ]
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -244,39 +201,9 @@ class Receiver:
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
-        self._inbox = asyncio.Queue()
-        self._in_hand.clear()
         context, self._context = self._context, None
         if context is not None:
             await close_context(context)
-
-    async def _recover(self, store: Store) -> None:
-        """What was accepted and not trained is here again; what the ledger knows besides was never kept."""
-        self.ledger.forget_live()
-        over = set()
-        for kept in await store.recover():
-            trajectory = kept.trajectory
-            group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
-            if self.ledger.is_forgotten(group_index):
-                over.add(group_index)
-                continue
-            self._pool.hold(trajectory_id, kept.nbytes)
-            self.ledger.add(group_index, trajectory_id)
-            try:
-                await off_loop(kept.trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
-                self._on_trajectory(trajectory, kept.nbytes)
-            except Exception as error:
-                logger.warning("trajectory %r was kept, but is not taken again: %s", trajectory_id, error)
-                self.rejected += 1
-                self.ledger.discard(group_index, trajectory_id)
-                self._pool.release(trajectory_id)
-            else:
-                self.recovered += 1
-        await store.commit(over)
-
-    def _check(self, trajectory: Trajectory) -> None:
-        if self._validate is not None:
-            self._validate(trajectory)
 
     async def _tick(self) -> None:
         """Heartbeats, and the guarantee that no message lies unread."""
@@ -353,7 +280,7 @@ class Receiver:
                 p.trajectory_id: Offered(p.group_index, p.nbytes)
                 for p in offer.parcels
                 # What is in hand already (its sender reconnected while it was being written) is answered when it is done.
-                if p.trajectory_id not in refused and p.trajectory_id not in self._in_hand
+                if p.trajectory_id not in refused and p.trajectory_id not in self._intake
             },
         )
         if known:
@@ -364,7 +291,7 @@ class Receiver:
 
     def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
         trajectory_id, group_index = message.trajectory_id, message.group_index
-        if trajectory_id in self._in_hand:
+        if trajectory_id in self._intake:
             return
         if (group_index, trajectory_id) in self.ledger:
             self._pool.cancel(identity, trajectory_id)
@@ -378,67 +305,19 @@ class Receiver:
             self._reject(identity, trajectory_id, f"{wire_bytes} bytes were not granted")
             self._grant()
             return
-        parcel = Parcelled(identity, trajectory_id, group_index, frames, nbytes)
-        self._in_hand[trajectory_id] = parcel
-        self._inbox.put_nowait(parcel)
+        self._intake.add(Parcelled(identity, trajectory_id, group_index, frames, nbytes))
 
-    async def _work(self) -> None:
-        """Take in what arrived, one after the other, so that answers come in the order of deliveries."""
-        turn = time.perf_counter()
-        while True:
-            if self._inbox.empty() or time.perf_counter() - turn > TURN_SECONDS:
-                await asyncio.sleep(0)
-                turn = time.perf_counter()
-            parcel = await self._inbox.get()
-            try:
-                await self._take_in(parcel)
-            except Exception:
-                logger.exception("the trajectory receiver goes on after an error")
-            finally:
-                self._in_hand.pop(parcel.trajectory_id, None)
-
-    async def _take_in(self, parcel: Parcelled) -> None:
-        identity, trajectory_id, group_index = parcel.identity, parcel.trajectory_id, parcel.group_index
-        try:
-            trajectory, nbytes = await off_loop(parcel.nbytes, self._open, parcel)
-            if self._store is not None and not self.ledger.is_forgotten(group_index):
-                spill = self._pool.held > self._store.memory_bytes
-                kept = await self._store.put(trajectory, parcel.frames, spill=spill)
-                if kept is not None:
-                    trajectory, nbytes = kept.trajectory, kept.nbytes
-            if self.ledger.is_forgotten(group_index):  # Meanwhile.
-                self._acknowledge_again(identity, trajectory_id)
-                self.release(trajectory_id)
-                return
-            self._pool.hold(trajectory_id, nbytes)
-            # Before the call, so that it may forget the group that this trajectory completes.
-            self.ledger.add(group_index, trajectory_id)
-            self._on_trajectory(trajectory, nbytes)
-        except Exception as error:
-            reason = str(error)
-            if not isinstance(error, WireError | Refuse):
-                logger.exception("trajectory %r was not taken", trajectory_id)
-                reason = f"the learner failed to take it: {type(error).__name__}: {error}"
-            self.ledger.discard(group_index, trajectory_id)
-            self._reject(identity, trajectory_id, reason)
-            self.release(trajectory_id)
+    def _answer(self, parcel: Parcelled, reason: str | None) -> None:
+        if reason is None:
+            self._acknowledge_again(parcel.identity, parcel.trajectory_id)
+        elif reason:
+            self._reject(parcel.identity, parcel.trajectory_id, reason)
         else:
             self.received += 1
-            self.bytes_received += sum(map(len, parcel.frames))
-            self._send(identity, Ack([trajectory_id]))
-            if nbytes < parcel.nbytes:
-                self._grant()
-
-    def _open(self, parcel: Parcelled) -> tuple[Trajectory, int]:
-        """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""
-        trajectory = decode_trajectory(parcel.frames, self._schema)
-        if (trajectory.trajectory_id, trajectory.group_index) != (parcel.trajectory_id, parcel.group_index):
-            raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
-        nbytes = decoded_bytes(parcel.frames, trajectory)
-        if nbytes > parcel.nbytes:
-            raise WireError(f"{nbytes} bytes were not granted")
-        self._check(trajectory)
-        return trajectory, nbytes
+            self.bytes_received += parcel.wire_bytes
+            self._send(parcel.identity, Ack([parcel.trajectory_id]))
+        if self._pool.waiting:
+            self._grant()
 
     def _acknowledge_again(self, identity: bytes, *trajectory_ids: str) -> None:
         self.duplicates += len(trajectory_ids)
@@ -457,14 +336,14 @@ class Receiver:
             identities = self._pool.grant()
         else:
             identities = self._pool.grant(self._store.room)
-            self._store.note_waiting(self._pool.waiting > 0 and self._pool.reserved >= self._store.room)
+            self._store.note_waiting(self._pool.short_of_room)
         if also is not None and also not in identities and self._pool.granted(also):
             identities.append(also)
         for identity in identities:
             self._send(identity, Grant(self._peers[identity].session, self._pool.granted(identity)))
 
     def _welcome(self, identity: bytes) -> None:
-        in_hand = [p.trajectory_id for p in self._in_hand.values() if p.identity == identity][:MAX_IN_HAND]
+        in_hand = self._intake.of(identity)[:MAX_IN_HAND]
         self._send(identity, Welcome(self._peers[identity].session, self.epoch, self.settings.credit_bytes, in_hand))
 
     def _heartbeat(self) -> None:

@@ -20,8 +20,14 @@ ZAP = "inproc://zeromq.zap.01"
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 EVENT = struct.Struct("=HI")
 
-NO_KEY = "no key, or a key for another learner"
+NO_KEY = "no key shown"
+OTHER_LEARNER = "the key of another learner"
 UNKNOWN_KEY = "a key that is not known here"
+BROKEN = "a broken handshake"
+
+# Values of zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and _MECHANISM_MISMATCH.
+CRYPTOGRAPHIC = 0x11000001
+MECHANISM_MISMATCH = 0x11000002
 
 
 class Gate:
@@ -55,17 +61,15 @@ class Gate:
         self._zap.send([version, request, *status, b""])
 
     def _note(self, frames: list[zmq.Frame]) -> None:
-        event, _ = EVENT.unpack(frames[0].bytes)
-        # A refusal by the handler above is counted there.
-        if event & FAILED and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._refused[NO_KEY] += 1
+        event, value = EVENT.unpack(frames[0].bytes)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refused[{MECHANISM_MISMATCH: NO_KEY, CRYPTOGRAPHIC: OTHER_LEARNER}.get(value, BROKEN)] += 1
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._refused[NO_KEY] += 1  # It left first: a client without keys notices the mismatch as soon as this end.
 
 
 class Knock:
     """A client's side: `denied` says why the learner does not let this key in, once that is certain."""
-
-    MECHANISM_MISMATCH = 0x11000001
-    """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h."""
 
     def __init__(self, client: zmq.Socket[bytes]):
         self.denied = ""
@@ -82,5 +86,5 @@ class Knock:
         event, value = EVENT.unpack(frames[0].bytes)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.denied = "this key: its `.public` file has to be in the learner's `transport.keys`"
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == self.MECHANISM_MISMATCH:
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MECHANISM_MISMATCH:
             self.denied = "this connection: one end has `transport.keys` and the other has not"

@@ -171,7 +171,18 @@ def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: 
 def render(report: Report) -> Table:
     """For people."""
     table = Table(title="the whole pipeline with slow tools")
-    heads = ["S", "s / step", "speedup", "learner idle", "engine idle", "max age", "bound", "pause s", "reward", "gain / M tokens"]
+    heads = [
+        "S",
+        "s / step",
+        "speedup",
+        "learner idle",
+        "engine idle",
+        "max age",
+        "bound",
+        "pause s",
+        "reward",
+        "gain / M tokens",
+    ]
     for head in heads:
         table.add_column(head, justify="right")
     for r in report.runs:

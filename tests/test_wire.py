@@ -65,8 +65,7 @@ def forge(frames: list[bytes], change: Any) -> list[bytes]:
     header = msgspec.msgpack.decode(frames[0], type=Header)
     body = change(msgspec.msgpack.decode(header.body))
     body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    checksum = wire._checksum([body, *frames[1:]])
-    new = Header(header.wire, header.schema, checksum, msgspec.Raw(body))
+    new = Header(header.wire, header.schema, wire.checksum([body, *frames[1:]]), msgspec.Raw(body))
     return [msgspec.msgpack.encode(new), *frames[1:]]
 
 

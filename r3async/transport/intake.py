@@ -87,8 +87,12 @@ class Intake:
         self._inbox: asyncio.Queue[Parcelled] = asyncio.Queue()
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """It arrived, and is not answered yet."""
+        """This one is among them."""
         return trajectory_id in self._in_hand
+
+    def __len__(self) -> int:
+        """How many arrived, and are not answered yet."""
+        return len(self._in_hand)
 
     def of(self, identity: bytes) -> list[str]:
         """What is in hand of one sender."""

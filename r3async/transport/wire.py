@@ -91,8 +91,8 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"trajectory {trajectory.trajectory_id!r} can not be encoded: {error}") from error
-    checksum = _checksum([body, *buffers])
-    header = msgspec.msgpack.encode(Header(WIRE_VERSION, schema.fingerprint, checksum, msgspec.Raw(body)))
+    signed = Header(WIRE_VERSION, schema.fingerprint, checksum([body, *buffers]), msgspec.Raw(body))
+    header = msgspec.msgpack.encode(signed)
     if len(header) > MAX_HEADER:
         raise WireError(f"the header takes {len(header)} bytes, more than {MAX_HEADER}: shorten the preview")
     return [header, *buffers]
@@ -150,9 +150,9 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
     trajectory = _decode(header.body, Trajectory, "trajectory", read_table)
     if used != len(buffers):
         raise WireError(f"{len(buffers)} column frames, but the header describes {used}")
-    checksum = _checksum([header.body, *buffers])
-    if checksum != header.crc32:
-        raise WireError(f"checksum {checksum:08x}, but the header says {header.crc32:08x}")
+    crc32 = checksum([header.body, *buffers])
+    if crc32 != header.crc32:
+        raise WireError(f"checksum {crc32:08x}, but the header says {header.crc32:08x}")
     _check_values(trajectory)
     return trajectory
 
@@ -214,7 +214,8 @@ def _check_finite(value: float | np.ndarray, what: str) -> None:
         raise WireError(f"{what} is not finite")
 
 
-def _checksum(buffers: Iterable[Frame]) -> int:
+def checksum(buffers: Iterable[Frame]) -> int:
+    """CRC-32 of all bytes in order."""
     value = 0
     for buffer in buffers:
         value = zlib.crc32(buffer, value)

@@ -22,7 +22,6 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.records import Trajectory
 from r3async.transport import Ledger, Refuse, wire
 from tests.helpers_transport import (
-    FAST,
     LIMIT,
     SLOW,
     Inbox,
@@ -199,9 +198,10 @@ async def test_acknowledged_means_written(tmp_path, monkeypatch):
     monkeypatch.setattr(spool_module, "append", append)
     spool = Spool(tmp_path, DISK, retry_seconds=0.05)
     inbox = Inbox()
-    async with receiving(inbox, store=spool) as (receiver, endpoint), sending(endpoint) as sender:
+    config = TransportConfig(ack_timeout=1.5)
+    async with receiving(inbox, config, store=spool) as (receiver, endpoint), sending(endpoint, config) as sender:
         await send_all(sender, [sampled(i) for i in range(3)])
-        assert await sender.flush(6 * FAST.ack_timeout) == 3
+        assert await sender.flush(3 * config.ack_timeout) == 3
         assert (sender.acked, sender.reconnects, receiver.received) == (0, 0, 0)
         broken[0] = False
         assert await sender.flush(LIMIT) == 0

@@ -169,6 +169,8 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
             receiver._on_message([Bytes(b"raw"), *message])  # type: ignore[list-item]
             while len(receiver._intake):  # noqa: ASYNC110
                 await asyncio.sleep(0)
+            if receiver._acks:
+                receiver._acknowledge()
             slowest = max(slowest, time.perf_counter() - start)
             outcomes[_judge(ear.answers)] += 1
             receiver._pool.drop(b"raw")

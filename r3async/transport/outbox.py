@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from r3async.transport.wire import Frame, Parcel
 
-OFFERED_AT_ONCE = 16
-"""Enough to fill the pipe while the next ones are encoded, and few enough for a small message."""
+OFFERED_AT_ONCE = 64
+"""As many as one OFFER may list: on a machine that is busy the answer takes long, and what is not offered waits for it."""
 
 
 @dataclass(eq=False, slots=True)

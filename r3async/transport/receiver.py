@@ -52,6 +52,8 @@ PATIENCE = 4
 """A sender that is silent for this many `ack_timeout`s is gone, and what was granted to it is granted to others."""
 MAX_REASON = 500
 MAX_IN_HAND = 64
+MAX_ACKS = 64
+"""Ids in one message: it must stay below `MAX_CONTROL` however long they are."""
 
 
 @dataclass(slots=True)
@@ -122,6 +124,7 @@ class Receiver:
         self._clock = clock
         self._pool = CreditPool(settings.credit_bytes, window)
         self._peers: dict[bytes, Peer] = {}
+        self._acks: dict[bytes, list[str]] = {}
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
         self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, store, self._answer)
@@ -315,9 +318,18 @@ class Receiver:
         else:
             self.received += 1
             self.bytes_received += parcel.wire_bytes
-            self._send(parcel.identity, Ack([parcel.trajectory_id]))
+            if not self._acks:
+                asyncio.get_running_loop().call_soon(self._acknowledge)
+            self._acks.setdefault(parcel.identity, []).append(parcel.trajectory_id)
         if self._pool.waiting:
             self._grant()
+
+    def _acknowledge(self) -> None:
+        """One ACK to each sender for all that was accepted in this round of the event loop."""
+        acks, self._acks = self._acks, {}
+        for identity, ids in acks.items():
+            for i in range(0, len(ids), MAX_ACKS):
+                self._send(identity, Ack(ids[i : i + MAX_ACKS]))
 
     def _acknowledge_again(self, identity: bytes, *trajectory_ids: str) -> None:
         self.duplicates += len(trajectory_ids)

@@ -101,6 +101,7 @@ class Sender:
         self._error: TransportError | None = None
         self._session = ""
         self._welcomed = False
+        self._offering = False
         self._heard_at = 0.0
         self._backoff = 1
         self._context: zmq.Context[Any] | None = None
@@ -289,6 +290,13 @@ class Sender:
             self._offer()
 
     def _offer(self) -> None:
+        """One OFFER for everything that changes in this round of the event loop."""
+        if not self._offering:
+            self._offering = True
+            asyncio.get_running_loop().call_soon(self._offer_now)
+
+    def _offer_now(self) -> None:
+        self._offering = False
         if self._welcomed:
             self._say(Offer(self._session, self._outbox.offers()))
 

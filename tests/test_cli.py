@@ -19,7 +19,7 @@ def cli(*words, cwd):
 
 
 def test_presets_are_listed_and_shown(tmp_path):
-    assert cli("presets", cwd=tmp_path).stdout.startswith("quickstart")
+    assert "\nquickstart" in cli("presets", cwd=tmp_path).stdout
     shown = cli("presets", "quickstart", cwd=tmp_path).stdout
     assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
 

@@ -77,3 +77,13 @@ def test_a_typo_on_the_command_line_imports_neither_torch_nor_ray_nor_vllm():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "2 []"
     assert "did you mean `algorithm.rollout_kl`?" in done.stderr
+
+
+def test_another_environment_does_not_inherit_the_arguments_of_the_one_before(tmp_path):
+    assert load_config("quickstart").env.args == {"letters": 4, "turns": 3}
+    assert load_config("quickstart", ["env.args.letters=5"]).env.args == {"letters": 5, "turns": 3}
+    assert load_config("quickstart", ["env.name=guess"]).env.args == {}
+    assert load_config("quickstart", ["env.args.limit=5", "env.name=guess"]).env.args == {"limit": 5}
+    assert load_config("quickstart", ["env.name=reverse-text", "env.args.letters=5"]).env.args["turns"] == 3
+    (tmp_path / "mine.toml").write_text('extends = "quickstart"\n[env]\nname = "countdown"\n')
+    assert load_config(str(tmp_path / "mine.toml")).env.args == {}

@@ -218,3 +218,27 @@ async def test_request_ids_differ_between_turns(chat):
     ids = [call.request_id for call in engine.calls]
     assert len(set(ids)) == 3
     assert all(isinstance(call, GenerationRequest) for call in engine.calls)
+
+
+class Closes(Talker):
+    closed = 0
+
+    async def close(self):
+        Closes.closed += 1
+
+
+class ClosesPlainly(Talker):
+    def close(self):
+        Closes.closed += 1
+
+
+@pytest.mark.parametrize("kind", [Closes, ClosesPlainly])
+@pytest.mark.parametrize("turns", [1, 9])
+async def test_an_environment_is_closed_however_the_episode_ends(chat, kind, turns):
+    Closes.closed = 0
+    engine = await ready([encode(chat, "a")])
+    limits = EpisodeConfig(max_turns=turns, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128)
+    await play(chat, engine, limits, kind())
+    with pytest.raises(PromptTooLong):
+        await play(chat, engine, limits, kind("x" * 100))
+    assert Closes.closed == 2

@@ -14,6 +14,10 @@ SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_re
 class NoOracle:
     """An environment that does not know the answer."""
 
+    async def reset(self, task_seed): ...
+
+    async def step(self, action): ...
+
 
 def test_a_model_is_made_warmed_up_and_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,8 +52,7 @@ def test_an_existing_directory_is_not_touched(tmp_path):
 
 
 def test_an_environment_without_an_oracle_is_refused_with_the_fix(tmp_path):
-    config = load_config("quickstart", ["env.name=tests.test_init_model:NoOracle", "env.args={}"])
-    config.env.args = {}
+    config = load_config("quickstart", ["env.name=tests.test_init_model:NoOracle"])
     with pytest.raises(ConfigError, match=r"model\.path"):
         init_model(tmp_path / "model", config)
 

@@ -4,7 +4,7 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs.base import Action, environment_factory
-from r3async.envs.reverse_text import ReverseText, reversal_reward
+from r3async.envs.reverse_text import ReverseText, position_reward
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from r3async.envs.reverse_text import ReverseText, reversal_reward
     ],
 )
 def test_reward_is_the_fraction_of_right_positions(answer, stop, reward):
-    assert reversal_reward(Action(answer, stop), "abcd") == pytest.approx(reward)
+    assert position_reward(Action(answer, stop), "dcba") == pytest.approx(reward)
 
 
 async def test_the_oracle_earns_one_in_all_in_equal_shares_and_the_episode_ends():

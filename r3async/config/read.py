@@ -125,6 +125,18 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` merged over `base`. `env.args` belong to the environment that they were given with: another one has its own."""
+    env, other = base.get("env"), over.get("env")
+    if (
+        isinstance(env, Mapping)
+        and isinstance(other, Mapping)
+        and other.get("name", env.get("name")) != env.get("name")
+    ):
+        base = {**base, "env": {key: value for key, value in env.items() if key != "args"}}
+    return _merge(base, over)
+
+
 def preset_directory() -> Path:
     """Where the presets are: beside the code in a checkout, inside the package when installed from a wheel."""
     packaged = Path(__file__).parent.parent / "presets"
@@ -155,19 +167,19 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     base = data.pop("extends", None)
-    return _merge(_read(find_config(base), (*seen, path)), data) if base is not None else data
+    return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data
 
 
 def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a preset or file (which may `extends` another), with `key=value` overrides."""
-    data = _read(find_config(name_or_path))
+    over: dict[str, Any] = {}
     for text in overrides:
         keys, value = parse_override(text)
         nested: Any = value
         for key in reversed(keys):
             nested = {key: nested}
-        data = _merge(data, nested)
-    return _convert(Config, data, "")
+        over = _merge(over, nested)
+    return _convert(Config, _over(_read(find_config(name_or_path)), over), "")
 
 
 def config_from_dict(data: Mapping[str, Any]) -> Config:

@@ -59,8 +59,18 @@ class ModelConfig(Section):
 
 class EnvConfig(Section):
     name: str = "reverse-text"
-    """Built-in name, or `module:Class`."""
+    """Built-in name; `module:Class`; `dataset:PATH` (JSONL); or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
+    `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
+    workers: int = 2
+    """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""
+    step_timeout: float = 30.0
+    """Seconds that one call of a blocking environment may take; its process is then killed and replaced."""
+    start_timeout: float = 120.0
+    """Seconds that such a process may take to start and to import the environment."""
+
+    def __post_init__(self) -> None:
+        positive(self, "workers", "step_timeout", "start_timeout")
 
 
 RowsMode = Literal["auto", "merged", "stepwise"]

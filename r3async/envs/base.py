@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
+import random
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from r3async.config import ConfigError, EnvConfig
+from r3async.config import EnvConfig
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -46,6 +44,10 @@ class StepResult(msgspec.Struct, frozen=True):
     rewrites: bool = False
 
 
+class EnvironmentFailed(RuntimeError):
+    """An environment that raised, hung or died. The episode may be tried again, with a new environment."""
+
+
 class Environment(Protocol):
     """One episode at a time. The G episodes of a group are reset with the same `task_seed` and must pose the same task."""
 
@@ -56,6 +58,17 @@ class Environment(Protocol):
     async def step(self, action: Action) -> StepResult: ...
 
 
+class BlockingEnvironment(Protocol):
+    """The same with plain functions, for a class that computes or waits: it is played in a process of a pool (`pool.py`).
+
+    `reset` may return a string, for one user message. A `close()`, if there is one, is called when the episode is over.
+    """
+
+    def reset(self, task_seed: int) -> list[Message] | str: ...
+
+    def step(self, action: Action) -> StepResult: ...
+
+
 @runtime_checkable
 class HasOracle(Protocol):
     """An environment that knows the best answer to what it asked last; used to warm up a model and for scale."""
@@ -63,28 +76,21 @@ class HasOracle(Protocol):
     def oracle(self) -> str: ...
 
 
-EnvironmentFactory = Callable[[], Environment]
+@runtime_checkable
+class HasRandomAnswer(Protocol):
+    """An environment that can answer what it asked last as a policy would that knows the format and nothing else; for scale."""
 
-BUILT_IN = {"reverse-text": "r3async.envs.reverse_text:ReverseText"}
+    def random_answer(self, chance: random.Random) -> str: ...
+
+
+EnvironmentFactory = Callable[[], Environment]
 
 
 def environment_factory(config: EnvConfig) -> EnvironmentFactory:
-    """A callable that makes environments. Raises `ConfigError` for an unknown name or wrong `env.args`."""
-    target = BUILT_IN.get(config.name, config.name)
-    module_name, colon, class_name = target.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(config.name, BUILT_IN, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(BUILT_IN)}"
-        raise ConfigError(f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`.")
-    try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"`env.name` = {config.name!r} can not be loaded: {error}") from error
-    try:
-        inspect.signature(kind).bind(**config.args)
-        kind(**config.args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`env.args` do not fit {config.name!r}: {error}; it takes {inspect.signature(kind)}"
-        ) from error
-    return lambda: kind(**config.args)
+    """A callable that makes environments; call this once a process. See `factory.py`.
+
+    Raises `ConfigError` for an unknown name, wrong `env.args` or a package that is not installed.
+    """
+    from r3async.envs.factory import make_factory
+
+    return make_factory(config)

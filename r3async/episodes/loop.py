@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import time
 from collections.abc import Callable
 
@@ -19,6 +21,8 @@ from r3async.records import Trajectory
 ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
 """What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
 time ran out, or it failed."""
+
+CLOSE_SECONDS = 10.0
 
 
 class EpisodeError(RuntimeError):
@@ -91,6 +95,8 @@ class EpisodePlayer:
                     "answer had a reward yet"
                 ) from error
             return self.trajectory("timeout")
+        finally:
+            await close_environment(self._env)
 
     async def _turns(self) -> str:
         """Play; returns why it ended."""
@@ -154,6 +160,14 @@ class EpisodePlayer:
             finished_at=self._clock(),
             preview=self._preview,
         )
+
+
+async def close_environment(env: Environment) -> None:
+    """Call its `close()`, plain or `async def`, if it has one: an episode may end without the environment knowing."""
+    close = getattr(env, "close", None)
+    if close is not None and inspect.isawaitable(waiting := close()):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(waiting, CLOSE_SECONDS)
 
 
 async def play_episode(

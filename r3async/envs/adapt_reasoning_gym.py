@@ -1,0 +1,66 @@
+"""`reasoning-gym:TASK`: procedural single-turn tasks of the package reasoning-gym."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs.base import Action, EnvironmentFactory, Message, StepResult
+from r3async.envs.factory import near, optional_package
+from r3async.envs.pool import pooled
+
+
+class ReasoningGymTask:
+    """One task of the procedural data set `task`, made with the task seed; `settings` are of its configuration class.
+
+    The answer is what stands in `<answer>...</answer>`, or the whole text. Reward: the package's own score, in `0..1`. The
+    oracle is the package's own answer, which some tasks score below 1 because they accept many.
+    """
+
+    def __init__(self, task: str, system: str = "", **settings: Any):
+        import reasoning_gym
+
+        self._package: Any = reasoning_gym
+        self._task, self._system, self._settings = task, system, settings
+        self._data: Any = None
+        self._entry: dict[str, Any] = {}
+
+    def reset(self, task_seed: int) -> list[Message]:
+        # Tasks add an index to the seed, and some give it to numpy, which takes 32 bits.
+        self._data = self._package.create_dataset(self._task, seed=task_seed % 2**31, size=1, **self._settings)
+        self._entry = self._data[0]
+        asked = [Message("user", self._entry["question"])]
+        return [Message("system", self._system), *asked] if self._system else asked
+
+    def oracle(self) -> str:
+        return str(self._entry["answer"] or "")
+
+    def step(self, action: Action) -> StepResult:
+        marked = self._package.utils.extract_answer(action.text)
+        answer = marked if marked is not None else action.text.strip()
+        return StepResult(float(self._data.score_answer(answer, self._entry)), done=True)
+
+
+def make(target: str, config: EnvConfig) -> EnvironmentFactory:
+    """Played in the pool: some tasks take seconds to make. `env.args` are the task's own settings, and `system`."""
+    optional_package("reasoning_gym", config)
+    known = optional_package("reasoning_gym.factory", config).DATASETS
+    if target not in known:
+        hint = near(target, known) or f"it has {len(known)}, such as chain_sum."
+        raise ConfigError(f"`env.name` = {config.name!r}: reasoning-gym has no task {target!r}; {hint}")
+    settings = {name: value for name, value in config.args.items() if name != "system"}
+    fields = known[target][1].__dataclass_fields__
+    for name in settings:
+        if name not in fields or name in ("seed", "size"):
+            own = [field for field in fields if field not in ("seed", "size")]
+            raise ConfigError(
+                f"`env.args.{name}`: {target!r} has no such setting; {near(name, own) or ''} it has {', '.join(own)}"
+            )
+    try:
+        settings_class = known[target][1](**settings)
+        if hasattr(settings_class, "validate"):
+            settings_class.validate()
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"`env.args` do not fit {config.name!r}: {error}") from error
+    path = "r3async.envs.adapt_reasoning_gym:ReasoningGymTask"
+    return pooled(path, {"task": target, **config.args}, config, has_oracle=True)

@@ -1,0 +1,241 @@
+"""`verifiers:ID`: tasksets and environments of the package verifiers (its `verifiers.v1` interface, 0.4 and later).
+
+Its own rollout does the work: hooks, rewards, metrics. Only the model is ours: a harness, in this process, that asks the policy
+and writes the answer into the trace, without HTTP. It checks the turn limit and `@stop`s, as verifiers' model server would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import random
+import weakref
+from typing import Any
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs.factory import optional_package
+
+
+class Exchange:
+    """Between an episode of verifiers, which asks, and an episode of ours, which answers. One of each at a time."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self.answers: asyncio.Queue[Action] = asyncio.Queue()
+
+    async def ask(self, messages: list[Message]) -> Action:
+        """Waits for the policy: as long as it takes, and no longer than the episode, which cancels it."""
+        self.asked.put_nowait(messages)
+        return await self.answers.get()
+
+
+class VerifiersEpisode:
+    """One episode of `env` on a task that the seed chooses. `async`: it is played in this process's event loop.
+
+    Reward, with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it. An episode of
+    verifiers that ended with an error raises `EnvironmentFailed` with its traceback.
+    """
+
+    def __init__(self, vf: Any, env: Any, tasks: list[Any]):
+        self._vf, self._env, self._tasks = vf, env, tasks
+        self._exchange = Exchange()
+        self._episode: asyncio.Task[Any] | None = None
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        self.close()
+        self._exchange = Exchange()
+        task = random.Random(task_seed).choice(self._tasks)
+        episode = asyncio.create_task(play(self._vf, self._env, task, self._exchange))
+        self._episode = episode
+        # An episode that is given up before its end has nobody to end it: an open one holds a server and a folder.
+        self._forget = weakref.finalize(self, _cancel, episode, asyncio.get_running_loop())
+        self._forget.atexit = False
+        messages, _ = await self._asked()
+        if messages is None:
+            raise EnvironmentFailed("the verifiers episode ended before it asked for an answer")
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        if self._episode is None:
+            raise EnvironmentFailed("an environment has to be reset before it is stepped")
+        self._exchange.answers.put_nowait(action)
+        messages, reward = await self._asked()
+        return StepResult(reward, done=True) if messages is None else StepResult(0.0, messages)
+
+    def close(self) -> None:
+        """Cancel what is played. Also done when this object is forgotten."""
+        if self._episode is not None:
+            self._forget()
+            self._episode = None
+
+    async def _asked(self) -> tuple[list[Message] | None, float]:
+        """What the episode asks next; or None and its reward, if it ended instead."""
+        assert self._episode is not None
+        question = asyncio.ensure_future(self._exchange.asked.get())
+        try:
+            await asyncio.wait([question, self._episode], return_when=asyncio.FIRST_COMPLETED)
+            if question.done():
+                return question.result(), 0.0
+            return None, self._episode.result()
+        finally:
+            question.cancel()
+
+
+def _cancel(episode: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(episode.cancel)
+
+
+async def play(vf: Any, env: Any, task: Any, exchange: Exchange) -> float:
+    """One episode, hooks and scoring included; its reward."""
+    traces: list[Any] = []
+
+    def agent(name: str, config: Any) -> Any:
+        # By default an agent runs in a sandbox in somebody's cloud and calls a model there; ours does neither.
+        nowhere = vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="R3ASYNC_NO_KEY")
+        ours = {"model": "policy", "client": nowhere, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
+        config = config.model_copy(update={"harness": vf.HarnessConfig(id="null"), **ours})
+        made = recording_agent(vf)(config)
+        made.traces, made.harness = traces, policy_harness(vf, exchange, made.limits, task)
+        return made
+
+    agents = vf.Agents(env.config, agent)
+    info = vf.EnvInfo(id=env.config.env_id)
+    about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    try:
+        await env.setup(agents)
+        await env.run(task, agents)
+        await env.finalize(task, vf.Episode(env=info, task=about, traces=traces))
+    except SystemExit as error:  # some parts of verifiers end the process where a setting is missing
+        raise EnvironmentFailed(f"verifiers wanted to exit: {error}") from error
+    for trace in traces:
+        if not trace.ok:
+            fault = trace.last_error
+            raise EnvironmentFailed(f"verifiers: {fault.type}: {fault.message}\n{fault.traceback or ''}")
+    return float(sum(trace.reward for trace in traces))
+
+
+def recording_agent(vf: Any) -> Any:
+    """An agent that keeps the traces of what it plays, in the order of their beginnings."""
+
+    class RecordingAgent(vf.Agent):
+        traces: list[Any]
+
+        def run(self, task: Any, **options: Any) -> Any:
+            return super().run(task, **{"on_trace": self.traces.append, **options})
+
+        def interaction(self, task: Any, **options: Any) -> Any:
+            return super().interaction(task, **{"on_trace": self.traces.append, **options})
+
+    return RecordingAgent
+
+
+def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
+    """A harness whose model is the policy at the other end of `exchange`. One answer a segment, no tools."""
+    graph, session = importlib.import_module("verifiers.v1.graph"), importlib.import_module("verifiers.v1.session")
+    ended = vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def refused(trace: Any) -> str | None:
+        for stop in task.hooks("stop"):
+            if await session.call_hook(stop, {vf.Trace: trace}):
+                return str(stop.__name__)
+        return limits.reached(trace)
+
+    class PolicyHarness(vf.Harness):
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, urls: Any, data: Any
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+            return await self._answer(trace, [vf.SystemMessage(content=system), *said] if system else said)
+
+        async def resume(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            urls: Any,
+            data: Any,
+            messages: Any,
+            tool_interception_url: str | None = None,
+        ) -> Any:
+            return await self._answer(trace, list(messages))
+
+        async def _answer(self, trace: Any, new: list[Any]) -> Any:
+            if reason := await refused(trace):
+                trace.stop(reason)
+                return ended
+            before = trace.branches[-1].messages if trace.branches else []
+            action = await exchange.ask([Message(m.role, text_of(m)) for m in new])
+            turn = graph.prepare_turn(trace, [*before, *new])
+            said = vf.AssistantMessage(content=action.text)
+            finish = "length" if action.stop_reason == "length" else "stop"
+            turn.commit(vf.Response(id="", created=0, model="policy", message=said, finish_reason=finish))
+            return ended
+
+    return PolicyHarness(vf.HarnessConfig(id="null"))
+
+
+def text_of(message: Any) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    parts = [part.text for part in message.content or [] if getattr(part, "type", "") == "text"]
+    if len(parts) != len(message.content or []):
+        raise EnvironmentFailed("this verifiers task shows images, and a policy of ours reads text only")
+    return "".join(parts)
+
+
+def make(target: str, config: EnvConfig) -> EnvironmentFactory:
+    """`ID` is a taskset's, as verifiers finds it: a module that exports its `Taskset` (and an `Env`, if it has one) in `__all__`.
+
+    `env.args`: `tasks`, how many of the taskset's are played (default 1000); the rest is the verifiers environment's own
+    configuration, for example `taskset = { difficulty = 3 }`. Refused are those that our one policy can not play: several
+    agents, tools, interceptors, and containers.
+    """
+    vf = optional_package("verifiers.v1", config)
+    args = dict(config.args)
+    count = args.pop("tasks", 1000)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"`env.args.tasks` = {count!r} must be a whole number of at least 1")
+    try:
+        settings = vf.resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": target}})
+        env = vf.load_environment(settings)
+        tasks = list(itertools.islice(env.taskset, count))
+    except Exception as error:  # the taskset is somebody's code: whatever it raises, here is where to look
+        raise ConfigError(
+            f"`env.name` = {config.name!r} with `env.args` = {config.args} can not be loaded: {error}"
+        ) from error
+    if not tasks:
+        raise ConfigError(f"`env.name` = {config.name!r} has no tasks")
+    refuse_what_we_can_not_play(vf, env, tasks[0], config)
+    return lambda: VerifiersEpisode(vf, env, tasks)
+
+
+def refuse_what_we_can_not_play(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
+    decorators = importlib.import_module("verifiers.v1.utils.decorators")
+    session = importlib.import_module("verifiers.v1.session")
+    roles = [name for name, value in env.config if isinstance(value, vf.AgentConfig)]
+    problem = ""
+    if len(roles) != 1:
+        problem = f"has several agents ({', '.join(roles)})"
+    elif env.taskset.toolsets(env.taskset.config) or task.toolsets(task.config):
+        problem = "has tools"
+    elif task.NEEDS_CONTAINER:
+        problem = "needs a container"
+    elif decorators.discover_decorated(task, "intercept"):
+        problem = "intercepts model calls"
+    elif any(session.hook_boundary(stop, allow_trace=True) is not vf.Trace for stop in task.hooks("stop")):
+        problem = "stops at single requests or responses"
+    if problem:
+        raise ConfigError(
+            f"`env.name` = {config.name!r} {problem}: only text between one policy and its user is supported"
+        )

@@ -1,0 +1,115 @@
+"""From `env.name` and `env.args` to a callable that makes environments."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs.base import EnvironmentFactory
+from r3async.envs.pool import pooled
+
+BUILT_IN = {
+    "reverse-text": "r3async.envs.reverse_text:ReverseText",
+    "alphabet-sort": "r3async.envs.alphabet_sort:AlphabetSort",
+    "guess": "r3async.envs.guess:Guess",
+    "countdown": "r3async.envs.countdown:Countdown",
+    "tool-calculator": "r3async.envs.tool_calculator:ToolCalculator",
+}
+ADAPTERS = {
+    "dataset": "r3async.envs.dataset",
+    "reasoning-gym": "r3async.envs.adapt_reasoning_gym",
+    "gymnasium": "r3async.envs.adapt_gymnasium",
+    "textarena": "r3async.envs.adapt_textarena",
+    "verifiers": "r3async.envs.adapt_verifiers",
+}
+"""`PREFIX:TARGET` is made by `make(TARGET, config)` of that module."""
+
+
+def make_factory(config: EnvConfig) -> EnvironmentFactory:
+    """See `environment_factory`. A class is constructed once, here, so that wrong arguments show before anything starts."""
+    prefix, colon, target = config.name.partition(":")
+    if colon and prefix in ADAPTERS:
+        if not target:
+            raise ConfigError(f"`env.name` = {config.name!r}: say which, as in `{prefix}:NAME`")
+        return importlib.import_module(ADAPTERS[prefix]).make(target, config)
+    path = BUILT_IN.get(config.name, config.name)
+    if ":" not in path:
+        known = [*BUILT_IN, *ADAPTERS]
+        hint = near(config.name, known) or f"built in: {', '.join(BUILT_IN)}"
+        raise ConfigError(
+            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`; "
+            f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."
+        )
+    return class_factory(load(path, "env.name"), path, config)
+
+
+def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> EnvironmentFactory:
+    """Makes `kind(**extra, **env.args)`: here if its functions are `async def`, in the pool's processes if they are plain."""
+    waits = [inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step")]
+    if not all(callable(getattr(kind, name, None)) for name in ("reset", "step")) or len(set(waits)) == 2:
+        raise ConfigError(
+            f"`env.name` = {config.name!r} is no environment: it needs `reset(task_seed)` and `step(action)`, "
+            "both `async def` or both plain `def`"
+        )
+    arguments = {**extra, **config.args}
+    accept_arguments(kind, config, extra)
+    try:
+        first = kind(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"`env.args` do not fit {config.name!r}: {error}; it takes {takes(kind, extra)}") from error
+    if all(waits):
+        return lambda: kind(**arguments)
+    close = getattr(first, "close", None)
+    if close is not None:
+        close()
+    return pooled(path, arguments, config, has_oracle=hasattr(kind, "oracle"))
+
+
+def accept_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()) -> None:
+    """Raises `ConfigError` unless `function` takes `env.args` by name; `extra` are arguments that we give ourselves."""
+    parameters = inspect.signature(function).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in config.args:
+        if (name not in parameters and not open_ended) or name in extra:
+            hint = near(name, [p for p in parameters if p not in set(extra)]) or ""
+            raise ConfigError(
+                f"`env.args.{name}`: {config.name!r} takes no such argument; {hint} It takes {takes(function, extra)}"
+            )
+
+
+def takes(function: Any, extra: Iterable[str] = ()) -> str:
+    """The signature as a person may set it: what we give ourselves is left out."""
+    signature = inspect.signature(function)
+    shown = [p for name, p in signature.parameters.items() if name not in set(extra)]
+    return str(signature.replace(parameters=shown, return_annotation=inspect.Signature.empty))
+
+
+def near(name: str, names: Iterable[str]) -> str | None:
+    """`did you mean 'x'?`, or None."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def load(path: str, setting: str) -> Any:
+    """What `module:name` names. Raises `ConfigError`, which names `setting`."""
+    module_name, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"`{setting}` = {path!r} can not be loaded: {error}") from error
+
+
+def optional_package(name: str, config: EnvConfig) -> Any:
+    """A package of the extra `envs`. Raises `ConfigError` that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"`env.name` = {config.name!r} needs a package that is not installed ({error}): pip install 'r3async[envs]'"
+        ) from error

@@ -1,0 +1,115 @@
+"""The process that plays blocking environments: reads a call, makes it, writes the reply; ends with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import msgspec
+
+from r3async.envs.base import Action, Message, StepResult
+
+
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    method: Literal["load", "reset", "step", "drop"]
+    instance: int = 0
+    seed: int | None = None
+    action: Action | None = None
+    path: str = ""
+    arguments: dict[str, Any] = {}
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`error` is a traceback's text. `oracle` is the best answer to what was asked last, if the environment knows it."""
+
+    messages: list[Message] = []
+    result: StepResult | None = None
+    oracle: str = ""
+    error: str = ""
+
+
+class Player:
+    """All instances that live in this process."""
+
+    def __init__(self) -> None:
+        self._kind: Any = None
+        self._arguments: dict[str, Any] = {}
+        self._instances: dict[int, Any] = {}
+
+    def play(self, call: Call) -> Reply:
+        """Never raises for what an environment does, but for `KeyboardInterrupt` and `SystemExit`."""
+        try:
+            return self._play(call)
+        except Exception:
+            if call.method == "reset":
+                self._instances.pop(call.instance, None)
+            return Reply(error=traceback.format_exc())
+
+    def _play(self, call: Call) -> Reply:
+        match call.method:
+            case "load":
+                module, _, name = call.path.partition(":")
+                self._kind, self._arguments = getattr(importlib.import_module(module), name), call.arguments
+                return Reply()
+            case "reset":
+                env = self._instances[call.instance] = self._kind(**self._arguments)
+                first = messages_of(env.reset(call.seed))
+                return Reply(messages=first, oracle=oracle_of(env))
+            case "step":
+                env = self._instances[call.instance]
+                result = env.step(call.action)
+                if not isinstance(result, StepResult):
+                    raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
+                # Rewards are often numpy's, which msgpack does not know.
+                result = msgspec.structs.replace(
+                    result, reward=float(result.reward), done=bool(result.done), messages=messages_of(result.messages)
+                )
+                return Reply(result=result, oracle="" if result.done else oracle_of(env))
+            case "drop":
+                close = getattr(self._instances.pop(call.instance, None), "close", None)
+                if close is not None:
+                    close()
+        return Reply()
+
+
+def messages_of(said: Any) -> list[Message]:
+    """A string is one user message. Raises `TypeError` for what are no messages."""
+    if isinstance(said, str):
+        return [Message("user", said)]
+    messages = list(said)
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"an environment speaks in strings or Messages, not {type(message).__name__}")
+    return messages
+
+
+def oracle_of(env: Any) -> str:
+    return env.oracle() if hasattr(env, "oracle") else ""
+
+
+def _end_with(owner: int, descriptor: int) -> None:
+    """Ends this process when its owner has died, also while an environment hangs: the pipe is read by nobody then."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)  # the end of the pipe, and not what comes through it
+    while os.getppid() == owner:
+        if poll.poll(1000):
+            break
+    os._exit(1)
+
+
+def main() -> None:
+    """Arguments: the module path (already set), the descriptor of the pipe, the owner's process id."""
+    descriptor, owner = int(sys.argv[2]), int(sys.argv[3])
+    threading.Thread(target=_end_with, args=(owner, descriptor), daemon=True).start()
+    pipe, player = Connection(descriptor), Player()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            reply = player.play(msgspec.msgpack.decode(pipe.recv_bytes(), type=Call))
+            pipe.send_bytes(msgspec.msgpack.encode(reply))

@@ -1,0 +1,140 @@
+"""What is known of one generator's health, and what follows from it. Pure; the clock is injected.
+
+    STARTING ──loaded──► STALE ──installed──► HEALTHY ◄──heard── SUSPECT
+        ▲                  ▲                     │  │               │
+        │                  └──published too far──┘  └─silent────────┘
+        └──────────restart, after a back-off── DEAD ◄──died, from anywhere
+
+Only a HEALTHY generator takes leases. A STALE one has an engine and no current weights; a SUSPECT one has not been heard of for a
+while: it keeps what it has. DEAD is a process that is gone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+
+class HealthState(enum.StrEnum):
+    STARTING = "starting"
+    STALE = "stale"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class RestartsExhausted(RuntimeError):
+    """A process died more often than it may be restarted."""
+
+
+class Health:
+    """One generator's. Times in seconds of `clock`.
+
+    `silence`: after so long without a word it is SUSPECT. `backoff`: wait before the first restart; doubled for each further one
+    up to `backoff_max`, and the first again once it was healthy for `forgive` in one stretch. `max_restarts` in all.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        silence: float = 30.0,
+        backoff: float = 1.0,
+        backoff_max: float = 60.0,
+        forgive: float = 600.0,
+        max_restarts: int = 8,
+    ):
+        if min(silence, backoff, backoff_max, forgive) <= 0 or max_restarts < 0:
+            raise ValueError("silence, backoff, backoff_max and forgive must be positive, max_restarts not negative")
+        self._clock, self._silence, self._max_restarts = clock, silence, max_restarts
+        self._backoff, self._backoff_max, self._forgive = backoff, backoff_max, forgive
+        self.state = HealthState.STARTING
+        self.version = -1
+        """Version of its weights; -1 while it has none."""
+        self.restarts = 0
+        self._recent = 0
+        """Deaths that count for the back-off."""
+        self._heard_at = clock()
+        self._healthy_since: float | None = None
+        self._died_at = 0.0
+
+    @property
+    def may_lease(self) -> bool:
+        return self.state is HealthState.HEALTHY
+
+    def loaded(self) -> None:
+        """Its engine is up. It has no weights worth the name. Raises `ValueError` unless it was STARTING."""
+        self._require(HealthState.STARTING)
+        self.state = HealthState.STALE
+        self._heard_at = self._clock()
+
+    def installed(self, version: int, current: int) -> None:
+        """It installed `version`; `current` is the newest. With the newest it is HEALTHY, else STALE.
+
+        Raises `ValueError` if it is STARTING or DEAD, or versions go backwards.
+        """
+        if self.state in (HealthState.STARTING, HealthState.DEAD):
+            raise ValueError(f"a generator that is {self.state} can not install weights")
+        if version < self.version:
+            raise ValueError(f"version {version} installed after version {self.version}: versions only go up")
+        self.version = version
+        self._heard_at = self._clock()
+        if version >= current:
+            if self.state is not HealthState.HEALTHY:
+                self._healthy_since = self._heard_at
+            self.state = HealthState.HEALTHY
+        else:
+            self._leave(HealthState.STALE)
+
+    def heard(self) -> None:
+        """Any sign of life. A SUSPECT one is HEALTHY again. Ignored from one that is DEAD: a late answer revives nobody."""
+        if self.state is HealthState.DEAD:
+            return
+        self._heard_at = self._clock()
+        if self.state is HealthState.SUSPECT:
+            self.state, self._healthy_since = HealthState.HEALTHY, self._heard_at
+
+    def tick(self) -> bool:
+        """Look at the clock. True if it has become SUSPECT just now."""
+        if self.state is HealthState.HEALTHY and self._clock() - self._heard_at > self._silence:
+            self._leave(HealthState.SUSPECT)
+            return True
+        return False
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since it was heard."""
+        return self._clock() - self._heard_at
+
+    def died(self) -> None:
+        """Its process is gone, and its weights with it. Harmless if that was known."""
+        if self.state is HealthState.DEAD:
+            return
+        self._leave(HealthState.DEAD)
+        self.version, self._died_at = -1, self._clock()
+        self._recent += 1
+
+    @property
+    def restart_in(self) -> float:
+        """Seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is DEAD."""
+        self._require(HealthState.DEAD)
+        wait = min(self._backoff * 2.0 ** min(self._recent - 1, 62), self._backoff_max)
+        return max(0.0, self._died_at + wait - self._clock())
+
+    def restarting(self) -> None:
+        """It is started anew. Raises `RestartsExhausted`, or `ValueError` unless it is DEAD."""
+        self._require(HealthState.DEAD)
+        if self.restarts >= self._max_restarts:
+            raise RestartsExhausted(f"died {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
+        self.restarts += 1
+        self.state, self._heard_at = HealthState.STARTING, self._clock()
+
+    def _leave(self, state: HealthState) -> None:
+        since, self._healthy_since = self._healthy_since, None
+        if since is not None and self._clock() - since >= self._forgive:
+            self._recent = 0
+        self.state = state
+
+    def _require(self, state: HealthState) -> None:
+        if self.state is not state:
+            raise ValueError(f"a generator that is {self.state} is not {state}")

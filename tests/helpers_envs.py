@@ -1,0 +1,122 @@
+"""Environments that a person might bring, for tests: well and badly behaved ones. Loaded by `module:Class`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from r3async.envs.base import Action, Message, StepResult
+
+
+class Echo:
+    """Blocking; the answer says what its process does next. Rewards an answer that repeats the task's number."""
+
+    def __init__(self, mark: str = ""):
+        self.mark = mark
+
+    def reset(self, task_seed: int) -> str:
+        self.seed, self.turn = task_seed, 0
+        return f"{task_seed} in {os.getpid()}"
+
+    def oracle(self) -> str:
+        return str(self.seed + self.turn)
+
+    def step(self, action: Action) -> StepResult:
+        match action.text:
+            case "hang":
+                time.sleep(600)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(7)
+            case "raise":
+                raise ValueError("the dice rolled off the table")
+            case "nonsense":
+                return "no result"  # type: ignore[return-value]
+        right, self.turn = action.text == self.oracle(), self.turn + 1
+        return StepResult(right / 2, [] if self.turn == 2 else [Message("user", "again")], self.turn == 2)
+
+    def close(self) -> None:
+        if self.mark:
+            with Path(self.mark).open("a") as file:
+                file.write("closed\n")
+
+
+class Stubborn:
+    """Blocking; constructed where the run is set up, but not in a process of the pool."""
+
+    def __init__(self) -> None:
+        if sys.argv[0] == "-c":
+            raise RuntimeError("not in this process")
+
+    def reset(self, task_seed: int) -> str:
+        return "?"
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult(0.0, done=True)
+
+
+class Mixed:
+    async def reset(self, task_seed: int) -> list[Message]:
+        return []
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult(0.0, done=True)
+
+
+class Awaiting:
+    """`async def`: played in the process that asks."""
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        return [Message("user", str(os.getpid()))]
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(1.0, done=True)
+
+
+def half_for_trying(answer: str, row: dict[str, Any]) -> float:
+    """A reward function for `dataset:PATH`."""
+    if answer == "hang":
+        time.sleep(600)
+    return 1.0 if answer == row["solution"] else 0.5
+
+
+async def patient_reward(answer: str, row: dict[str, Any]) -> float:
+    return float(len(answer) == row["length"])
+
+
+def one_argument(answer: str) -> float:
+    return 0.0
+
+
+def first_free(observation: str, chance: Any) -> str:
+    """A textarena opponent: the first move on offer."""
+    return "[" + observation.rpartition("Available Moves: '[")[2][0] + "]"
+
+
+def register_gymnasium_games() -> None:
+    import gymnasium
+
+    class Parrot(gymnasium.Env):  # type: ignore[type-arg]
+        """Text in, text out: repeat the word."""
+
+        observation_space = gymnasium.spaces.Text(8)
+        action_space = gymnasium.spaces.Text(4, charset="abcd")
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            super().reset(seed=seed)
+            self.word = "".join("abcd"[i] for i in self.np_random.integers(0, 4, 3))
+            return self.word, {}
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "", float(action == self.word), True, False, {}
+
+    if "Parrot-v0" not in gymnasium.registry:
+        gymnasium.register("Parrot-v0", entry_point=lambda **settings: Parrot(**settings))
+
+
+register_gymnasium_games()

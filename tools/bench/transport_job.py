@@ -29,10 +29,12 @@ class TransportJob(msgspec.Struct, frozen=True):
 
 
 class SenderDone(msgspec.Struct, frozen=True):
-    """Seconds from the first to the last answer, of the sender's clock; lag in milliseconds."""
+    """Seconds from the first to the last answer, of the sender's clock, and of processor time; lag in milliseconds."""
 
     seconds: float
+    cpu_seconds: float
     lag_ms: list[float]
+    own_lag_ms: list[float]
     high_water_mib: float
 
 
@@ -47,14 +49,14 @@ def send_raw(job: TransportJob) -> SenderDone:
     socket.connect(job.endpoint)
     socket.send(b"begin")
     socket.recv()
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     for _ in range(job.count):
         socket.send_multipart(frames, copy=False)
     socket.recv()
-    seconds = time.perf_counter() - began
+    seconds, computed = time.perf_counter() - began, time.process_time() - computed
     socket.close()
     context.term()
-    return SenderDone(seconds, [], 0.0)
+    return SenderDone(seconds, computed, [], [], 0.0)
 
 
 async def send_whole(job: TransportJob) -> SenderDone:
@@ -73,14 +75,14 @@ async def send_whole(job: TransportJob) -> SenderDone:
     await sender.flush(LIMIT)
     reset_high_water()
     async with asyncio.timeout(LIMIT), Lag() as lag:
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         await asyncio.gather(*(feed() for _ in range(job.inflight)))
         if await sender.flush(LIMIT):
             raise TimeoutError("not all was acknowledged")
-        seconds = time.perf_counter() - began
+        ended, computed = time.perf_counter(), time.process_time() - computed
     high = high_water_mib()
     await sender.close()
-    return SenderDone(seconds, lag.summary(), high)
+    return SenderDone(ended - began, computed, *lag.between(began, ended), high)
 
 
 def main(directory: Path) -> None:

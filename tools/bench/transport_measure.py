@@ -25,10 +25,14 @@ def specimen(nbytes: int) -> Trajectory:
 
 
 class Lag:
-    """How late a sleep of one millisecond ends, over and over: what anything else on this event loop has to wait."""
+    """How late a sleep of one millisecond ends, over and over: what anything else on this event loop has to wait.
+
+    `own` is the part of it that the loop's own thread was computing, and not waiting for a processor that others had.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.own: list[float] = []
         self.at: list[float] = []
         """When each sleep ended."""
 
@@ -43,17 +47,23 @@ class Lag:
 
     async def _watch(self) -> None:
         while True:
-            began = time.perf_counter()
+            began, computed = time.perf_counter(), time.thread_time()
             await asyncio.sleep(TICK)
+            self.own.append(time.thread_time() - computed)
             self.at.append(time.perf_counter())
             self.seconds.append(self.at[-1] - began - TICK)
 
-    def summary(self) -> list[float]:
-        """Milliseconds: median, 99th percentile, maximum."""
-        if not self.seconds:
-            return []
-        late = np.array(self.seconds) * 1e3
-        return [float(np.median(late)), float(np.percentile(late, 99)), float(late.max())]
+    def between(self, began: float, ended: float) -> tuple[list[float], list[float]]:
+        """What is reported of lag and own lag, of the ticks that ended then: milliseconds, median, 99th percentile, maximum."""
+        chosen = [i for i, at in enumerate(self.at) if began <= at <= ended]
+        return _summary([self.seconds[i] for i in chosen]), _summary([self.own[i] for i in chosen])
+
+
+def _summary(seconds: list[float]) -> list[float]:
+    if not seconds:
+        return []
+    late = np.array(seconds) * 1e3
+    return [float(np.median(late)), float(np.percentile(late, 99)), float(late.max())]
 
 
 def reset_high_water() -> None:

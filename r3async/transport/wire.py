@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta
 
 from r3async.records import SCHEMA, Schema, TokenTable, Trajectory
-from r3async.transport.codec import WireError, from_runs, raw_bytes, to_runs
+from r3async.transport.codec import WireError, dtype_name, from_runs, raw_bytes, to_runs
 
 WIRE_VERSION = 2
 """Changes when an older peer would misread a message. Both ends must have the same."""
@@ -82,7 +82,7 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
             runs = to_runs(array) if layouts else None  # the first column says how many rows there are
             if runs is None:
                 buffers.append(raw_bytes(array))
-            layouts.append(Layout(name, array.dtype.name, array.shape, runs))
+            layouts.append(Layout(name, dtype_name(array.dtype), array.shape, runs))
         return layouts
 
     try:

@@ -6,8 +6,6 @@ every NaN and the sign of zero come back as they were.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 WORTH = 4
@@ -18,12 +16,6 @@ LENGTH = np.dtype("<u4")
 
 class WireError(ValueError):
     """Bytes (or a trajectory to be encoded) that do not fit the wire format; the message says where and why."""
-
-
-@functools.cache
-def dtype_name(dtype: np.dtype) -> str:
-    """`dtype.name`, which NumPy puts together anew each time: it took a fifth of encoding a short trajectory."""
-    return dtype.name
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from r3async.records import SCHEMA, Schema, TokenTable, Trajectory
-from r3async.transport.codec import WireError, dtype_name, from_runs, raw_bytes, to_runs
+from r3async.records import SCHEMA, Schema, TokenTable, Trajectory, dtype_name
+from r3async.transport.codec import WireError, from_runs, raw_bytes, to_runs
 
 WIRE_VERSION = 2
 """Changes when an older peer would misread a message. Both ends must have the same."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed
+from actors.delivery import choose_backend
+from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed, no_delivery
 from actors.process import begin
 from r3async.buffer.groups import largest_buffer
 from r3async.config import Config, config_from_dict
@@ -151,13 +152,8 @@ class Conductor:
         loading = asyncio.ensure_future(self.fleet.load())
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, loading)
+        self.fleet.backend = choose_backend(self.config, {i["host"] for i in infos} | {info["host"]})
         await self.fleet.connect(info["endpoint"])
-        hosts = {i["host"] for i in infos} | {info["host"]}
-        if len(hosts) > 1:
-            raise RunFailed(
-                f"learner and generators are on different hosts ({', '.join(sorted(hosts))}): weights are "
-                "delivered through one host's shared memory"
-            )
         self._routing = infos[0]["routing"]
         await self.learner.expect_routes.remote(self._routing)
         need = largest_buffer(self.config, RoutingShape(**self._routing) if self._routing else None)
@@ -171,11 +167,9 @@ class Conductor:
 
     async def _probe(self) -> None:
         self._phase = "delivering weights"
+        await self.learner.publish_through.remote(self.fleet.backend, await self.fleet.probe_tokens())
         await self.fleet.begin(await self.learner.publish.remote())
         self.admission.installed(0, 0)
-        if self.config.weights.probe:
-            self._phase = "probing weights"
-            await self.fleet.probe(self.learner)
 
     async def _train_steps(self, background: list[asyncio.Task[None]]) -> int:
         """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made.
@@ -221,9 +215,9 @@ class Conductor:
         The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What is read
         from here on is the newest version, which outlives the next one in any case.
         """
-        written = await self.learner.write.remote(self.fleet.reading)
-        self.book.amend(version, {"weights/write_seconds": written["seconds"]})
-        self.fleet.manifest = (version, written["manifest"])
+        published = await self.learner.write.remote(self.fleet.reading)
+        self.book.amend(version, {"weights/write_seconds": published.seconds})
+        self.fleet.published = published
         self._published.set()
 
     async def _settle(self, delivering: asyncio.Task[None]) -> None:
@@ -232,27 +226,25 @@ class Conductor:
         while not self.book.empty and time.monotonic() < deadline:
             self._published.set()
             await self._while_well(asyncio.sleep(0.05), [delivering])
-        self._delivered(self._made, 0.0, 0.0)
+        self._delivered(self._made, no_delivery())
 
     async def _deliver_forever(self) -> None:
         """Install the newest published weights in every live generator; free slots; write the rows of what was trained."""
         while True:
             await self._published.wait()
             self._published.clear()
-            version = self.fleet.manifest[0]
+            assert self.fleet.published is not None
+            version = self.fleet.published.version
             if not self.book.waits_for(version):
                 continue
-            before = time.monotonic()
-            pause = await self.fleet.deliver(version)
-            if pause is None:
+            figures = await self.fleet.deliver()
+            if figures is None:
                 continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
             self.admission.installed(version, self._consumed[version])
-            self._delivered(version, time.monotonic() - before, pause)
+            self._delivered(version, figures)
 
-    def _delivered(self, version: int, update_seconds: float, pause_seconds: float) -> None:
-        figures = {
-            "weights/update_seconds": update_seconds,
-            "weights/pause_seconds": pause_seconds,
+    def _delivered(self, version: int, figures: dict[str, float]) -> None:
+        figures = figures | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
         }

@@ -6,15 +6,17 @@ import asyncio
 import os
 import random
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from actors.delivery import receiver
 from actors.process import begin
 from r3async.config import config_from_dict
-from r3async.engines.base import Engine
+from r3async.engines.base import Engine, InstallReport
 from r3async.engines.vllm import VllmEngine
 from r3async.envs.base import environment_factory
 from r3async.episodes.chat import ChatRenderer
@@ -24,7 +26,8 @@ from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.transport import Publication, WeightReceiver
 
 IDLE_SECONDS = 0.05
 
@@ -43,6 +46,9 @@ class GeneratorActor:
         self.events = open_events(self.run_dir, generator_id)
         self.engine: Engine | None = None
         self.sender: Sender | None = None
+        self.weights: WeightReceiver | None = None
+        self._manifest: WeightManifest | None = None
+        """Of the weights that were installed last, as they are on this host."""
         self._stopping = asyncio.Event()
         self._rejection = ""
 
@@ -59,6 +65,7 @@ class GeneratorActor:
             max_model_len=self.config.episode.max_total_tokens,
             threads=settings.threads,
             kv_cache_gib=settings.kv_cache_gib,
+            on_update=settings.on_update,
             engine_args={"seed": self._engine_seed(), **settings.engine_args},
         )
         self.renderer = await asyncio.to_thread(
@@ -73,8 +80,9 @@ class GeneratorActor:
         """Of what the engine samples; different for every generator and every run."""
         return random.Random(f"{self.config.seed}/{self.generator_id}").getrandbits(31)
 
-    async def connect(self, endpoint: str) -> None:
-        """Open the way to the learner."""
+    async def connect(self, endpoint: str, backend: str) -> None:
+        """Open the way to the learner, and the one by which its weights come; see `actors.delivery`."""
+        self.weights = await asyncio.to_thread(receiver, self.config, backend)
         self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
         await self.sender.start()
 
@@ -83,12 +91,26 @@ class GeneratorActor:
         self.events.error("trajectory_rejected", trajectory_id=trajectory_id, reason=reason)
         self._rejection = f"the learner rejected trajectory {trajectory_id}: {reason}"
 
-    async def install(self, manifest: bytes) -> dict[str, float]:
-        """Install published weights while episodes go on."""
+    async def install(self, publication: Publication) -> InstallReport:
+        """Fetch and install published weights while episodes go on."""
         assert self.engine is not None
-        weights = msgspec.msgpack.decode(manifest, type=WeightManifest)
-        report = await self.engine.install(weights, self.config.weights.install_timeout)
-        return msgspec.structs.asdict(report)
+        assert self.weights is not None
+        limit, before = self.config.weights.install_timeout, time.monotonic()
+        self._manifest = await asyncio.to_thread(self.weights.fetch, publication.manifest, publication.parts, limit)
+        fetched = time.monotonic() - before
+        report = await self.engine.install(self._manifest, max(0.0, limit - fetched))
+        return msgspec.structs.replace(report, fetch_seconds=fetched)
+
+    async def cached_from_older(self, token_ids: list[int]) -> int:
+        """See `Engine.cached_from_older`."""
+        assert self.engine is not None
+        return await self.engine.cached_from_older(np.asarray(token_ids, np.int32))
+
+    async def differences(self) -> list[Difference]:
+        """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
+        assert self.engine is not None
+        assert self._manifest is not None
+        return await self.engine.differences(self._manifest, self.config.weights.install_timeout)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         assert self.engine is not None
@@ -150,3 +172,5 @@ class GeneratorActor:
             await self.sender.close()
         if self.engine is not None:
             await self.engine.stop()
+        if self.weights is not None:
+            await asyncio.to_thread(self.weights.close)

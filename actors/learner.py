@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from actors.delivery import Published
 from actors.process import begin
 from actors.ranks import LocalLearner, RankedLearner
 from r3async.batching.cost import Cost, cost_model
@@ -65,6 +65,8 @@ class LearnerActor:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._nothing_to_write = asyncio.Event()
         self._nothing_to_write.set()
+        self._watched: np.ndarray | None = None
+        self._scores: np.ndarray | None = None
         self._arrived = asyncio.Event()
         self._interrupted = False
 
@@ -109,10 +111,16 @@ class LearnerActor:
             self.receiver.release(trajectory.trajectory_id)
         self._arrived.set()
 
-    async def publish(self) -> bytes:
-        """Copy and write the current weights; returns the manifest (msgpack)."""
+    async def publish_through(self, backend: str, watched: list[int] | None) -> None:
+        """By which transport versions go out, and which text is scored with each of them; see `actors.delivery`."""
+        assert self.backend is not None
+        self._watched = None if watched is None else np.asarray(watched, np.int32)
+        await self._in_torch(self.backend.publish_through, backend)
+
+    async def publish(self) -> Published:
+        """Copy and write the current weights; see `write`."""
         await self._snapshot()
-        return (await self.write())["manifest"]
+        return await self.write()
 
     async def _snapshot(self) -> None:
         """Copy the current weights, for `write`, as soon as the version before them is written: one copy waits at most."""
@@ -127,20 +135,22 @@ class LearnerActor:
             ) from error
         await self._in_torch(self.backend.snapshot, self.version)
         self._nothing_to_write.clear()
+        if self._watched is not None:
+            self._scores = await self._in_torch(self.backend.score, self._watched)
 
-    async def write(self, reading: Sequence[int] = ()) -> dict[str, Any]:
+    async def write(self, reading: Sequence[int] = ()) -> Published:
         """Write the weights that were copied last where engines find them, beside whatever else the learner does.
 
-        Versions that engines are `reading` stay. Returns the `manifest` (msgpack), and the `seconds` it took.
+        Versions that engines are `reading` stay.
         """
         assert self.backend is not None
-        began = time.monotonic()
+        began, scores = time.monotonic(), self._scores
         try:
             writing = asyncio.get_running_loop().run_in_executor(self._writer, self.backend.write, reading)
-            manifest = await asyncio.wait_for(writing, self.config.weights.write_timeout)
+            publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
         finally:
             self._nothing_to_write.set()  # whatever became of it, no step waits for it any more
-        return {"manifest": msgspec.msgpack.encode(manifest), "seconds": time.monotonic() - began}
+        return Published(publication, scores, time.monotonic() - began)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         assert self.backend is not None

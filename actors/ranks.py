@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from actors.delivery import sender
 from actors.process import begin, environment
 from r3async.algorithms.policy_loss import needs_old_logprobs
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
-from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publisher, default_directory
+from r3async.weights.transport import Publication, WeightSender
 
 RANK_THREADS: dict[str, Any] = {"max_concurrency": 1, "concurrency_groups": {"write": 1}}
 """Options of a rank's actor: one thread makes every call but `write`, which has its own."""
@@ -30,7 +30,7 @@ def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence
 
 
 class LocalLearner:
-    """A backend and the publisher of its weights. Every call but `write` must come from the thread that made it."""
+    """A backend and the sender of its weights. Every call but `write` must come from the thread that made it."""
 
     def __init__(self, config: Config, model_path: Path):
         import torch
@@ -40,7 +40,7 @@ class LocalLearner:
 
         self._config = config
         self._backend = build_learner(config, model_path)
-        self._publisher = Publisher(Path(config.weights.directory or default_directory()))
+        self._sender: WeightSender | None = None
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._writing = threading.Lock()
@@ -70,6 +70,10 @@ class LocalLearner:
         """See `LearnerBackend.score`."""
         return self._backend.score(token_ids)
 
+    def publish_through(self, backend: str) -> None:
+        """Which transport `write` gives the weights to; see `delivery.sender`."""
+        self._sender = sender(self._config, backend)
+
     def snapshot(self, version: int) -> None:
         """Copy the weights to host memory as `version`, for `write`. Collective; later steps do not change the copy."""
         if self._snapshot is not None:
@@ -80,13 +84,14 @@ class LocalLearner:
         if tensors:  # one rank hands them in
             self._snapshot = version, tensors
 
-    def write(self, reading: Sequence[int] = ()) -> WeightManifest:
-        """Write the snapshot for the engines and let go of it; see `Publisher.publish`. From any thread, beside a step."""
+    def write(self, reading: Sequence[int] = ()) -> Publication:
+        """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""
         with self._writing:
             if self._snapshot is None:
                 raise LearnerError("there is no snapshot to write")
+            assert self._sender is not None
             try:
-                return self._publisher.publish(*self._snapshot, self._dtype, reading)
+                return self._sender.send(*self._snapshot, self._dtype, reading)
             finally:
                 self._snapshot = None
 
@@ -97,7 +102,8 @@ class LocalLearner:
     def close(self) -> None:
         """Release groups, and the published weights, as soon as nothing is written any more."""
         with self._writing:
-            self._publisher.close()
+            if self._sender is not None:
+                self._sender.close()
         self._backend.close()
 
 
@@ -139,7 +145,7 @@ class RankActor:
         """A method of this rank's learner."""
         return getattr(self._learner, name)(*args, **kwargs)
 
-    def write(self, reading: Sequence[int]) -> WeightManifest:
+    def write(self, reading: Sequence[int]) -> Publication:
         """See `LocalLearner.write`. Belongs to the concurrency group `write`, which has a thread of its own."""
         assert self._learner is not None
         return self._learner.write(reading)
@@ -213,11 +219,15 @@ class RankedLearner:
         """See `LearnerBackend.score`."""
         return self._all("score", token_ids)[0]
 
+    def publish_through(self, backend: str) -> None:
+        """See `LocalLearner.publish_through`."""
+        self._all("publish_through", backend)
+
     def snapshot(self, version: int) -> None:
         """See `LocalLearner.snapshot`."""
         self._all("snapshot", version)
 
-    def write(self, reading: Sequence[int] = ()) -> WeightManifest:
+    def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: the first rank does it, on this host."""
         write = self._ranks[0].write.options(concurrency_group="write")
         return self._wait([write.remote(reading)], self._config.weights.write_timeout)[0]

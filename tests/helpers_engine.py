@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from r3async.engines.base import GenerationRequest
+from r3async.engines.vllm import VllmEngine
 from r3async.engines.vllm_worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher
@@ -178,6 +180,33 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
             known = stop
     assert known == len(ids) - 1
     return torch.cat(logprobs).numpy(), np.sort(torch.cat(chosen).numpy(), -1)
+
+
+async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
+    """Wait until the running request of that name has sampled so many."""
+    states = engine._llm.output_processor.request_states
+    async with asyncio.timeout(30):
+        while not any(  # noqa: ASYNC110 - vLLM offers nothing to wait on
+            name in key and s.detokenizer.num_output_tokens() >= tokens for key, s in states.items()
+        ):
+            await asyncio.sleep(0)
+
+
+class FlippingExtension(WorkerExtension):
+    """One bit of three tensors is another than what was checked."""
+
+    FLIPPED = (
+        "model.layers.0.mlp.experts.3.up_proj.weight",
+        "model.layers.2.self_attn.k_proj.weight",
+        "model.norm.weight",
+    )
+
+    def r3_tensors(self, published: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().r3_tensors(published):
+            if name in self.FLIPPED:
+                tensor = tensor.clone()
+                tensor.reshape(-1).view(torch.int32)[7] ^= 1 << 22
+            yield name, tensor
 
 
 class BrokenExtension(WorkerExtension):

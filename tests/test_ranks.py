@@ -62,14 +62,15 @@ def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path
             assert 0.2 < agreement[1] < 1
         else:
             assert max(agreement) < 0.2
+        ranked.publish_through("shared_memory")
         ranked.snapshot(3)
         with ThreadPoolExecutor(1) as writer:  # beside a step
             writing = writer.submit(ranked.write)
             ranked.train([for_two_ranks()], version=1)
-            manifest = writing.result(60)
+            manifest = writing.result(60).manifest
         verify(manifest)
         ranked.snapshot(4)
-        manifest = ranked.write(reading=[3])
+        manifest = ranked.write(reading=[3]).manifest
         assert manifest.version == 4
         alone.train([[batch()]], version=1)
         ranked.save(tmp_path / "saved")

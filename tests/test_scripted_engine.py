@@ -166,7 +166,7 @@ async def test_abort_returns_what_was_sampled_and_cancel_nothing():
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert engine.stats() == {"running": 0, "generated_tokens": 2}
+    assert engine.stats() == {"running": 0, "generated_tokens": 2, "pause_seconds": 0.0}
 
 
 async def test_failures_are_engine_errors():

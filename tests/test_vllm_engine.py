@@ -32,7 +32,7 @@ def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
     path.write_bytes(content)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def weights(vllm_engine, tiny_model, tmp_path_factory):
     other = make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), seed=1)
     with Publisher(tmp_path_factory.mktemp("published")) as publisher:

@@ -19,7 +19,17 @@ from r3async.engines.vllm import VllmEngine
 from r3async.episodes.rows import SampleBuilder
 from r3async.versions import expand
 from r3async.weights.publish import Publisher
-from tests.helpers_engine import TOLERANCE, Weights, make_model, prompt, replay, replay_feeds, request, same_sets
+from tests.helpers_engine import (
+    TOLERANCE,
+    Weights,
+    make_model,
+    prompt,
+    replay,
+    replay_feeds,
+    request,
+    same_sets,
+    sampled,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
@@ -41,16 +51,6 @@ def other_model(tmp_path_factory):
 async def weights(vllm_engine, tiny_model, other_model, tmp_path_factory):
     with Publisher(tmp_path_factory.mktemp("published")) as publisher:
         yield Weights(tiny_model, other_model, publisher, vllm_engine.version)
-
-
-async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
-    """Wait until the running request of that name has sampled so many."""
-    states = engine._llm.output_processor.request_states
-    async with asyncio.timeout(30):
-        while not any(  # noqa: ASYNC110 - vLLM offers nothing to wait on
-            name in key and s.detokenizer.num_output_tokens() >= tokens for key, s in states.items()
-        ):
-            await asyncio.sleep(0)
 
 
 class Small:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 import actors.conductor
 import actors.learner
 from actors.conductor import Conductor
+from actors.delivery import Published
 from actors.fleet import RunFailed
 from actors.learner import LearnerActor
 from actors.ranks import LocalLearner
@@ -21,6 +21,7 @@ from r3async.config import load_config, to_dict
 from r3async.learners.base import LearnerError
 from r3async.observe.metrics import read_metrics
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.transport import Publication
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config
 
@@ -33,16 +34,17 @@ def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(t
     settings.learner.backend = backend
     learner = LocalLearner(settings, hm.make_hf_model(tmp_path / "model"))
     try:
+        learner.publish_through("shared_memory")
         learner.snapshot(0)
         before = load_file(tmp_path / "model" / "model.safetensors")
         learner.train([[batch()]], version=0)
         with pytest.raises(LearnerError, match="version 0 has not been written: version 1 has to wait"):
             learner.snapshot(1)
-        first = load_file(learner.write().path)
+        first = load_file(learner.write().manifest.path)
         with pytest.raises(LearnerError, match="no snapshot"):
             learner.write()
         learner.snapshot(1)
-        second = load_file(learner.write().path)
+        second = load_file(learner.write().manifest.path)
     finally:
         learner.close()
     changed = 0
@@ -50,6 +52,10 @@ def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(t
         assert torch.equal(first[name], tensor.to(first[name].dtype)), name
         changed += not torch.equal(second[name], first[name])
     assert changed > len(before) // 2
+
+
+def publication(version: int) -> Publication:
+    return Publication(WeightManifest(version=version, path="", tensors={}, nbytes=0))
 
 
 class Backend:
@@ -67,12 +73,12 @@ class Backend:
         self.happened.append(f"copied {version}")
         self._copied = version
 
-    def write(self, reading=()) -> WeightManifest:
+    def write(self, reading=()) -> Publication:
         assert self.may_write.acquire(timeout=LIMIT)
         if self.failure is not None:
             raise self.failure
         self.happened.append(f"written {self._copied}")
-        return WeightManifest(version=self._copied, path="", tensors={}, nbytes=0)
+        return publication(self._copied)
 
     def close(self) -> None:
         pass
@@ -107,8 +113,8 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     backend.may_write.release(2)
     written = await asyncio.wait_for(first, LIMIT)
     result = await asyncio.wait_for(second_step, LIMIT)
-    assert msgspec.msgpack.decode(written["manifest"], type=WeightManifest).version == 1
-    assert written["seconds"] > 0.1
+    assert written.version == 1
+    assert written.seconds > 0.1
     assert result["version"] == 2
     assert result["metrics"]["weights/snapshot_seconds"] > 0.05
     await asyncio.wait_for(learner.write(), LIMIT)
@@ -160,7 +166,7 @@ class RemoteLearner:
         if version == self.fails:
             raise OSError(f"version {version} could not be written")
         self.written.append(version)
-        return {"manifest": b"%d" % version, "seconds": float(version)}
+        return Published(publication(version), seconds=float(version))
 
 
 @pytest.fixture
@@ -170,14 +176,14 @@ def conductor(tmp_path, monkeypatch):
     conductor = Conductor("run", to_dict(settings), str(tmp_path))
     installed = []
 
-    async def deliver(version):
-        assert conductor.fleet.manifest == (version, b"%d" % version)
+    async def deliver():
+        version = conductor.fleet.published.version
         await asyncio.sleep(0.02)
         installed.append(version)
-        return 0.01
+        return {"weights/update_seconds": 0.02}
 
     conductor.fleet = SimpleNamespace(
-        reading=[], manifest=(0, b""), deliver=deliver, generated_tokens=0, restarts=0, generators={}
+        reading=[], published=None, deliver=deliver, generated_tokens=0, restarts=0, generators={}
     )
     conductor.freed = []
     monkeypatch.setattr(conductor.admission, "installed", lambda *pair: conductor.freed.append(pair))
@@ -213,10 +219,10 @@ async def test_what_could_not_be_written_stops_the_training_with_its_reason(cond
 
 
 async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor):
-    async def deliver(version):
-        if version == 5:
+    async def deliver():
+        if conductor.fleet.published.version == 5:
             raise RunFailed("tensor 'x' is corrupt")
-        return 0.0
+        return {}
 
     conductor.fleet.deliver = deliver
     with pytest.raises(RunFailed, match="tensor 'x' is corrupt"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from actors.process import find_user_modules
-from r3async.config import ConfigError, find_config, load_config, preset_directory
+from r3async.config import ConfigError, load_config
 from tools.bench.commands import app as bench
+from tools.submit_commands import app as submit
+from tools.submit_commands import cluster
 
 app = typer.Typer(
     add_completion=False,
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.add_typer(submit, name="submit")
+app.command()(cluster)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
@@ -29,24 +33,32 @@ Overrides = Annotated[
 
 @app.command()
 def train(
-    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")], overrides: Overrides = None
+    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="the plan as JSON (--dry-run)")] = False,
+    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
 ) -> None:
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
     config = load_config(preset, overrides or [])
+    if dry_run:
+        from tools.plan import print_plan
+
+        print_plan(config, json)
+        return
     from tools.train import train as run
 
-    run(config, preset)
+    run(config, preset, root=runs)
 
 
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
-    """List the presets, or show one."""
-    if name is not None:
-        typer.echo(find_config(name).read_text())
-        return
-    for path in sorted(preset_directory().glob("*.toml")):
-        comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
-        typer.echo(f"{path.stem:<24}{comments[0] if comments else ''}")
+    """List the presets with what each is for, or show one with what it comes to."""
+    from tools.presets import list_presets, show_preset
+
+    typer.echo(list_presets() if name is None else show_preset(name))
 
 
 @app.command()
@@ -83,6 +95,68 @@ def inspect(
             raise typer.Exit(1)
     except (InspectError, RouteFileError) as error:
         _fail(str(error), 2)
+
+
+@app.command()
+def tail(
+    run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
+    follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
+    patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
+    address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
+    job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
+) -> None:
+    """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
+    from tools.inspect_run import InspectError, find_run
+    from tools.tail import RemoteError, tail_here, tail_remote
+
+    try:
+        if address:
+            code = tail_remote(address, run, job=job, follow=follow, plain=plain, patience=patience)
+        else:
+            code = tail_here(find_run(run), follow=follow, plain=plain, patience=patience)
+    except (InspectError, RemoteError) as error:
+        _fail(str(error), 2)
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str] | None, typer.Argument(help="runs' names or directories", show_default="latest")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write", show_default="in the run")
+    ] = None,
+) -> None:
+    """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
+    from tools.inspect_run import InspectError
+    from tools.report import report as write
+
+    try:
+        typer.echo(write(runs or ["latest"], output))
+    except (InspectError, OSError) as error:
+        _fail(str(error), 2)
+
+
+@app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
+    ],
+    directory: Annotated[Path, typer.Argument(help="directory to make")],
+    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
+    from r3async.checkpoint import CheckpointError
+    from tools.export import export as write
+
+    named = Path("runs") / source
+    path = Path(source) if Path(source).exists() or not named.exists() else named
+    try:
+        opened = write(path, directory, model=model)
+    except CheckpointError as error:
+        _fail(str(error), 2)
+        return
+    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
 
 
 @app.command()
@@ -140,7 +214,7 @@ def main() -> None:
         _fail(f"the run failed: {error}", 1)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from r3async.observe.routes import Entry, RouteIndex, TrainedRoutes, load
 from r3async.observe.summary import format_percent, read_run_config
+from r3async.observe.tokens import RunTokenizer, roles
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
 from tools.inspect_run import InspectError, nearest
 
@@ -108,56 +109,11 @@ def choose(index: RouteIndex, trajectory: str | None, step: int | None) -> list[
     return chosen
 
 
-class Tokenizer:
-    """The text of single tokens, and the end-of-sequence token, of a run's model; ids alone if there is no tokenizer."""
-
-    def __init__(self, run_dir: Path):
-        self._decode: Callable[[int], str] = lambda token: f"#{token}"
-        self.end_id: int | None = None
-        path = read_run_config(run_dir).get("model", {}).get("path")
-        for directory in [run_dir / "init", *([Path(path)] if path else []), run_dir / "model"]:
-            if (directory / "tokenizer.json").is_file():
-                self._read(directory)
-                return
-
-    def _read(self, directory: Path) -> None:
-        import json
-
-        from tokenizers import Tokenizer as Reader
-
-        reader = Reader.from_file(str(directory / "tokenizer.json"))
-        self._decode = lambda token: reader.decode([token], skip_special_tokens=False)
-        described = directory / "tokenizer_config.json"
-        end = json.loads(described.read_text()).get("eos_token") if described.is_file() else None
-        end = end.get("content") if isinstance(end, dict) else end
-        self.end_id = reader.token_to_id(end) if end else None
-
-    def text(self, token: int) -> str:
-        return self._decode(token)
-
-
-def roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
-    """Of each token. An end of sequence that follows a sampled token which is none itself was injected."""
-    sampled_at = np.flatnonzero(loss_mask)
-    first = int(sampled_at[0]) if len(sampled_at) else len(tokens)
-    found = []
-    for at, token in enumerate(tokens):
-        if loss_mask[at]:
-            found.append("sampled")
-        elif at < first:
-            found.append("prompt")
-        elif token == end_id and loss_mask[at - 1] and tokens[at - 1] != end_id:
-            found.append("injected")
-        else:
-            found.append("observation")
-    return found
-
-
 class SampleRoutes:
     """One sample with the engine's rows beside the learner's. `owned`: the engine's record of it was found; if not, what
     was replayed is unknown, and no row counts as recorded."""
 
-    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: Tokenizer):
+    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer):
         self.trained = load(entry, TrainedRoutes)
         found = engine_rows(self.trained, index.calls_of(self.trained.trajectory_id))
         self.owned = found is not None
@@ -213,7 +169,7 @@ def show_routes(
     json: bool = False,
 ) -> None:
     """Print a trajectory's samples token by token. `layers`: only these; `diff`: only tokens that disagree in them."""
-    index, tokenizer = _index(run_dir), Tokenizer(run_dir)
+    index, tokenizer = _index(run_dir), RunTokenizer(run_dir)
     for entry in choose(index, trajectory, step):
         sample = SampleRoutes(index, entry, tokenizer)
         for layer in layers:

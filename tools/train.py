@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
-from r3async.config import Config, ConfigError, to_toml
+from r3async.config import Config, ConfigError, to_dict, to_toml
 
 POLL_SECONDS = 0.5
 
@@ -32,6 +34,35 @@ def make_run_dir(config: Config, preset: str, root: Path = Path("runs")) -> Path
     scratch.symlink_to(name)
     scratch.replace(latest)
     return directory
+
+
+class Outlets:
+    """Where the driver hands each step's row on to: sinks, and its own Prometheus endpoint. Never waits but at the end."""
+
+    def __init__(self, config: Config, run_dir: Path, say: Callable[[str], object]):
+        from r3async.observe.prometheus import serve_metrics
+        from r3async.observe.sinks import open_sinks
+
+        self._sinks = open_sinks(config.observe, run_dir, to_dict(config), say)
+        self._run_dir = run_dir
+        self._endpoint = serve_metrics("driver", run_dir, config.observe)
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        """A status of the conductor, with rows that were not in the one before."""
+        for row in status["rows"]:
+            self._sinks.write(row)
+            if self._endpoint is not None:
+                self._endpoint.update(row)
+
+    def __enter__(self) -> Outlets:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sinks.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        # The run is over: whoever did not take its address away was killed.
+        shutil.rmtree(self._run_dir / "prometheus", ignore_errors=True)
 
 
 class StopRequest:
@@ -63,9 +94,11 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
 def train(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
     """Run to the end; returns the run directory. Raises `ConfigError` or `RunFailed` with what to do about it."""
     from r3async.envs.base import environment_factory
+    from r3async.observe.sinks import check_sinks
     from tools.live import LiveView
 
     environment_factory(config.env)  # a wrong environment is refused before anything starts
+    check_sinks(config.observe)
     console = console or Console(file=sys.stderr)
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"`model.path` = {config.model.path!r} is not a model directory (no config.json in it)")
@@ -74,7 +107,8 @@ def train(config: Config, preset: str, console: Console | None = None, root: Pat
         view.say(f"run directory: {run_dir}")
         try:
             model_path = _model(config, run_dir, view)
-            _run(config, model_path, run_dir, view)
+            with Outlets(config, run_dir, view.say) as outlets:
+                _run(config, model_path, run_dir, view, outlets)
         finally:
             _report(run_dir, view)
     return run_dir
@@ -90,7 +124,7 @@ def _model(config: Config, run_dir: Path, view) -> Path:
     return directory.absolute()
 
 
-def _run(config: Config, model_path: Path, run_dir: Path, view) -> None:
+def _run(config: Config, model_path: Path, run_dir: Path, view, outlets: Outlets) -> None:
     from actors.pipeline import Pipeline
 
     view.phase("starting Ray and the actors")
@@ -103,6 +137,7 @@ def _run(config: Config, model_path: Path, run_dir: Path, view) -> None:
             while not pipeline.finished(POLL_SECONDS):
                 status = pipeline.status(view.step)
                 if status is not None:
+                    outlets.show(status)
                     view.show(status)
                 if request.requested and not told:
                     told = time.monotonic()
@@ -113,6 +148,7 @@ def _run(config: Config, model_path: Path, run_dir: Path, view) -> None:
                     break
             status = pipeline.status(view.step)
             if status is not None:
+                outlets.show(status)
                 view.show(status)
             result = pipeline.result()
             if result["model"]:

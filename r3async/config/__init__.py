@@ -22,7 +22,9 @@ from r3async.config.algorithm import (
     import_policy_loss,
 )
 from r3async.config.buffer import BufferConfig
+from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig, ParallelConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.read import (
     Config,
     config_from_dict,
@@ -54,6 +56,7 @@ __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
     "CISPOConfig",
+    "CheckpointConfig",
     "ClipConfig",
     "ClusterConfig",
     "Config",
@@ -68,6 +71,7 @@ __all__ = [
     "InitConfig",
     "LearnerConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OverlongPenaltyConfig",
     "PPOConfig",
     "ParallelConfig",

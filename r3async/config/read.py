@@ -14,7 +14,9 @@ import msgspec
 
 from r3async.config.algorithm import AlgorithmConfig
 from r3async.config.buffer import BufferConfig
+from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
+from r3async.config.observe import ObserveConfig
 from r3async.config.section import ConfigError, Section, positive
 from r3async.config.sections import (
     ClusterConfig,
@@ -37,6 +39,9 @@ class Config(Section):
     """Run directory below `runs/`; default: preset and time."""
     seed: int = 0
     steps: int = 100
+    resume: str = "auto"
+    """`auto`: go on from the newest intact checkpoint of this run, if it has any. `none`: begin anew. Or the path of a
+    checkpoint, or of a run, to go on from."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)
@@ -49,10 +54,14 @@ class Config(Section):
     transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
+    checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         positive(self, "steps")
+        if not self.resume:
+            raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:

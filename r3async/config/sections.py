@@ -114,6 +114,10 @@ class GeneratorConfig(Section):
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
     kv_cache_gib: float = 1.0
     """KV cache of one engine on CPU, GiB."""
+    on_update: Literal["keep", "recompute", "drain"] = "keep"
+    """Requests that run when new weights come. `keep`: they go on with the keys and values that the old weights made.
+    `recompute`: keys and values are made anew by the new weights; tokens, log-probs and routes that they have stay.
+    `drain`: the weights wait for them, and new requests wait for the weights."""
     max_restarts: int = 8
     """Times one generator process is restarted before the run stops."""
     start_timeout: float = 600.0
@@ -171,18 +175,27 @@ class RoutingConfig(Section):
 
 
 class WeightsConfig(Section):
+    backend: Literal["auto", "shared_memory", "object_store"] = "auto"
+    """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `object_store`: through
+    Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second."""
+    bucket_bytes: int = 64 * 2**20
+    """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
     install_timeout: float = 120.0
+    """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included."""
     write_timeout: float = 600.0
     """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
     probe: bool = True
-    """After the first delivery, compare log-probs of a fixed text between learner and engine; refuse to train on a mismatch."""
+    """Compare log-probs of a fixed text between learner and engine; on a mismatch stop the run and name the tensor. At the
+    first delivery, every `probe_every` versions, and when a generator was restarted."""
+    probe_every: int = 10
+    """Versions between two probes of a generator."""
     probe_tolerance: float | None = None
     """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
     directory: str = ""
     """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
 
     def __post_init__(self) -> None:
-        positive(self, "install_timeout", "write_timeout")
+        positive(self, "bucket_bytes", "install_timeout", "write_timeout", "probe_every")
 
 
 def is_loopback(host: str) -> bool:
@@ -228,3 +241,8 @@ class SuperviseConfig(Section):
 class ClusterConfig(Section):
     address: str = ""
     """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
+    gpu_gib: float = 80.0
+    """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
+
+    def __post_init__(self) -> None:
+        positive(self, "gpu_gib")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from r3async.versions import VersionSpan
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
 
 
 class EngineError(RuntimeError):
@@ -76,11 +76,17 @@ def moe_geometry(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[i
 
 
 class InstallReport(msgspec.Struct, frozen=True):
-    """`update_seconds`: the whole installation. `pause_seconds`: how long no token was generated."""
+    """`update_seconds`: the whole installation. `pause_seconds`: how long no token was generated, and of that `load_seconds`
+    for loading. `fetch_seconds`: until the file was on this host; `verify_seconds`: reading and checking it. `drain_seconds`:
+    waiting for running requests."""
 
     version: int
     update_seconds: float
     pause_seconds: float
+    fetch_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    load_seconds: float = 0.0
 
 
 class Engine(Protocol):
@@ -107,8 +113,20 @@ class Engine(Protocol):
         """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
         ...
 
-    def stats(self) -> dict[str, int]:
-        """Counters since `start`; `generated_tokens` among them."""
+    async def cached_from_older(self, token_ids: np.ndarray) -> int:
+        """How many positions of this text a new request would take from a prefix cache that older weights made; has to be 0.
+
+        To be asked once a version, always for the same text: what one version left in the cache, the next must not find.
+        """
+        ...
+
+    async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
+        """Which tensors the engine does not hold as they were published; none if what it loads is not at fault. The engine must
+        be restarted after it."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since `start`: `generated_tokens` and `pause_seconds` among them."""
         ...
 
     async def stop(self) -> None: ...

@@ -16,7 +16,7 @@ import numpy as np
 from r3async.engines.base import EngineError, Generation, GenerationRequest, InstallReport, RoutingShape
 from r3async.routing import route_dtype
 from r3async.versions import SpanRecorder, expand
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.manifest import Difference, WeightManifest
 
 Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
 """The answer to call number `call_index`, or a table of answers that is begun again at its end."""
@@ -62,6 +62,7 @@ class ScriptedEngine:
         self._installing = asyncio.Lock()
         self._started = False
         self.generated_tokens = 0
+        self._paused = 0.0
 
     async def start(self) -> None:
         self._started = True
@@ -133,6 +134,7 @@ class ScriptedEngine:
             self.version = manifest.version
             self.installed.append(manifest.version)
             seconds = time.perf_counter() - started
+            self._paused += seconds
             return InstallReport(manifest.version, update_seconds=seconds, pause_seconds=seconds)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -140,8 +142,18 @@ class ScriptedEngine:
         await asyncio.sleep(0)
         return np.asarray([scripted_logprob(i, self.version, int(t)) for i, t in enumerate(token_ids) if i], np.float32)
 
-    def stats(self) -> dict[str, int]:
-        return {"generated_tokens": self.generated_tokens, "running": sum(self._running.values())}
+    async def cached_from_older(self, token_ids: np.ndarray) -> int:
+        return 0
+
+    async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
+        return []
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "generated_tokens": self.generated_tokens,
+            "running": sum(self._running.values()),
+            "pause_seconds": self._paused,
+        }
 
     async def stop(self) -> None:
         """Running and later calls raise `EngineError`."""

@@ -1,58 +1,39 @@
 """vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
 
 vLLM's `AsyncLLM` lives in this process; the model runs in child processes of its own. Which version sampled which
-token is known exactly, because of one order of events: pause (no step runs any more), load, take every output that
-was produced before the pause, stamp all running requests with their token counts, resume. A request that has not
-produced a token when the pause comes starts afresh, so its prompt is never half old and half new.
+token is known exactly: see `vllm_update`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 
+from r3async.engines import vllm_update
 from r3async.engines.base import EngineError, Generation, GenerationRequest, InstallReport, moe_geometry
 from r3async.engines.process import inherited_environment, lineage
+from r3async.engines.vllm_requests import CALL_TIMEOUT, Requests, Running
+from r3async.engines.vllm_update import checkpoint_names
 from r3async.routing import RoutingError, route_dtype, validate_rows
-from r3async.versions import SpanRecorder
-from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import WeightError, verify
+from r3async.weights.manifest import Difference, WeightManifest
 
 SCORE_TIMEOUT = 120.0
-CALL_TIMEOUT = 30.0
-"""Seconds that vLLM may take for a call that does no work on the model."""
 STOP_TIMEOUT = 10.0
-_OUTPUT_CHUNK = 128
-"""Outputs of one step that vLLM hands on before it lets other tasks run (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)."""
-
-
-class _Running:
-    """A request inside vLLM. `collector` is where vLLM puts its result; None until vLLM has taken the request."""
-
-    __slots__ = ("collector", "request_id", "restart", "spans")
-
-    def __init__(self, request_id: str, version: int):
-        self.request_id = request_id
-        self.spans = SpanRecorder(version)
-        self.collector: Any = None
-        self.restart = False
 
 
 class VllmEngine:
     """One vLLM engine; see `Engine` for what the methods promise. They all belong to one event loop.
 
     `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
+    `on_update` says what becomes of running requests when weights change (the setting of that name).
     `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
     ours. Nothing is loaded, and vLLM is not imported, before `start`.
     """
@@ -64,6 +45,7 @@ class VllmEngine:
         dtype: str,
         concurrency: int,
         max_model_len: int,
+        on_update: str = "keep",
         threads: int = 1,
         kv_cache_gib: float = 1.0,
         engine_args: Mapping[str, Any] | None = None,
@@ -91,17 +73,21 @@ class VllmEngine:
         }
         if not self._args["enable_return_routed_experts"]:
             self.routing = None
-        self._llm: Any = None
+        self.on_update = on_update
+        self._requests = Requests()
         self._vllm: Any = None
         self._processes: list[psutil.Process] = []
         self._parameter_names: frozenset[str] = frozenset()
-        self._running: set[_Running] = set()
-        self._serial = itertools.count()
-        self._admitting = asyncio.Event()
         self._installing = asyncio.Lock()
-        self._failure: EngineError | None = EngineError("the engine has not been started")
-        counters = ("generated_tokens", "finished", "aborted", "restarted", "installs", "unrecorded_rows")
+        self._cache_checked = -1
+        """Version under which the prefix cache was looked at last."""
+        counters = ("generated_tokens", "finished", "aborted", "installs", "unrecorded_rows")
         self._counts = dict.fromkeys(counters, 0)
+        self._pause_seconds = 0.0
+
+    @property
+    def _llm(self) -> Any:
+        return self._requests.llm
 
     async def start(self) -> None:
         """Load the model, in a thread: seconds to minutes. Raises `EngineError`.
@@ -121,8 +107,8 @@ class VllmEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM could not start with {self._args['model']}: {error}") from error
-        self._failure = None
-        self._admitting.set()
+        self._requests.failure = None
+        self._requests.open_gate()
 
     def _start(self) -> None:
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -148,7 +134,7 @@ class VllmEngine:
             self._parameter_names = checkpoint_names(Path(self._args["model"]))
             config = AsyncEngineArgs(**self._args).create_engine_config()
             config.additional_config = OwnedConfig(os.getpid(), config.additional_config)
-            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=self._args["disable_log_stats"])
+            self._requests.llm = AsyncLLM.from_vllm_config(config, disable_log_stats=self._args["disable_log_stats"])
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
@@ -166,90 +152,74 @@ class VllmEngine:
         )
         prompt_ids = request.prompt_ids.tolist()
         while True:
-            await self._admission()
-            # An older version's cached prefix has another salt, so it is never hit.
-            prompt = self._vllm.inputs.tokens_input(prompt_ids, cache_salt=f"version {self.version}")
-            running = _Running(f"{request.request_id}#{next(self._serial)}", self.version)
-            output = await self._run(running, prompt, params)
+            await self._requests.admission()
+            running = self._requests.new(request.request_id, self.version)
+            output = await self._requests.run(running, self._prompt(prompt_ids), params)
             if output is not None:
                 return self._generation(request, running, output)
 
     async def abort(self, request_id: str) -> None:
         """End the running requests of that id: their `generate` returns what was sampled so far, and may be nothing."""
-        if self._llm is None:
-            return
-        ids = [r.request_id for r in self._running if r.request_id.rpartition("#")[0] == request_id]
-        await self._llm.abort(ids)
+        await self._requests.abort(request_id)
 
     async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights under the running requests; see `Engine.install`.
-
-        The file is verified before anything is paused: if that fails, `EngineError` names the tensor, and the engine
-        still runs its old version. If anything later fails, or the call is cancelled, the weights are in an unknown
-        state: the engine stays paused, and every running and later `generate` raises.
-        """
+        """Install published weights under the running requests; see `Engine.install` and `vllm_update.install`."""
         async with self._installing:
-            if self._failure is not None:
-                raise self._failure
+            if self._requests.failure is not None:
+                raise self._requests.failure
             if manifest.version < self.version:
                 raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
-            started = time.perf_counter()
-            deadline = asyncio.get_running_loop().time() + timeout
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await asyncio.to_thread(self._verify, manifest)
-            except WeightError as error:
-                raise EngineError(str(error)) from error
-            except TimeoutError as error:
-                raise EngineError(f"verifying version {manifest.version} took longer than {timeout} s") from error
-            paused = time.perf_counter()
-            self._admitting.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
-                    await self._llm.collective_rpc("r3_install", args=(msgspec.msgpack.encode(manifest),))
-                    await self._drain()
-                    await self._stamp(manifest.version)
-                    await self._llm.resume_generation()
-            except BaseException as error:
-                what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
-                failure = EngineError(f"installing version {manifest.version} {what}; the engine must be restarted")
-                await self._fail(failure)
-                if isinstance(error, Exception):
-                    raise failure from error
-                raise
-            self._admitting.set()
-            now = time.perf_counter()
+            report = await vllm_update.install(
+                self._requests,
+                manifest,
+                names=self._parameter_names,
+                on_update=self.on_update,
+                timeout=timeout,
+                installed=self._installed,
+            )
             self._counts["installs"] += 1
-            return InstallReport(manifest.version, update_seconds=now - started, pause_seconds=now - paused)
+            self._pause_seconds += report.pause_seconds
+            return report
+
+    def _installed(self, version: int) -> None:
+        self.version = version
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
         params = self._sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        prompt = self._vllm.inputs.tokens_input(token_ids.tolist())
-        output = None
-        try:
-            async with asyncio.timeout(SCORE_TIMEOUT):
-                while output is None:
-                    await self._admission()
-                    output = await self._run(_Running(f"score#{next(self._serial)}", self.version), prompt, params)
-        except TimeoutError as error:
-            raise EngineError(f"scoring {len(token_ids)} tokens took longer than {SCORE_TIMEOUT} s") from error
+        output = await self._alone("score", lambda: self._vllm.inputs.tokens_input(token_ids.tolist()), params)
         flat = output.prompt_logprobs
         if flat is None or len(flat) != len(token_ids):
             raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
         return np.asarray([flat.logprobs[flat.start_indices[t]] for t in range(1, len(flat))], np.float32)
 
-    def stats(self) -> dict[str, int]:
+    async def cached_from_older(self, token_ids: np.ndarray) -> int:
+        """See `Engine.cached_from_older`. The text is repeated until it fills blocks of the cache."""
+        block = self._llm.vllm_config.cache_config.block_size
+        ids = np.resize(token_ids, min(max(len(token_ids), 2 * block + 1), self._args["max_model_len"] - 1)).tolist()
+        params = self._sampling_params(max_tokens=1, temperature=0.0)
+        output = await self._alone("cache", lambda: self._prompt(ids), params)
+        known, self._cache_checked = self._cache_checked == self.version, self.version
+        return 0 if known else output.num_cached_tokens or 0
+
+    async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
+        """See `Engine.differences`."""
+        async with self._installing:
+            return await vllm_update.differences(self._requests, manifest, timeout)
+
+    def stats(self) -> dict[str, float]:
         """Counters since `start`, and the number of requests in vLLM now."""
-        return {**self._counts, "running": len(self._running)}
+        requests = self._requests
+        aborted = self._counts["aborted"] + requests.aborted
+        now = {"aborted": aborted, "restarted": requests.restarted, "running": len(requests)}
+        return {**self._counts, **now, "pause_seconds": self._pause_seconds}
 
     async def stop(self) -> None:
         """Fail what is running, shut vLLM down and make sure that its processes have ended. Idempotent."""
         if self._llm is None:
             return
-        await self._fail(EngineError("the engine was stopped"))
-        llm, self._llm = self._llm, None
+        await self._requests.fail(EngineError("the engine was stopped"))
+        llm, self._requests.llm = self._llm, None
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # or it would report the end of the engine's process as a failure
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT)
@@ -260,47 +230,33 @@ class VllmEngine:
 
     def _sampling_params(self, **values: Any) -> Any:
         """Outputs come once, at the end: vLLM then does no work of its own per token in this process."""
-        if self._failure is not None:
-            raise self._failure
+        if self._requests.failure is not None:
+            raise self._requests.failure
         kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         return self._vllm.SamplingParams(
             output_kind=kind, detokenize=False, ignore_eos=True, flat_logprobs=True, skip_clone=True, **values
         )
 
-    async def _admission(self) -> None:
-        """Wait until no installation is going on. Raises what made the engine fail.
+    def _prompt(self, ids: list[int]) -> Any:
+        """For a new request. An older version's cached prefix has another salt, so it is never hit."""
+        return self._vllm.inputs.tokens_input(ids, cache_salt=self._cache_salt())
 
-        No other task runs between its return and the caller's next suspension.
-        """
-        while not self._admitting.is_set():
-            await self._admitting.wait()
-        if self._failure is not None:
-            raise self._failure
+    def _cache_salt(self) -> str:
+        return f"version {self.version}"
 
-    async def _run(self, running: _Running, prompt: Any, params: Any) -> Any:
-        """vLLM's final output, or None if the request has to start afresh under newer weights."""
-        self._running.add(running)
+    async def _alone(self, name: str, prompt: Callable[[], Any], params: Any) -> Any:
+        """vLLM's output for a text of ours, all by one version."""
+        output = None
         try:
-            running.collector = await self._llm.add_request(running.request_id, prompt, params)
-            if running.restart:
-                await self._llm.abort(running.request_id)
-            output = await running.collector.get()
-        except asyncio.CancelledError:
-            self._counts["aborted"] += 1
-            if self._llm is not None:
-                await self._llm.abort(running.request_id)
-            raise
-        except Exception as error:
-            if self._failure is not None:
-                raise self._failure from error
-            raise EngineError(f"request {running.request_id}: {error or repr(error)}") from error
-        finally:
-            self._running.discard(running)
-        if self._failure is not None:
-            raise self._failure
-        return None if running.restart else output
+            async with asyncio.timeout(SCORE_TIMEOUT):
+                while output is None:
+                    await self._requests.admission()
+                    output = await self._requests.run(self._requests.new(name, self.version), prompt(), params)
+        except TimeoutError as error:
+            raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
+        return output
 
-    def _generation(self, request: GenerationRequest, running: _Running, output: Any) -> Generation:
+    def _generation(self, request: GenerationRequest, running: Running, output: Any) -> Generation:
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, np.int32)
         logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs is not None else (), np.float32)
@@ -340,60 +296,3 @@ class VllmEngine:
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         return rows
-
-    def _verify(self, manifest: WeightManifest) -> None:
-        if missing := sorted(self._parameter_names - set(manifest.tensors)):
-            raise WeightError(
-                f"weights version {manifest.version}: tensor {missing[0]!r} is missing ({len(missing)} in all)"
-            )
-        verify(manifest)
-
-    async def _drain(self) -> None:
-        """Wait until every output that left the paused engine is counted by vLLM's output processor.
-
-        Results of calls and outputs of steps come through one socket in order, so whatever was produced before the
-        pause is in this process by now: in vLLM's queue, or being handed on in chunks.
-        """
-        while not self._llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - vLLM offers nothing to wait on
-            await asyncio.sleep(0)
-        for _ in range(2 + len(self._running) // _OUTPUT_CHUNK):
-            await asyncio.sleep(0)
-
-    async def _stamp(self, version: int) -> None:
-        """Running requests go on under `version`; those without a token start afresh. Only while paused and drained."""
-        self.version = version
-        restart = []
-        states = self._llm.output_processor.request_states
-        for running in self._running:
-            if running.collector is None:
-                count = 0
-            elif (state := states.get(running.collector.request_id)) is None:
-                continue  # It has finished already, its caller has only not been scheduled yet.
-            else:
-                count = state.detokenizer.num_output_tokens()
-            if count:
-                running.spans.stamp(count, version)
-            else:
-                running.restart = True
-                restart.append(running.request_id)
-        self._counts["restarted"] += len(restart)
-        await self._llm.abort(restart)
-
-    async def _fail(self, failure: EngineError) -> None:
-        """From now on every call raises `failure`, and so do those that are running."""
-        self._failure = self._failure or failure
-        self._admitting.set()
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(CALL_TIMEOUT):
-                await self._llm.abort([r.request_id for r in self._running])
-
-
-def checkpoint_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors in a safetensors checkpoint."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return frozenset(names)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from r3async.config import LearnerConfig
@@ -31,6 +32,15 @@ Gradients = Sequence[Tensor]
 def squared_norm(gradients: Gradients) -> float:
     """Sum of squares of all elements, of one rank that holds everything."""
     return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum()) if gradients else 0.0
+
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What Adam keeps of a parameter; the moments have its shape, the step is one number."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class MasterAdamW:
@@ -107,6 +117,31 @@ class MasterAdamW:
         """No step: forget the gradients."""
         self.clear()
         return StepReport(0.0, self.lr, skipped=True, broken=broken)
+
+    def states(self) -> Iterator[dict[str, Tensor]]:
+        """For each parameter, in order, what later steps depend on: `master` and, if it was ever updated, Adam's `exp_avg`,
+        `exp_avg_sq` and `step`. The tensors themselves, of this rank; they change with the next step."""
+        for master in self._masters:
+            adam = self._adam.state.get(master, {})
+            yield {"master": local(master.detach())} | {name: local(adam[name]) for name in MOMENTS if name in adam}
+
+    @torch.no_grad()
+    def restore(self, states: Iterable[Mapping[str, Tensor]], steps: int) -> None:
+        """Go on as if `steps` had been made and `states()` were that; parameters become their masters. No gradient is left."""
+        self.clear()
+        self.steps = steps
+        self._adam.state.clear()
+        for parameter, master, saved in zip(self._model, self._masters, states, strict=True):
+            local(master.detach()).copy_(saved["master"])
+            if parameter is not master:
+                parameter.copy_(master)
+            if "step" in saved:
+                # As Adam makes them: the fused kernel wants the count on the parameter's device.
+                count = saved["step"].to(master.device, copy=True)
+                moments = {name: torch.zeros_like(master, memory_format=torch.preserve_format) for name in MOMENTS[1:]}
+                for name, moment in moments.items():
+                    local(moment).copy_(saved[name])
+                self._adam.state[master] = {"step": count, **moments}
 
     def clear(self) -> None:
         """Forget accumulated gradients."""

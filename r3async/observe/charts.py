@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from r3async.observe.metrics import METRICS
+
 
 class Line(msgspec.Struct, frozen=True):
     metric: str
@@ -61,7 +63,7 @@ CHARTS = (
         share=True,
     ),
     Chart("Policy loss", (Line("loss/policy", "policy loss", "blue"),), "per trained token"),
-    Chart("Gradient norm", (Line("grad_norm", "norm", "blue"),), "before clipping"),
+    Chart("Gradient norm", (Line("grad_norm", "norm", "blue"),), "before clipping", log=True),
     Chart(
         "Throughput",
         (
@@ -106,20 +108,55 @@ def describe_charts(
     for chart in CHARTS:
         lines = []
         for line in chart.lines:
-            column = [finite(row.get(line.metric)) for row in rows]
-            if chart.log:
-                column = [v if v is not None and v > 0 else None for v in column]
+            column = chart_column(chart, line.metric, rows)
             if any(v is not None for v in column):
                 series[line.metric] = column
                 lines.append(line)
         if lines:
             leading = [line for line in lines if not line.points] or lines
             values = [v for line in leading for v in series[line.metric] if v is not None]
-            charts.append(_chart(chart, lines, values, bound, f"chart-{len(charts)}"))
+            frame = chart_frame(chart, values, bound, f"chart-{len(charts)}")
+            charts.append(frame | {"lines": [msgspec.to_builtins(line) for line in lines]})
     return charts, series
 
 
-def _chart(chart: Chart, lines: list[Line], values: list[float], bound: int | None, key: str) -> dict[str, Any]:
+def chart_column(chart: Chart, metric: str, rows: Sequence[dict[str, Any]]) -> list[float | None]:
+    """A metric of all rows; None where there is nothing to draw."""
+    column = [finite(row.get(metric)) for row in rows]
+    return [v if v is not None and v > 0 else None for v in column] if chart.log else column
+
+
+def describe_more(
+    rows: Sequence[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[str, list[float | None]], list[tuple[str, float]]]:
+    """A chart for each metric that `CHARTS` has not, with the `group` it is in (the prefix of its name), their columns, and
+    the metrics that never change."""
+    drawn = {line.metric for chart in CHARTS for line in chart.lines} | {"step", "version", "time"}
+    order = {name: index for index, name in enumerate(METRICS)}
+    names = {name for row in rows for name in row} - drawn
+    charts: list[dict[str, Any]] = []
+    series: dict[str, list[float | None]] = {}
+    constants: list[tuple[str, float]] = []
+    for name in sorted(names, key=lambda name: (order.get(name, len(order)), name)):
+        metric = METRICS.get(name)
+        label = metric.label if metric else name
+        chart = Chart(label, (Line(name, label, "blue"),), unit=metric.unit if metric else "")
+        column = chart_column(chart, name, rows)
+        values = [v for v in column if v is not None]
+        if len(set(values)) == 1 and len(rows) > 1:
+            constants.append((label, values[0]))
+        elif values:
+            series[name] = column
+            frame = chart_frame(chart, values, None, f"more-{len(charts)}")
+            group = name.partition("/")[0] if "/" in name else "step"
+            charts.append(frame | {"group": group, "lines": [msgspec.to_builtins(line) for line in chart.lines]})
+    groups = list(dict.fromkeys(chart["group"] for chart in charts))
+    charts.sort(key=lambda chart: groups.index(chart["group"]))
+    return charts, series, constants
+
+
+def chart_frame(chart: Chart, values: list[float], bound: int | None, key: str) -> dict[str, Any]:
+    """The chart without its lines: words, axes and what `values` want of them."""
     shown_bound = bound if chart.bound else None
     low, high = min(values), max(values)
     limits = None
@@ -130,6 +167,8 @@ def _chart(chart: Chart, lines: list[Line], values: list[float], bound: int | No
         floor = min(low, 0.99) - 0.05 * (1 - min(low, 0.99))
         limits = [max(floor, -0.02), 1 + 0.06 * (1 - floor)]
     elif chart.log:
+        # A step that is exactly on-policy has a drift of rounding errors, decades below all others.
+        low = max(low, sorted(values)[len(values) // 2] / 100)
         room = 0.15 if high > 2 * low else 0.5
         limits = [math.log10(low) - room, math.log10(high) + room]
     elif low >= 0:
@@ -145,5 +184,4 @@ def _chart(chart: Chart, lines: list[Line], values: list[float], bound: int | No
         "decades": max(1.0, math.log10(high / low)) if chart.log else 0,
         "range": limits,
         "bound": shown_bound,
-        "lines": [msgspec.to_builtins(line) for line in lines],
     }

@@ -111,6 +111,12 @@ METRICS: dict[str, Metric] = {
         "write", "s", "Time to write the step's weights for the engines, beside the next step."
     ),
     "weights/update_seconds": Metric("update", "s", "Time to deliver the step's weights to all engines."),
+    "weights/transfer_seconds": Metric("transfer", "s", "Longest time for a generator to get and check the weights."),
+    "weights/bytes": Metric("weights", "bytes", "Size of a version as engines get it."),
+    "weights/load_seconds": Metric("load", "s", "Longest time for an engine to load them."),
+    "weights/paused_share": Metric(
+        "paused", "fraction", "Share of the generators' time so far in which new weights kept them from generating."
+    ),
     "weights/pause_seconds": Metric("pause", "s", "Longest pause of an engine for that delivery."),
     "transport/received": Metric("received", "trajectories", "Trajectories accepted since the learner started."),
     "transport/duplicates": Metric(

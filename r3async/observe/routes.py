@@ -87,7 +87,8 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
     """One sample of optimizer step `step` (from 1), `[T]` tokens, and what the learner's routers did with them.
 
     `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`: columns of the sample. `own`, `used` `[T, L, K]`: the
-    experts that the routers would have chosen, and those that they used.
+    experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what the learner
+    thought of the tokens before the step, if its trace says so.
     """
 
     step: int
@@ -99,6 +100,7 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
     policy_version: np.ndarray
     own: np.ndarray
     used: np.ndarray
+    learner_logprobs: np.ndarray | None = None
 
 
 Record = TypeVar("Record", EngineCall, TrainedRoutes)

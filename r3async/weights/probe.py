@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
+from r3async.weights.manifest import Difference
 
 _TEXT = "The quick brown fox jumps over 13 lazy dogs; def f(x): return x * 2  # reverse: xof nworb kciuq. "
 
@@ -37,6 +38,17 @@ class ProbeResult(msgspec.Struct, frozen=True):
             f"{self.token_id}): learner {self.learner_logprob:.4f}, engine {self.engine_logprob:.4f}. The weights "
             "that the engine installed are not those that the learner published. Do not train on this engine."
         )
+
+
+def name_differences(found: Sequence[Difference], most: int = 4) -> str:
+    """In words: which published tensors an engine does not hold."""
+    if not found:
+        return (
+            "The engine holds what loading the published tensors again gives: the fault is in how it loads or computes them, or "
+            "in what the learner published."
+        )
+    named = ", ".join(f"{d.tensor!r} ({d.elements} elements of parameter {d.parameter!r})" for d in found[:most])
+    return f"It does not hold {named}" + (f" and {len(found) - most} more." if len(found) > most else ".")
 
 
 def probe_text(max_tokens: int) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -34,6 +34,9 @@ _SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
 }
 _SPARE_BYTES = 16 * 2**20
+BUCKET_BYTES = 64 * 2**20
+
+Buffer = bytes | memoryview
 
 
 class WeightError(RuntimeError):
@@ -47,16 +50,15 @@ def default_directory() -> Path:
     return base / f"r3async-{os.getuid()}"
 
 
-class Publisher:
-    """Writes versions of a policy into a folder of its own below `directory`, and keeps the last `keep` of them.
+class VersionFolder:
+    """Files of versions in a folder of its own below `directory`, of which the last `keep` stay.
 
-    An engine may begin to read version v - 1 while v is written, hence `keep=2`; a file that an engine has mapped
-    stays readable to it after it was removed here. The folder is locked while its publisher lives; folders whose
-    publisher died without `close` are removed when the next one starts, so killed runs do not fill the memory.
-    Blocking, and not thread-safe: call it from one thread at a time.
+    A file that an engine has mapped stays readable to it after it was removed here. The folder is locked while its owner
+    lives; folders whose owner died without `close` are removed when the next one starts, so killed runs do not fill the
+    memory. Blocking, and not thread-safe: call it from one thread at a time.
     """
 
-    def __init__(self, directory: Path, keep: int = 2):
+    def __init__(self, directory: Path, keep: int):
         if keep < 1:
             raise ValueError(f"`keep` must be at least 1, got {keep}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,65 +67,117 @@ class Publisher:
         new = Path(tempfile.mkdtemp(prefix="new-", dir=directory))
         self._lock = _lock(new)
         # Locked before it has the name that others look for.
-        self.directory = new.rename(directory / f"weights-{new.name.removeprefix('new-')}")
-        self._published: list[tuple[int, Path]] = []
+        self.path = new.rename(directory / f"weights-{new.name.removeprefix('new-')}")
+        self._versions: list[tuple[int, Path]] = []
+
+    def write(self, version: int, nbytes: int, parts: Iterable[Buffer], reading: Collection[int] = ()) -> Path:
+        """Write the parts, about `nbytes` in all, one after the other into the file of `version`, and forget old versions.
+
+        Versions that engines are `reading` stay, beside the last `keep`. The file appears under its name only when it is
+        complete. Raises `WeightError` if the version is not newer than the last one, or if there is no space.
+        """
+        if self._versions and version <= self._versions[-1][0]:
+            raise WeightError(f"version {version} can not follow version {self._versions[-1][0]}: versions only go up")
+        free = shutil.disk_usage(self.path).free
+        if nbytes + _SPARE_BYTES > free:
+            raise WeightError(
+                f"version {version} needs {nbytes / 2**30:.2f} GiB but {self.path} has {free / 2**30:.2f} GiB free; "
+                "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
+            )
+        path = self.path / f"version-{version}.safetensors"
+        temporary = path.with_suffix(".partial")
+        try:
+            with open(temporary, "wb") as file:
+                for part in parts:
+                    file.write(part)
+            temporary.rename(path)
+        except OSError as error:
+            raise WeightError(f"version {version} could not be written to {path}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._versions.append((version, path))
+        for old in self._versions[: -self.keep]:
+            if old[0] not in reading:
+                self._versions.remove(old)
+                old[1].unlink(missing_ok=True)
+        return path
+
+    def close(self) -> None:
+        """Remove every version. Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Publisher:
+    """Writes versions of a policy where the engines of this host find them, and keeps the last `keep`; see `VersionFolder`.
+
+    An engine may begin to read version v - 1 while v is written, hence `keep=2`. No more than `bucket_bytes` are held beside
+    the tensors themselves.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2, bucket_bytes: int = BUCKET_BYTES):
+        self._folder = VersionFolder(directory, keep)
+        self._bucket_bytes = bucket_bytes
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return self._folder.path
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
     ) -> WeightManifest:
         """Write `tensors` (Hugging Face names, any device) as `version`; floating-point ones are cast to `dtype`.
 
-        Versions that engines are `reading` stay, beside the last `keep`.
-
-        The file appears under its final name only when it is complete. Raises `WeightError` if the version is not
-        newer than the last one, if there are no tensors, or if they do not fit into the free space.
+        See `VersionFolder.write`. Raises `WeightError` also if there are no tensors.
         """
-        if self._published and version <= self._published[-1][0]:
-            raise WeightError(f"version {version} can not follow version {self._published[-1][0]}: versions only go up")
-        if not tensors:
-            raise WeightError(f"version {version} has no tensors")
-        stored = {name: dtype if t.is_floating_point() else t.dtype for name, t in tensors.items()}
-        nbytes = sum(t.numel() * stored[name].itemsize for name, t in tensors.items())
-        free = shutil.disk_usage(self.directory).free
-        if nbytes + _SPARE_BYTES > free:
-            raise WeightError(
-                f"version {version} needs {nbytes / 2**30:.2f} GiB but {self.directory} has {free / 2**30:.2f} GiB free; "
-                "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
-            )
-        path = self.directory / f"version-{version}.safetensors"
-        temporary = path.with_suffix(".partial")
-        entries: dict[str, TensorEntry] = {}
-        try:
-            with open(temporary, "wb") as file:
-                file.write(_header(tensors, stored))
-                for name, tensor in tensors.items():
-                    data = _bytes(tensor.detach().to("cpu", stored[name]))
-                    file.write(data)
-                    entries[name] = TensorEntry(_name(stored[name]), tuple(tensor.shape), zlib.crc32(data))
-            temporary.rename(path)
-        except OSError as error:
-            raise WeightError(f"version {version} could not be written to {path}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._published.append((version, path))
-        for old in self._published[: -self.keep]:
-            if old[0] not in reading:
-                self._published.remove(old)
-                old[1].unlink(missing_ok=True)
-        return WeightManifest(version=version, path=str(path), tensors=entries, nbytes=nbytes)
+        encoded = EncodedWeights(version, tensors, dtype, self._bucket_bytes)
+        path = self._folder.write(version, encoded.nbytes, encoded, reading)
+        return encoded.manifest(str(path))
 
     def close(self) -> None:
         """Remove every published version. Idempotent."""
-        if self._lock >= 0:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        self._folder.close()
 
     def __enter__(self) -> Publisher:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class EncodedWeights:
+    """A safetensors file as a series of parts, none larger than `bucket_bytes`, made one by one as it is iterated over.
+
+    The manifest is known when the last part has been taken: the checksums come from the bytes that were given out. Raises
+    `WeightError` for a tensor that safetensors can not hold, or if there is none.
+    """
+
+    def __init__(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_bytes: int):
+        if not tensors:
+            raise WeightError(f"version {version} has no tensors")
+        self._version, self._tensors, self._bucket_bytes = version, tensors, bucket_bytes
+        self._stored = {name: dtype if t.is_floating_point() else t.dtype for name, t in tensors.items()}
+        self._header = _header(tensors, self._stored)
+        self._entries: dict[str, TensorEntry] = {}
+        self.nbytes = sum(t.numel() * self._stored[name].itemsize for name, t in tensors.items())
+
+    def __iter__(self) -> Iterator[Buffer]:
+        yield self._header
+        for name, tensor in self._tensors.items():
+            stored, checksum = self._stored[name], 0
+            for piece in tensor.detach().reshape(-1).split(max(1, self._bucket_bytes // stored.itemsize)):
+                data = _bytes(piece.to("cpu", stored))
+                checksum = zlib.crc32(data, checksum)
+                yield data
+            self._entries[name] = TensorEntry(_name(stored), tuple(tensor.shape), checksum)
+
+    def manifest(self, path: str) -> WeightManifest:
+        """What was given out, and is now at `path`."""
+        assert len(self._entries) == len(self._tensors)
+        return WeightManifest(version=self._version, path=path, tensors=self._entries, nbytes=self.nbytes)
 
 
 def read_verified(manifest: WeightManifest, *, checksums: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

@@ -119,6 +119,30 @@ def transport(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="weights")
+def weights(
+    json: Json = False,
+    updates: Annotated[int, typer.Option(help="measured updates")] = 20,
+    layers: Annotated[int, typer.Option(help="layers of the model")] = 4,
+    hidden_size: Annotated[int, typer.Option(help="hidden size")] = 128,
+    experts: Annotated[int, typer.Option(help="experts of each layer")] = 8,
+    expert_hidden_size: Annotated[int, typer.Option(help="hidden size of each expert")] = 64,
+    dtype: Annotated[str, typer.Option(help="of the engine's weights: float32 or bfloat16")] = "float32",
+    on_update: Annotated[str, typer.Option(help="keep, recompute or drain")] = "keep",
+    backend: Annotated[str, typer.Option(help="auto, shared_memory or object_store")] = "auto",
+) -> None:
+    """What an update of the weights costs learner and engine, in a real run: copy, write, transfer, load, pause."""
+    from tools.bench.weights import WeightsJob, render, run
+
+    job = WeightsJob(updates, layers, hidden_size, experts, expert_hidden_size, dtype, on_update, backend)
+    try:
+        report = run(job, say_on_stderr)
+    except BenchError as error:
+        typer.echo(f"the benchmark failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
 def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]

@@ -17,19 +17,21 @@ from torch import Tensor
 
 from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch, aligned, collate
+from r3async.checkpoint.tensors import LearnerParts, LearnerState
 from r3async.config import Config
 from r3async.learners.base import StepResult
 from r3async.learners.files import save_model
 from r3async.learners.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
 from r3async.learners.megatron import cpu, parallel
 from r3async.learners.megatron.hf import read_shape, transformer_config
-from r3async.learners.megatron.links import Checkpoint, gather_weights, links, load_weights
+from r3async.learners.megatron.links import Checkpoint, gather_weights, held, links, load_weights
 from r3async.learners.megatron.modules import build_model, make_plan
 from r3async.learners.megatron.pipeline import run_stages
 from r3async.learners.megatron.replay import attach
 from r3async.learners.optimizer import MasterAdamW
 from r3async.learners.reference import Reference, weights_of
 from r3async.learners.replay import MicroBatchRoutes
+from r3async.learners.state import Saved, restore, take
 from r3async.learners.step import Step
 from r3async.records import Sample, TokenTable
 from r3async.routing import route_dtype
@@ -286,6 +288,26 @@ class MegatronLearner:
             table = micro_batch.table.with_columns(routed_experts=routes, routing_recorded=recorded)
             out.append(replace(micro_batch, table=table))
         return out
+
+    def state(self) -> LearnerState:
+        """This rank's part; see `LearnerBackend.state`."""
+        return take(self._saved)
+
+    def restore(self, saved: LearnerParts, *, optimizer: bool = True) -> None:
+        """See `LearnerBackend.restore`."""
+        restore(self._saved, saved, optimizer=optimizer)
+
+    @property
+    def _saved(self) -> Saved:
+        return Saved(
+            backend="megatron",
+            source=self._source,
+            rank=self.layout.rank,
+            world=self._config.learner.parallel.world,
+            places=[held(link) for link in self.links],
+            optimizer=self._optimizer,
+            trust_region=self.trust_region,
+        )
 
     def export(self) -> dict[str, Tensor]:
         """Snapshot of all weights; see `LearnerBackend.export`."""

@@ -17,9 +17,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
+from r3async.checkpoint.tensors import Place
 from r3async.learners.base import LearnerError
 from r3async.learners.megatron.hf import ModelShape
 from r3async.learners.megatron.modules import HiddenStatesModel
+from r3async.learners.state import Held
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,24 @@ class Link:
         parts = [torch.empty_like(part) for _ in range(ps.get_tensor_model_parallel_world_size())]
         dist.all_gather(parts, part.contiguous(), group=ps.get_tensor_model_parallel_group())
         return torch.cat(parts, self.dim)[: self.rows]
+
+
+def held(link: Link) -> Held:
+    """Where the parts of that parameter of this rank lie in the tensors of a checkpoint."""
+    rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    places = []
+    for name, part in zip(link.names, link.split(link.parameter.detach()), strict=True):
+        shape, offset, size = list(part.shape), [0] * part.ndim, list(part.shape)
+        if link.dim is not None:
+            shape[link.dim] = link.rows or size[link.dim] * ranks
+            offset[link.dim] = min(rank * size[link.dim], shape[link.dim])
+            # Rows that only pad the ranks' share are in no checkpoint.
+            size[link.dim] = min(size[link.dim], shape[link.dim] - offset[link.dim])
+        places.append(Place(name, tuple(shape), tuple(offset), tuple(size)))
+    divided = link.dim is not None
+    first = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank()
+    mine = first == 0 and (divided or link.expert or rank == 0)
+    return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
 
 
 def links(model: HiddenStatesModel, shape: ModelShape) -> list[Link]:

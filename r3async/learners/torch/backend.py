@@ -14,16 +14,18 @@ from torch import Tensor
 
 from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch, collate
+from r3async.checkpoint.tensors import LearnerParts, LearnerState
 from r3async.config import Config
 from r3async.learners.base import StepResult
 from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW
 from r3async.learners.reference import Reference, weights_of
 from r3async.learners.replay import MicroBatchRoutes, RoutingReplay
+from r3async.learners.state import Saved, restore, take
 from r3async.learners.step import Step
 from r3async.learners.torch.model import Packed, PackedModel, load_model, read_config
 from r3async.learners.torch.routers import attach_replay
-from r3async.learners.torch.sharding import Ranks, settle, shard, whole
+from r3async.learners.torch.sharding import Ranks, places, settle, shard, whole
 from r3async.records import Sample, TokenTable
 from r3async.routing import route_dtype
 
@@ -178,6 +180,26 @@ class TorchLearner:
         finally:
             self.replay.take_counts()
             settle(self.model)
+
+    def state(self) -> LearnerState:
+        """This rank's part; see `LearnerBackend.state`."""
+        return take(self._saved)
+
+    def restore(self, saved: LearnerParts, *, optimizer: bool = True) -> None:
+        """See `LearnerBackend.restore`."""
+        restore(self._saved, saved, optimizer=optimizer)
+
+    @property
+    def _saved(self) -> Saved:
+        return Saved(
+            backend="torch",
+            source=self._source,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
+            places=places(self.model, self._ranks.rank),
+            optimizer=self._optimizer,
+            trust_region=self.trust_region,
+        )
 
     def export(self) -> dict[str, Tensor]:
         """Snapshot of all weights, in host memory, on rank 0; see `LearnerBackend.export`. Empty on the other ranks."""

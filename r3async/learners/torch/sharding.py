@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from r3async.checkpoint.tensors import Place
 from r3async.learners.base import LearnerError
-from r3async.learners.optimizer import Gradients, squared_norm
+from r3async.learners.optimizer import Gradients, local, squared_norm
+from r3async.learners.state import Held
 from r3async.learners.torch.model import PackedModel
 
 
@@ -49,7 +51,7 @@ class Ranks:
 
     def squared_norm(self, gradients: Gradients) -> float:
         """Sum of squares over all shards."""
-        mine = squared_norm([_local(g) for g in gradients])
+        mine = squared_norm([local(g) for g in gradients])
         return float(self.reduce(np.asarray([mine]), "sum")[0])
 
     def barrier(self) -> None:
@@ -95,5 +97,18 @@ def whole(tensor: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor | None:
     return tensor.cpu() if ranks.rank == 0 else None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def places(model: PackedModel, rank: int) -> list[Held]:
+    """Where this rank's part of each trained parameter lies in the whole, in the optimizer's order."""
+    out = []
+    for name, parameter in model.causal.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        place = Place.whole(name, parameter.shape)
+        if isinstance(parameter, DTensor):
+            # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
+            rows = -(-parameter.shape[0] // parameter.device_mesh.size())
+            size = tuple(parameter.to_local().shape)
+            offset = (min(rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
+            place = Place(name, tuple(parameter.shape), offset, size)
+        out.append(Held((place,), writes=isinstance(parameter, DTensor) or rank == 0))
+    return out

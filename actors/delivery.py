@@ -1,0 +1,135 @@
+"""Weights on their way: what the learner hands to the conductor, and the transport that crosses hosts with Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from r3async.config import Config
+from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import EncodedWeights, VersionFolder, WeightError, default_directory
+from r3async.weights.transport import (
+    Publication,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    WeightReceiver,
+    WeightSender,
+)
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A version that engines may install. `scores` float32 `[T - 1]`: the learner's of the probe's text, with these very
+    weights (None without a probe). `seconds`: how long it took to write."""
+
+    publication: Publication
+    scores: np.ndarray | None = None
+    seconds: float = 0.0
+
+    @property
+    def version(self) -> int:
+        return self.publication.manifest.version
+
+
+def sender(config: Config, backend: str) -> WeightSender:
+    """The learner's end of `backend`."""
+    if backend == "object_store":
+        return ObjectStoreSender(config.weights.bucket_bytes)
+    return SharedMemorySender(directory(config), config.weights.bucket_bytes)
+
+
+def receiver(config: Config, backend: str) -> WeightReceiver:
+    """A generator's end of `backend`."""
+    return ObjectStoreReceiver(directory(config)) if backend == "object_store" else SharedMemoryReceiver()
+
+
+def directory(config: Config) -> Path:
+    """Where files of weights live on this host."""
+    return Path(config.weights.directory or default_directory())
+
+
+def choose_backend(config: Config, hosts: Collection[str]) -> str:
+    """`weights.backend` for a learner and generators on these `hosts`. Raises `ValueError` if it can not reach them all."""
+    backend = config.weights.backend
+    if backend == "shared_memory" and len(hosts) > 1:
+        raise ValueError(
+            f"learner and generators are on different hosts ({', '.join(sorted(hosts))}), which share no memory: set "
+            'weights.backend="object_store"'
+        )
+    if backend == "auto":
+        return "object_store" if len(hosts) > 1 else "shared_memory"
+    return backend
+
+
+class ObjectStoreSender:
+    """Puts a version into Ray's object store, a bucket at a time.
+
+    Ray counts who holds a bucket: a version lives as long as the conductor has it, or an engine reads it.
+    """
+
+    def __init__(self, bucket_bytes: int):
+        self._bucket_bytes = bucket_bytes
+
+    def send(
+        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
+    ) -> Publication:
+        import ray
+
+        encoded = EncodedWeights(version, tensors, dtype, self._bucket_bytes)
+        parts = [ray.put(bucket) for bucket in _buckets(encoded, self._bucket_bytes)]
+        return Publication(encoded.manifest(""), parts)
+
+    def close(self) -> None:
+        """The buckets go with this process, which owns them."""
+
+
+class ObjectStoreReceiver:
+    """Writes the buckets of a version into a file of this host as they come: one bucket is held at a time.
+
+    Each generator has a file of its own, that of the version which it fetched last.
+    """
+
+    def __init__(self, directory: Path):
+        self._folder = VersionFolder(directory, keep=1)
+
+    def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+        import ray
+
+        deadline = time.monotonic() + timeout
+
+        def arriving() -> Iterator[memoryview]:
+            for part in parts:
+                try:
+                    yield memoryview(ray.get(part, timeout=max(0.0, deadline - time.monotonic())))
+                except ray.exceptions.GetTimeoutError as error:
+                    raise TimeoutError(
+                        f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
+                    ) from error
+                except ray.exceptions.RayError as error:
+                    raise WeightError(f"version {manifest.version} could not be fetched: {error}") from error
+
+        path = self._folder.write(manifest.version, manifest.nbytes, arriving())
+        return msgspec.structs.replace(manifest, path=str(path))
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def _buckets(parts: Iterator[Any] | EncodedWeights, size: int) -> Iterator[np.ndarray]:
+    """The parts laid end to end, uint8, in buckets of about `size` bytes: at most two parts' worth."""
+    held: list[np.ndarray] = []
+    count = 0
+    for part in parts:
+        data = np.frombuffer(part, np.uint8)
+        if held and count + len(data) > size:
+            yield np.concatenate(held)
+            held, count = [], 0
+        held.append(data)
+        count += len(data)
+    if held:
+        yield np.concatenate(held)

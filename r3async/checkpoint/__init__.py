@@ -1,0 +1,24 @@
+"""Checkpoints: a run's weights, optimizer and books in one directory that is complete or not there."""
+
+from r3async.checkpoint.books import RunState
+from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint, open_checkpoint
+from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.manifest import FileRecord
+from r3async.checkpoint.resume import check_model, check_same_run, resume_from, rewind
+from r3async.checkpoint.writer import CheckpointWriter, Due
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWriter",
+    "Checkpoints",
+    "Due",
+    "FileRecord",
+    "Opened",
+    "RunState",
+    "check_model",
+    "check_same_run",
+    "find_checkpoint",
+    "open_checkpoint",
+    "resume_from",
+    "rewind",
+]

@@ -1,0 +1,100 @@
+"""What a checkpoint consists of: names, sizes and checksums of its files, in a file that carries its own checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from r3async.checkpoint.error import CheckpointError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+"""Of the directory. A later one is refused; whoever changes the layout raises it."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_BLOCK = 2**20
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: its name without any folder, its bytes, and their SHA-256 in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the checkpoint made after `step` steps."""
+
+    schema: int
+    step: int
+    files: list[FileRecord]
+
+    def encode(self) -> bytes:
+        """Two lines: JSON, and the SHA-256 of that line."""
+        line = msgspec.json.encode(self)
+        return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Raises `CheckpointError` unless every byte of `data` is as `Manifest.encode` wrote it."""
+    line, _, rest = data.partition(b"\n")
+    if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
+        raise CheckpointError(
+            f"{MANIFEST}: its checksum does not fit what it says: cut off, or changed after it was written"
+        )
+    try:
+        manifest = msgspec.json.decode(line, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{MANIFEST}: {error}") from error
+    if manifest.schema != SCHEMA:
+        raise CheckpointError(
+            f"{MANIFEST}: layout {manifest.schema}, and this version of r3async reads layout {SCHEMA}: use the one that wrote it"
+        )
+    for file in manifest.files:
+        if not _NAME.fullmatch(file.name):
+            raise CheckpointError(f"{MANIFEST}: {file.name!r} is not the name of a file of a checkpoint")
+    if len({f.name for f in manifest.files}) != len(manifest.files):
+        raise CheckpointError(f"{MANIFEST}: a file is listed twice")
+    return manifest
+
+
+def check_file(directory: Path, file: FileRecord) -> None:
+    """Raises `CheckpointError` if the file is not there, or not as it was written."""
+    path = directory / file.name
+    try:
+        with path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != file.size:
+                raise CheckpointError(
+                    f"{file.name}: {size} bytes, not {file.size}: cut off, or changed after it was written"
+                )
+            digest = hashlib.sha256()
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{file.name}: {error.strerror or error}") from error
+    if digest.hexdigest() != file.sha256:
+        raise CheckpointError(f"{file.name}: its checksum is wrong: changed after it was written")
+
+
+def write_file(path: Path, data: bytes) -> FileRecord:
+    """Write a new file, to the disk."""
+    with path.open("xb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileRecord(path.name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def sync_directory(directory: Path) -> None:
+    """Names of files made, renamed or removed in `directory` are on the disk when this returns."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,139 @@
+"""Whether a checkpoint may be continued with this configuration and model, and how its records go back to that step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.checkpoint.books import RunState
+from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint
+from r3async.checkpoint.error import CheckpointError
+from r3async.config import Config, to_dict
+
+FIXED = (
+    "seed",
+    "model.path",
+    "model.init",
+    "env",
+    "schedule.max_staleness",
+    "schedule.groups_per_step",
+    "schedule.samples_per_group",
+    "schedule.steps_per_publication",
+    "schedule.tokens_per_step",
+    "schedule.window",
+    "learner.backend",
+)
+"""Settings, and whole sections, that a run keeps: which tasks come next, slots and leases, and the layout of the tensors."""
+
+MAY_DIFFER = (
+    "steps, learner.lr and the rest of learner (parallel, dtype, …), algorithm, generator, checkpoint, supervise"
+)
+
+
+def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+    """By dotted key: the value saved and the value now, where they are not the same.
+
+    A setting that the saved configuration does not know has its default. `name` and `resume` are no settings of training.
+    """
+    old, new = _flat(saved), _flat(to_dict(now))
+    defaults = _flat(to_dict(Config()))
+    out = {}
+    for key in sorted({*old, *new} - {"name", "resume"}):
+        was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
+        if was != value:
+            out[key] = (was, value)
+    return out
+
+
+def _flat(value: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, inner in msgspec.to_builtins(value).items():
+        name = f"{path}{key}"
+        if isinstance(inner, Mapping) and inner:
+            out |= _flat(inner, f"{name}.")
+        elif inner not in ({}, None):
+            out[name] = list(inner) if isinstance(inner, tuple) else inner
+    return out
+
+
+def check_same_run(state: RunState, config: Config) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ and may. Raises `CheckpointError` naming those that differ and may not."""
+    changed = differences(state.config, config)
+    refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED)}
+    if refused:
+        said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
+        raise CheckpointError(
+            f"the run can not be resumed with other settings: {said}. Set them back, or set "
+            f'resume="none" to begin anew. What may differ: {MAY_DIFFER}'
+        )
+    return changed
+
+
+def check_model(state: RunState, model_path: Path) -> None:
+    """Raises `CheckpointError` if the start model is not the one that the run began with, which is its reference model."""
+    fingerprint = fingerprint_model(model_path)
+    if fingerprint != state.model_fingerprint:
+        raise CheckpointError(
+            f"the model in {model_path} is not the one that the run began with (in {state.model_path}): its fingerprint is "
+            f"{fingerprint[:12]}, not {state.model_fingerprint[:12]}. Put that model back, or set `model.path` to it"
+        )
+
+
+_SAMPLES, _SAMPLE_BYTES = 64, 65536
+
+
+def fingerprint_model(directory: Path) -> str:
+    """SHA-256 over the names and sizes of the model's files, all of `config.json`, and a sample of each weight file.
+
+    A sample: 64 blocks of 64 KiB spread evenly, the header among them. All of a small file, and of a large one enough to tell
+    trained weights from others, without reading hundreds of gigabytes at every start.
+    """
+    digest = hashlib.sha256()
+    paths = sorted(p for p in directory.glob("*") if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
+    if not any(p.name == "config.json" for p in paths):
+        raise CheckpointError(f"{directory} is not a model directory: it has no config.json")
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as stream:
+            step = max(_SAMPLE_BYTES, -(-max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1)))
+            for at in range(0, size, step):
+                stream.seek(at)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def resume_from(setting: str, checkpoints: Checkpoints) -> Opened | None:
+    """The checkpoint that `resume` means; None to begin anew. Changes what is on disk, so that the run can go on from there.
+
+    `auto`: the newest intact one of this run, if it has any. `none`: nothing, and what is there is set aside. Else the path
+    of a checkpoint, or of a run, whose newest is taken; later ones of *this* run are set aside.
+    """
+    checkpoints.clean()
+    if setting == "auto":
+        return checkpoints.newest()
+    if setting == "none":
+        checkpoints.supersede(-1)
+        return None
+    opened = find_checkpoint(Path(setting))
+    checkpoints.supersede(opened.state.steps)
+    return opened
+
+
+def rewind(run_dir: Path, record_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Cut the run's records back to the lengths they had. Returns the bytes cut off, by file.
+
+    A record that is shorter than it was, or gone, stays as it is: figures are lost, but training is not.
+    """
+    cut = {}
+    for name, length in record_bytes.items():
+        path = run_dir / name
+        if Path(name).name == name and path.is_file() and path.stat().st_size > length:
+            cut[name] = path.stat().st_size - length
+            os.truncate(path, length)
+    return cut

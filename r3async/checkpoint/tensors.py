@@ -1,0 +1,255 @@
+"""Tensors of a checkpoint: one safetensors file a rank, each with that rank's pieces of whole tensors.
+
+A piece is named by its whole tensor and says where in it it lies, so that any number of ranks can read what any other number
+wrote. The format is what `torch.distributed.checkpoint` calls a distributed safetensors checkpoint, and its
+`HuggingFaceStorageReader` reads it. Writing needs no other rank and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.manifest import FileRecord
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_OURS = "r3async"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of the tensor `name`, which has `shape` as a whole: `size` from `offset` on, along each dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(name: str, shape: Sequence[int]) -> Place:
+        return Place(name, tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The values of a place; `tensor` is a copy in host memory."""
+
+    place: Place
+    tensor: Tensor
+
+
+class LearnerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is not a tensor, the same on every rank.
+
+    `backend`: `learner.backend`. `model`: SHA-256 of the model's `config.json`. `steps`: optimizer steps taken, from which the
+    learning rate follows. `world`: ranks. `trust_region`: see `TrustRegion.state`.
+    """
+
+    backend: str
+    model: str
+    steps: int
+    world: int
+    trust_region: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class LearnerState:
+    """One rank's copy of everything that its later steps depend on; see `LearnerBackend.state`."""
+
+    rank: int
+    facts: LearnerFacts
+    pieces: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.tensor.nbytes for p in self.pieces)
+
+
+def part_name(rank: int, world: int) -> str:
+    return f"learner-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def write_part(directory: Path, state: LearnerState) -> FileRecord:
+    """Write one rank's file into `directory`, to the disk. From any thread; most of its time it holds no lock."""
+    pieces = sorted(
+        (p for p in state.pieces if p.tensor.numel()), key=lambda p: (-p.tensor.element_size(), p.place.name)
+    )
+    header: dict[str, Any] = {"__metadata__": _metadata(state.facts, pieces)}
+    at = 0
+    for piece in pieces:
+        tensor = piece.tensor
+        assert tuple(tensor.shape) == piece.place.size
+        assert piece.place.name not in header
+        header[piece.place.name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, path = hashlib.sha256(), directory / part_name(state.rank, state.facts.world)
+    size = 0
+    with path.open("xb", buffering=0) as stream:
+        blocks = itertools.chain(
+            [memoryview(len(text).to_bytes(8, "little") + text)], (_memory(p.tensor) for p in pieces)
+        )
+        for view in blocks:
+            digest.update(view)
+            size += len(view)
+            while view:  # one call writes 2 GiB at most
+                view = view[stream.write(view) :]
+        os.fsync(stream.fileno())
+    return FileRecord(path.name, size, digest.hexdigest())
+
+
+def _metadata(facts: LearnerFacts, pieces: Iterable[Piece]) -> dict[str, str]:
+    places = [p.place for p in pieces]
+    return {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps({p.name: {"saved_offsets": list(p.offset)} for p in places}),
+        _OURS: json.dumps(
+            {
+                "facts": msgspec.to_builtins(facts),
+                "shapes": {p.name: list(p.shape) for p in places if p.shape != p.size},
+            }
+        ),
+    }
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied."""
+    assert tensor.is_contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class _Saved(msgspec.Struct, forbid_unknown_fields=True):
+    facts: LearnerFacts
+    shapes: dict[str, tuple[int, ...]]
+
+
+class _Offsets(msgspec.Struct, forbid_unknown_fields=True):
+    saved_offsets: tuple[int, ...]
+
+
+class LearnerParts:
+    """The learner's files of a checkpoint, whatever ranks wrote them. Reads what is asked for, and nothing twice.
+
+    `paths`: those that the manifest lists; their checksums have been compared. Every method raises `CheckpointError`.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self._pieces: dict[str, list[tuple[Any, Place]]] = {}
+        facts: dict[str, LearnerFacts] = {}
+        for path in sorted(paths):
+            facts[path.name] = self._index(path)
+        if not facts:
+            raise CheckpointError("it has no file of the learner (learner-*.safetensors)")
+        self.facts = next(iter(facts.values()))
+        if set(facts) != {part_name(rank, self.facts.world) for rank in range(self.facts.world)}:
+            raise CheckpointError(f"{self.facts.world} ranks wrote it, but there are {', '.join(facts)}")
+        for name, other in facts.items():
+            if other != self.facts:
+                raise CheckpointError(f"{name}: it is of another step, model or run than {min(facts)}")
+        for name, found in self._pieces.items():
+            for (_, a), (_, b) in itertools.combinations(found, 2):
+                if a.shape != b.shape or _overlap(a, b):
+                    raise CheckpointError(f"{name}: two of its pieces contradict each other")
+
+    def _index(self, path: Path) -> LearnerFacts:
+        try:
+            file = safe_open(path, framework="pt")
+            metadata = file.metadata() or {}
+            saved = msgspec.json.decode(metadata[_OURS], type=_Saved)
+            offsets = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
+            for name in file.keys():  # noqa: SIM118
+                size = tuple(file.get_slice(name).get_shape())
+                place = Place(name, saved.shapes.get(name, size), offsets[name].saved_offsets, size)
+                _check(place)
+                self._pieces.setdefault(name, []).append((file, place))
+            return saved.facts
+        except CheckpointError as error:
+            raise CheckpointError(f"{path.name}: {error}") from error
+        except KeyError as error:
+            raise CheckpointError(f"{path.name}: it says nothing of {error}") from error
+        except (OSError, SafetensorError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path.name}: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pieces
+
+    def names(self) -> set[str]:
+        """Of all whole tensors."""
+        return set(self._pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._found(name)[0][1].shape
+
+    def _found(self, name: str) -> list[tuple[Any, Place]]:
+        if name not in self._pieces:
+            raise CheckpointError(f"it has no {name}: it is of another model, or of another backend")
+        return self._pieces[name]
+
+    def read(self, wanted: Place, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of that place, which must be of `dtype`, from however many pieces."""
+        name = wanted.name
+        found = self._found(name)
+        out = torch.empty(wanted.size, dtype=dtype)
+        filled = 0
+        for file, place in found:
+            if place.shape != wanted.shape:
+                raise CheckpointError(f"{name}: shape {place.shape}, but the model's is {wanted.shape}")
+            box = _overlap(place, wanted)
+            if box is None:
+                continue
+            begin, end = box
+            theirs = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, place.offset, strict=True))
+            ours = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, wanted.offset, strict=True))
+            try:
+                values = file.get_slice(name)[theirs] if theirs else file.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{name}: {error}") from error
+            if values.dtype != dtype:
+                raise CheckpointError(f"{name}: {values.dtype}, not {dtype}")
+            out[ours] = values
+            filled += values.numel()
+        if filled != out.numel():
+            raise CheckpointError(f"{name}: {filled} of {out.numel()} values are there")
+        return out
+
+
+def _check(place: Place) -> None:
+    if not len(place.shape) == len(place.offset) == len(place.size):
+        raise CheckpointError(
+            f"{place.name}: a piece of {len(place.size)} dimensions in {place.shape} at {place.offset}"
+        )
+    for whole, offset, size in zip(place.shape, place.offset, place.size, strict=True):
+        if offset < 0 or offset + size > whole:
+            raise CheckpointError(
+                f"{place.name}: a piece of {place.size} at {place.offset} is not inside {place.shape}"
+            )
+
+
+def _overlap(a: Place, b: Place) -> tuple[list[int], list[int]] | None:
+    """First and last corner, in the whole tensor, of what both cover. None if that is nothing."""
+    begin = [max(x, y) for x, y in zip(a.offset, b.offset, strict=True)]
+    ends = zip(a.offset, a.size, b.offset, b.size, strict=True)
+    end = [min(x + n, y + m) for x, n, y, m in ends]
+    return (begin, end) if math.prod(max(0, e - b) for b, e in zip(begin, end, strict=True)) else None

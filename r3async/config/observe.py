@@ -1,0 +1,39 @@
+"""Section `observe`: where metrics go besides `metrics.jsonl`, which is always written."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from r3async.config.section import Section, positive
+
+SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class ObserveConfig(Section):
+    sinks: list[SinkName] = msgspec.field(default_factory=list)
+    """Where each step's row goes too. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
+    project: str = "r3async"
+    """Project (W&B, trackio) or experiment (MLflow) that the run belongs to; in it, it has the name of its directory."""
+    wandb_mode: Literal["online", "offline"] = "offline"
+    """`offline`: kept in the run's directory until `wandb sync`. `online` needs `wandb login` before."""
+    mlflow_uri: str = ""
+    """Tracking server or store of MLflow; default: `mlruns` in the run's directory."""
+    sink_queue: int = 1024
+    """Rows that may wait for a slow sink. Further ones are left out for it, counted, and reported once."""
+    sink_timeout: float = 15.0
+    """Seconds that the end of a run waits for sinks to write what they have."""
+    prometheus_port: int | None = None
+    """If set, the driver serves `/metrics` on the first free port from this one on: the figures of the last step, and its own
+    memory and CPU time. Where is written into `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any
+    free port."""
+    prometheus_host: str = "127.0.0.1"
+    """Interface that it binds to. Loopback unless named."""
+
+    def __post_init__(self) -> None:
+        positive(self, "sink_queue", "sink_timeout")
+        if self.prometheus_port is not None and not 0 <= self.prometheus_port <= 65535:
+            raise ValueError("`prometheus_port` must be in 0..65535, 0 for any free port")
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError("`sinks` names one twice")

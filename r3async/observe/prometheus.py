@@ -1,0 +1,95 @@
+"""A `/metrics` endpoint for Prometheus in a process of a run, if `observe.prometheus_port` is set."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from r3async.config.observe import ObserveConfig
+from r3async.observe.metrics import METRICS
+
+PORTS_TRIED = 100
+
+
+def metric_name(name: str) -> str:
+    """`reward/mean` -> `r3async_reward_mean`."""
+    return "r3async_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+class Endpoint:
+    """One process's endpoint: its memory, CPU time and open files, and the last row that `update` was given.
+
+    Served by a thread of its own; `close` ends it. `port`: where it listens.
+    """
+
+    def __init__(self, role: str, run_dir: Path, config: ObserveConfig):
+        from prometheus_client import CollectorRegistry, ProcessCollector
+
+        self._row: dict[str, float] = {}
+        self._labels = {"role": role, "run": run_dir.name}
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        registry.register(self)  # it is one by its `collect`
+        self._server, self._thread, self.port = _serve(registry, config.prometheus_host, config.prometheus_port or 0)
+        host = socket.gethostname() if config.prometheus_host in ("0.0.0.0", "::") else config.prometheus_host
+        self.target = run_dir / "prometheus" / f"{role}.json"
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.target.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps([{"targets": [f"{host}:{self.port}"], "labels": self._labels}]))
+        scratch.replace(self.target)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Show these figures from now on; whatever is no number is left out."""
+        self._row = {n: float(v) for n, v in row.items() if isinstance(v, (int, float))}
+
+    def collect(self) -> Iterable[Any]:
+        """For prometheus_client: a gauge a metric."""
+        from prometheus_client.metrics_core import GaugeMetricFamily
+
+        for name, value in self._row.items():
+            docs = METRICS[name].docs if name in METRICS else name
+            gauge = GaugeMetricFamily(metric_name(name), docs, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), value)
+            yield gauge
+
+    def close(self) -> None:
+        """Stop serving, and take the target file away."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+        self.target.unlink(missing_ok=True)
+
+
+def serve_metrics(role: str, run_dir: Path, config: ObserveConfig) -> Endpoint | None:
+    """This process's endpoint, or None if `observe.prometheus_port` is not set. A run goes on without one that can not be
+    opened: then None too, with a line on stderr, which is the process's log."""
+    if config.prometheus_port is None:
+        return None
+    try:
+        return Endpoint(role, run_dir, config)
+    except (ImportError, OSError) as error:
+        print(f"no Prometheus endpoint for {role} (observe.prometheus_port): {error}", file=sys.stderr)
+        return None
+
+
+def _serve(registry: Any, host: str, port: int) -> tuple[Any, threading.Thread, int]:
+    from prometheus_client import start_http_server
+
+    last: OSError | None = None
+    for candidate in range(port, min(port + PORTS_TRIED, 65536)) if port else [0]:
+        try:
+            server, thread = start_http_server(candidate, addr=host, registry=registry)
+            return server, thread, server.server_port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            last = error
+    raise OSError(f"no free port from {port} on: {last}")

@@ -1,0 +1,160 @@
+"""Who did what when: `run_dir/timeline.jsonl`, to which all processes of a run append spans.
+
+A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what` (`train`, `wait`, `play`, …), `start` and
+`end` in unix seconds, and where they are known `step` and `version`. A run without the file still has a rough timeline:
+`spans_from_metrics` lays the durations of each step's row end to end, back from the moment it was written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.observe.jsonl import LineFile, read_objects
+
+FILE = "timeline.jsonl"
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`start`, `end`: unix seconds."""
+
+    who: str
+    what: str
+    start: float
+    end: float
+    step: int | None = None
+    version: int | None = None
+
+
+class Timeline:
+    """Writes the spans of one process, each when it ends. Where it is not `enabled` nothing is measured, opened or written.
+
+    A disk that is full costs the spans and nothing else. `clock`: unix seconds, so that processes agree.
+    """
+
+    def __init__(self, run_dir: Path, who: str, *, enabled: bool = True, clock: Callable[[], float] = time.time):
+        self.who, self._clock = who, clock
+        self._path = Path(run_dir) / FILE if enabled else None
+        self._file: LineFile | None = None
+
+    def span(self, what: str, *, step: int | None = None, version: int | None = None) -> AbstractContextManager[None]:
+        """What is done inside: `with timeline.span("train", step=3): …`. Written also where it raises."""
+        return nullcontext() if self._path is None else self._measured(what, step, version)
+
+    @contextmanager
+    def _measured(self, what: str, step: int | None, version: int | None) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(what, start, self._clock(), step=step, version=version)
+
+    def add(
+        self, what: str, start: float, end: float, *, who: str = "", step: int | None = None, version: int | None = None
+    ) -> None:
+        """What was measured elsewhere; `who`: somebody else than this process."""
+        if self._path is None:
+            return
+        try:
+            if self._file is None:
+                self._file = LineFile(self._path)
+            self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, step, version)))
+        except OSError:
+            self._path = None
+
+
+def read_timeline(run_dir: Path) -> list[Span]:
+    """The spans in order of their beginning; what is none is passed over."""
+    spans = []
+    for entry in read_objects(Path(run_dir) / FILE):
+        try:
+            span = msgspec.convert(entry, Span)
+        except msgspec.ValidationError:
+            continue
+        if span.start <= span.end:
+            spans.append(span)
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _seconds(row: dict[str, Any], name: str) -> float:
+    value = row.get(name)
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
+
+
+def spans_from_metrics(rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]] = ()) -> list[Span]:
+    """What rows and events say of the time, in order. Rough: where a delivery overlaps the next step, its end is exact, and
+    what came before is laid end to end. Rows that were written together made one version together."""
+    rows = [row for row in rows if isinstance(row.get("time"), (int, float)) and isinstance(row.get("step"), int)]
+    spans: list[Span] = []
+    free = 0.0
+    """When the learner had done what it did before."""
+    for index, row in enumerate(rows):
+        step, end, version = row["step"], float(row["time"]), row.get("version")
+        version = version if isinstance(version, int) else None
+        later = []
+        for other in rows[index + 1 :]:
+            if other["time"] - end > 1e-2 or other.get("version") != version:
+                break
+            later.append(other)
+        update, write = _seconds(row, "weights/update_seconds"), _seconds(row, "weights/write_seconds")
+        snapshot, pause = _seconds(row, "weights/snapshot_seconds"), _seconds(row, "weights/pause_seconds")
+        if later:  # the last of them publishes
+            write = sum(_seconds(r, "weights/write_seconds") for r in later)
+            publishes = False
+        else:
+            publishes = True
+            spans.append(Span("weights", "deliver", end - update, end, step, version))
+            spans.append(Span("weights", "write", end - update - write, end - update, step, version))
+            if pause:
+                spans.append(Span("engines", "pause", end - update, end - update + min(pause, update or pause), step))
+        behind = sum(
+            _seconds(r, name)
+            for r in later
+            for name in ("learner/step_seconds", "learner/wait_seconds", "weights/snapshot_seconds")
+        )
+        trained = max(end - update - write - snapshot - behind, free)
+        began = max(trained - _seconds(row, "learner/step_seconds"), free)
+        waited = max(began - _seconds(row, "learner/wait_seconds"), free)
+        spans.append(Span("learner", "wait", waited, began, step))
+        spans.append(Span("learner", "train", began, trained, step))
+        if snapshot and publishes:
+            spans.append(Span("learner", "snapshot", trained, trained + snapshot, step, version))
+        free = trained + (snapshot if publishes else 0.0)
+    spans += _lives(events, max((span.end for span in spans), default=0.0))
+    return sorted((span for span in spans if span.end > span.start), key=lambda span: span.start)
+
+
+def _lives(events: Sequence[dict[str, Any]], end: float) -> Iterator[Span]:
+    """When each generator was there."""
+    born: dict[str, float] = {}
+    for event in events:
+        at, what = event.get("time"), event.get("event")
+        if not isinstance(at, (int, float)):
+            continue
+        if what == "generator_started":
+            born.setdefault(str(event.get("role")), float(at))
+        elif what == "generator_died" and str(event.get("generator")) in born:
+            name = str(event.get("generator"))
+            yield Span(name, "alive", born.pop(name), float(at))
+    for name, at in born.items():
+        yield Span(name, "alive", at, max(at, end))
+
+
+def busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
+    """By (who, what): the share of the time from the first span to the last end. Spans of one kind that overlap count once."""
+    if not spans:
+        return {}
+    whole = max(span.end for span in spans) - min(span.start for span in spans)
+    totals: dict[tuple[str, str], float] = {}
+    until: dict[tuple[str, str], float] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        key = (span.who, span.what)
+        start = max(span.start, until.get(key, span.start))
+        totals[key] = totals.get(key, 0.0) + max(0.0, span.end - start)
+        until[key] = max(until.get(key, span.end), span.end)
+    return {key: total / whole if whole > 0 else 0.0 for key, total in totals.items()}

@@ -1,0 +1,122 @@
+"""Learners that are stopped and continued: what runs on each rank, and states compared bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from r3async.batching.packing import MicroBatch, pack
+from r3async.checkpoint import Checkpoints, FileRecord, RunState
+from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
+from r3async.config import Config, config_from_dict
+from r3async.learners.base import LearnerBackend
+from r3async.learners.build import build_learner
+from tests import helpers_models as hm
+from tests.helpers_parity import BUDGET, LENGTHS, of_rank
+
+
+def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: int) -> Config:
+    """With everything that has a memory: warm-up, weight decay, and a trust region that adapts."""
+    learner = {"backend": backend, "dtype": dtype, "lr": 1e-2, "warmup_steps": 8, "weight_decay": 0.1}
+    return config_from_dict(
+        {
+            "learner": {**learner, "parallel": parallel},
+            "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05}},
+            "routing": {"min_recorded_fraction": 0.0},
+            "episode": {"max_total_tokens": 256, "max_prompt_tokens": 128},
+        }
+    )
+
+
+def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
+    """Those of steps `first ..`, each another."""
+    return [pack(hm.make_samples(s, LENGTHS, temperature=0.8), BUDGET) for s in range(first, first + count)]
+
+
+def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBatch]]) -> list[dict[str, float]]:
+    p = config.learner.parallel
+    rank = dist.get_rank() if p.world > 1 else 0
+    return [learner.train_step(of_rank(step, rank // p.tp % p.dp, p.dp)).metrics for step in steps]
+
+
+def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileRecord]:
+    """On every rank: `count` steps of a new learner, then its state in `out`."""
+    learner = build_learner(config, path)
+    try:
+        return train(learner, config, batches(count)), write_part(out, learner.state())
+    finally:
+        learner.close()
+
+
+def continued(path: Path, config: Config, saved: Sequence[Path], first: int, count: int, out: Path) -> Any:
+    """On every rank: a new learner goes on from `saved` for `count` steps (if any), then its state in `out`."""
+    learner = build_learner(config, path)
+    try:
+        learner.restore(LearnerParts(saved))
+        assert learner.version == first
+        return train(learner, config, batches(count, first=first)), write_part(out, learner.state())
+    finally:
+        learner.close()
+
+
+def on_ranks(ranks: Any, function: Any, *args: Any) -> list[Any]:
+    """What `function` returns on each rank; here, without `ranks`."""
+    return [function(*args)] if ranks is None else ranks.call(function, *args)
+
+
+def paths(out: Path) -> list[Path]:
+    return sorted(out.glob("learner-*.safetensors"))
+
+
+def contents(saved: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """Every whole tensor but the ranks' random number generators."""
+    parts = LearnerParts(saved)
+    names = [n for n in parts.names() if not n.startswith("rng/")]
+    return {n: parts.read(Place.whole(n, parts.shape(n))) for n in names}
+
+
+def assert_same(a: Sequence[Path], b: Sequence[Path]) -> None:
+    """Same tensors bit by bit, and same facts but for the number of ranks."""
+    ours, theirs = contents(a), contents(b)
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    facts = [msgspec.structs.replace(LearnerParts(x).facts, world=1) for x in (a, b)]
+    assert facts[0] == facts[1]
+
+
+def run_state(steps: int, **changes: Any) -> RunState:
+    defaults: dict[str, Any] = {
+        "run_id": "r",
+        "config": {"seed": 0},
+        "model_path": "/m",
+        "model_fingerprint": "f",
+        "version": steps,
+        "consumed": 4 * steps,
+    }
+    return RunState(steps=steps, **(defaults | changes))
+
+
+def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> LearnerState:
+    """A learner's state of one vector, the ranks' parts of it end to end."""
+    place = Place("master/w", (elements * world,), (elements * rank,), (elements,))
+    facts = LearnerFacts("torch", "m", int(value), world, {"coef": 0.5, "error": None})
+    return LearnerState(rank, facts, [Piece(place, torch.full((elements,), float(value)))])
+
+
+def write_checkpoint(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
+    partial = checkpoints.begin(step)
+    record = write_part(partial, tiny_state(step))
+    return checkpoints.commit(run_state(step, **changes), [record], {"config.toml": b"seed = 0\n"})
+
+
+def fresh(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory

@@ -1,0 +1,99 @@
+"""What the pages say of the code is true of the code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from r3async.config import Config, load_config
+from r3async.observe.metrics import METRICS
+from tools.config_reference import TARGET, documentation, main, reference
+from tools.presets import preset_paths
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_configuration_reference_is_up_to_date():
+    assert TARGET.read_text() == reference(), "run python -m tools.config_reference"
+    assert main(["--check"]) == 0
+
+
+def test_the_reference_has_every_key_and_its_text():
+    text = reference()
+    assert "## `[algorithm.rollout_kl]`" in text
+    assert '| `estimator` | `k1`, `abs`, `k2`, `k3` | `"k2"` |' in text
+    assert "| `prometheus_port` | integer or unset | unset |" in text
+    assert documentation(Config)["name"] == "Run directory below `runs/`; default: preset and time."
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path) if path else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+                assert anchor in anchors, f"{page.name}: {target} (there are {sorted(anchors)})"
+
+
+def test_every_page_is_reached_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert f"docs/{page.name}" in readme, page.name
+
+
+def sources():
+    """All messages of the code, strings that are continued on the next line put together."""
+    files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
+    return "\n".join(re.sub(r'"\s*\n\s*f?"', "", f.read_text()) for f in files)
+
+
+def test_messages_of_the_faq_are_messages_of_the_code():
+    code = sources()
+    heads = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+    assert len(heads) > 12
+    for head in heads:
+        assert head in code, head
+
+
+def test_keys_and_metrics_that_the_pages_name_exist():
+    dotted = re.compile(
+        r"`((?:schedule|learner|generator|episode|routing|supervise|observe|transport)\.[a-z_.]+)(?:[ =`{])"
+    )
+    for name in ("concepts", "presets", "scaling", "faq"):
+        text = (ROOT / "docs" / f"{name}.md").read_text()
+        for key in dotted.findall(text):
+            value = Config()
+            for part in key.rstrip(".").split("."):
+                assert hasattr(value, part), f"{name}: {key}"
+                value = getattr(value, part)
+        for metric in re.findall(r"`([a-z_]+/[a-z_0-9]+)`", text):
+            if metric.split("/")[0] in {m.split("/")[0] for m in METRICS if "/" in m}:
+                assert metric in METRICS, f"{name}: {metric}"
+
+
+def test_the_table_of_presets_is_that_of_the_files():
+    text = (ROOT / "docs" / "presets.md").read_text()
+    from tools.plan import make_plan
+
+    for name, bound in re.findall(r"^\| `(\w+)` \| .+ \| (\d+) \|$", text, re.MULTILINE):
+        assert make_plan(load_config(name)).staleness_bound == int(bound), name
+    said = set(re.findall(r"^\| `(\w+)` ", text, re.MULTILINE))
+    assert said <= {p.stem for p in preset_paths()}
+
+
+def test_every_claim_about_others_has_a_source():
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    rows = [r for r in text.splitlines() if r.startswith("| **") and "r3async" not in r.split("|")[1]]
+    assert len(rows) == 7
+    for row in rows:
+        for cell in row.strip("|").split(" | ")[1:]:
+            assert "https://" in cell or cell.strip().endswith("—"), cell
+
+
+def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):
+    command = [sys.executable, "-m", "tools.config_reference", "--check"]
+    assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0

@@ -1,0 +1,216 @@
+"""The conductor's generators and their weights: the newest version only, confirmed, and probed. The generators are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from actors.delivery import Published, choose_backend
+from actors.fleet import Fleet, RunFailed
+from r3async.config import load_config
+from r3async.engines.base import InstallReport
+from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.transport import Publication
+
+TOKENS = list(range(40))
+
+
+def scores(version: int) -> np.ndarray:
+    return np.full(len(TOKENS) - 1, -1.0 - version, np.float32)
+
+
+def published(version: int) -> Published:
+    return Published(Publication(WeightManifest(version, "", {}, 0)), scores(version))
+
+
+class Generator:
+    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.version = -1
+        self.may_install = asyncio.Event()
+        self.may_install.set()
+        self.wrong: dict = {}
+
+    def __getattr__(self, name: str):
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name, args)))
+
+    async def _answer(self, name: str, args: tuple):
+        if name == "install":
+            version = args[0].manifest.version
+            self.calls.append((name, version))
+            await self.may_install.wait()
+            self.version = version
+        else:
+            self.calls.append((name,))
+        answers = {
+            "install": InstallReport(self.version, 0.2, 0.1, load_seconds=0.05, verify_seconds=0.02),
+            "encode_probe": TOKENS,
+            "cached_from_older": 0,
+            "score": scores(self.version),
+            "start": {"pid": 7},
+            "connect": None,
+            "whereabouts": None,
+            "differences": [],
+        }
+        answer = self.wrong.get(name, answers[name])
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def asked(self, name: str) -> list:
+        return [call for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+async def handles():
+    return {"generator-0": Generator(), "generator-1": Generator()}
+
+
+@pytest.fixture
+async def fleet(handles):
+    events = SimpleNamespace(info=lambda *a, **k: None, warning=lambda *a, **k: None)
+    fleet = Fleet(load_config("quickstart", ["weights.probe_every=3"]), events, handles)
+    assert await fleet.probe_tokens() == TOKENS
+    await fleet.begin(published(0))
+    return fleet
+
+
+async def deliver(fleet, version):
+    fleet.published = published(version)
+    return await fleet.deliver()
+
+
+async def test_a_generator_that_lags_gets_the_newest_version_only(fleet, handles):
+    slow = handles["generator-1"]
+    slow.may_install.clear()
+    first = asyncio.create_task(deliver(fleet, 1))
+    await asyncio.sleep(0.01)
+    fleet.published = published(2)
+    assert fleet.reading == [1]
+    fleet.published = published(3)
+    slow.may_install.set()
+    await first
+    await fleet.deliver()
+    assert fleet.reading == []
+    for handle in handles.values():
+        assert [v for _, v in handle.asked("install")] == [0, 1, 3]
+    assert {g.version for g in fleet} == {3}
+
+
+async def test_a_restarted_generator_installs_the_newest_version_only_and_is_probed(fleet, handles):
+    for version in range(1, 6):
+        await deliver(fleet, version)
+    fresh = handles["generator-0"]
+    fresh.calls, fresh.version = [], -1
+    generator = fleet["generator-0"]
+    generator.state, generator.version, generator.probed = "dead", -1, -1
+    await fleet._revive(generator)
+    assert fresh.asked("install") == [("install", 5)]
+    assert fresh.asked("score")
+    assert (generator.state, generator.version) == ("healthy", 5)
+
+
+async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(fleet, handles):
+    fresh, generator = handles["generator-0"], fleet["generator-0"]
+    generator.state, generator.version = "dead", -1
+    fresh.may_install.clear()
+    reviving = asyncio.create_task(fleet._revive(generator))
+    await asyncio.sleep(0.01)
+    await deliver(fleet, 1)
+    assert generator.state == "starting"
+    fresh.may_install.set()
+    await reviving
+    assert [v for _, v in fresh.asked("install")] == [0, 0, 1]
+    assert generator.version == 1
+
+
+async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(fleet, handles):
+    handles["generator-0"].wrong["install"] = RayActorError()
+    assert await deliver(fleet, 1) is not None
+    assert fleet["generator-0"].state == "dead"
+    handles["generator-1"].wrong["score"] = RayActorError()
+    assert await deliver(fleet, 3) is None
+
+
+async def test_a_generator_that_missed_an_update_is_named(fleet, handles):
+    handles["generator-1"].wrong["install"] = InstallReport(0, 0.1, 0.1)
+    message = "generator-1 was given version 1 of the weights, but it has version 0: it missed an update"
+    with pytest.raises(RunFailed, match=message):
+        await deliver(fleet, 1)
+
+
+async def test_the_probe_comes_at_the_start_and_every_so_many_versions(fleet, handles):
+    probed = []
+    for version in (1, 2, 3, 4, 5, 8, 9):
+        before = len(handles["generator-0"].asked("score"))
+        await deliver(fleet, version)
+        if len(handles["generator-0"].asked("score")) > before:
+            probed.append(version)
+    assert probed == [3, 8]
+    assert len(handles["generator-0"].asked("cached_from_older")) == 3
+
+
+async def test_a_failed_probe_names_generator_version_and_tensor(fleet, handles):
+    bad = handles["generator-1"]
+    bad.wrong["score"] = scores(2)
+    bad.wrong["differences"] = [Difference("model.a", "model.ab", 5), Difference("model.b", "model.ab", 6)]
+    message = (
+        r"version 3 of the weights in generator-1 .* 'model\.a' \(5 elements of parameter 'model\.ab'\), 'model\.b'"
+    )
+    with pytest.raises(RunFailed, match=message):
+        await deliver(fleet, 3)
+    assert fleet["generator-1"].version == 0
+
+
+async def test_a_failed_probe_without_a_difference_says_so(fleet, handles):
+    handles["generator-0"].wrong["score"] = scores(2)
+    with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
+        await deliver(fleet, 3)
+    handles["generator-0"].wrong["differences"] = RuntimeError("lost")
+    with pytest.raises(RunFailed, match="could not be found out: generator-0: lost"):
+        await deliver(fleet, 6)
+
+
+async def test_a_stale_prefix_cache_stops_the_run(fleet, handles):
+    handles["generator-0"].wrong["cached_from_older"] = 128
+    with pytest.raises(
+        RunFailed, match="generator-0: a new request under version 3 took 128 positions from a prefix cache"
+    ):
+        await deliver(fleet, 3)
+
+
+async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(fleet):
+    fleet._began -= 100 - 0.5  # two generators, 0.1 s each at the start
+    figures = await deliver(fleet, 1)
+    assert figures["weights/pause_seconds"] == 0.1
+    assert figures["weights/load_seconds"] == 0.05
+    assert figures["weights/transfer_seconds"] == 0.02
+    assert figures["weights/paused_share"] == pytest.approx(0.4 / 200, rel=0.05)
+
+
+def test_the_backend_follows_from_the_hosts_unless_it_is_named():
+    def chosen(hosts, *overrides):
+        return choose_backend(load_config("quickstart", list(overrides)), hosts)
+
+    assert chosen({"a"}) == "shared_memory"
+    assert chosen({"a", "b"}) == "object_store"
+    assert chosen({"a"}, "weights.backend=object_store") == "object_store"
+    with pytest.raises(ValueError, match=r'different hosts \(a, b\).*weights\.backend="object_store"'):
+        chosen({"a", "b"}, "weights.backend=shared_memory")
+
+
+def test_equal_contents_have_equal_digests():
+    from r3async.weights.manifest import TensorEntry
+
+    tensors = {"a": TensorEntry("float32", (2,), 1), "b": TensorEntry("float32", (2,), 2)}
+    manifest = WeightManifest(1, "x", tensors, 8)
+    assert manifest.digest == msgspec.structs.replace(manifest, version=2, path="y").digest
+    assert manifest.digest == WeightManifest(1, "x", dict(reversed(tensors.items())), 8).digest
+    assert manifest.digest != WeightManifest(1, "x", {**tensors, "b": TensorEntry("float32", (2,), 3)}, 8).digest

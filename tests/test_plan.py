@@ -1,0 +1,198 @@
+"""A dry run knows what a run is made of, and refuses what can not run, before anything heavy is imported."""
+
+import itertools
+import json
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+
+from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
+from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.transport.wire import encode_trajectory
+from tools.memory import CHUNK_ELEMENTS, GIB, layer_values, rank_memory
+from tools.plan import describe, make_plan, staleness_bound, wire_bytes
+from tools.shapes import INIT_VOCABULARY, PUBLISHED, read_shape, shape_of
+
+MOE = read_shape(PUBLISHED["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("Qwen3-30B-A3B", 30_532_122_624, 3.35e9),
+        ("Qwen3-235B-A22B", 235_093_634_560, 22.2e9),
+        ("Qwen2.5-7B-Instruct", 7_615_616_512, 7.6e9),
+    ],
+)
+def test_parameters_of_published_models_are_those_of_their_checkpoints(name, parameters, active):
+    shape = read_shape(PUBLISHED[name], name)
+    assert shape.parameters == parameters
+    assert shape.active == pytest.approx(active, rel=0.01)
+
+
+def test_parameters_are_those_that_transformers_makes(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    shape = read_shape(json.loads((tiny_model / "config.json").read_text()), "tiny")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_an_initial_model_has_the_vocabulary_that_the_plan_says():
+    from tools.init_model import byte_tokenizer
+
+    assert -(-len(byte_tokenizer()) // 8) * 8 == INIT_VOCABULARY
+
+
+def test_the_learner_holds_what_the_plan_says(tiny_model):
+    """Every byte of weights and optimizer, in both precisions, and activations in one of them to within a tenth."""
+    import torch
+
+    from r3async.batching.packing import collate
+    from r3async.learners.logprobs import CHUNK_ELEMENTS as LEARNERS
+    from r3async.learners.megatron.backend import MegatronLearner
+
+    assert CHUNK_ELEMENTS == LEARNERS
+    for dtype in ("float32", "bfloat16"):
+        config = load_config("quickstart", [f"learner.dtype={dtype}", f"model.path={tiny_model}", "routing.replay=off"])
+        planned = rank_memory(shape_of(config)[0], config)
+        learner = MegatronLearner(config, tiny_model)
+        try:
+            parameters = list(learner.model.parameters())
+            assert sum(p.numel() for p in parameters) == planned.parameters
+            assert sum(p.nbytes for p in parameters) == planned.weights
+            masters = sum(m.nbytes for _, m in learner._optimizer._pairs)
+            assert planned.optimizer == masters + 12 * planned.parameters
+            kept: dict = {}
+            with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
+                samples = [Sample(str(i), TokenTable.of_tokens(np.arange(64) % 200)) for i in range(8)]
+                batch = collate(samples)
+                learner._hidden(batch)
+            own = {p.untyped_storage().data_ptr() for p in parameters}
+            measured = sum(s.nbytes() for at, s in kept.items() if at not in own) / batch.tokens
+            shape = shape_of(config)[0]
+            expected = sum(sum(layer_values(shape, i)) for i in range(shape.layers)) * 4
+            if dtype == "float32":  # in bfloat16 torch's norms on CPU keep float32 copies, which those on CUDA do not
+                assert measured == pytest.approx(expected, rel=0.1)
+        finally:
+            learner.close()
+
+
+def note(kept, tensor):
+    """Keep the storage too: memory that is given back is used again, and would be counted once."""
+    kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+    return tensor
+
+
+def test_ranks_together_hold_the_model_and_what_is_on_all_of_them():
+    for dp, tp, pp, ep in [(1, 1, 1, 1), (8, 1, 1, 8), (1, 4, 2, 4), (2, 2, 2, 4), (4, 1, 4, 2)]:
+        learner = LearnerConfig(parallel=ParallelConfig(dp=dp, tp=tp, pp=pp, ep=ep))
+        held = sum(MOE.of_rank(learner, stage) for stage in range(pp))
+        replicated = sum(MOE.norms + MOE.router for _ in range(MOE.layers)) + MOE.hidden
+        experts = MOE.experts_of_layer * MOE.layers
+        rest = MOE.parameters - replicated - experts
+        assert held == replicated + experts // ep + rest // tp
+
+
+def test_layouts_are_refused_where_the_learner_refuses_them():
+    from r3async.learners.base import LearnerError
+    from r3async.learners.megatron.hf import ModelShape
+
+    shape = ModelShape(
+        **{"hidden_size": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "intermediate_size": 6144},
+        **{"expert_size": 768, "experts": 128, "top_k": 8, "normalize_gates": True, "norm_eps": 1e-6},
+        **{"rope_theta": 1e6, "vocab_size": 151936, "max_positions": 4096, "tied": False},
+        moe_pattern=(True,) * 48,
+    )
+    for dp, tp, pp, ep in itertools.product((1, 2, 3), (1, 2, 3, 8), (1, 2, 5), (1, 2, 3, 6)):
+        if dp * tp % ep:
+            continue
+        learner = LearnerConfig(parallel=ParallelConfig(dp=dp, tp=tp, pp=pp, ep=ep))
+        assert refuses(MOE.check_divides, learner, ConfigError) == refuses(shape.check_divides, learner, LearnerError)
+
+
+def refuses(check, learner, kind):
+    try:
+        check(learner)
+    except kind:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("layers", "top_k", "experts"), [(48, 8, 128), (4, 2, 300)])
+def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, experts):
+    from r3async.engines.base import RoutingShape
+
+    routes = np.tile(np.arange(top_k, dtype=np.uint8 if experts <= 256 else np.uint16), (1000, layers, 1))
+    table = TokenTable.of_tokens(np.arange(1000)).with_columns(
+        routed_experts=routes, routing_recorded=np.ones(1000, bool)
+    )
+    turn = Turn(0, 0, 0, 0, 0.0, "stop")
+    trajectory = Trajectory("t", 0, 0, 0, "g", "stop", [turn], [Sample("s", table)])
+    sent = sum(len(memoryview(frame).cast("B")) for frame in encode_trajectory(trajectory))
+    assert sent / 1000 <= wire_bytes(RoutingShape(layers, top_k, experts)) + 4.096
+
+
+@pytest.mark.parametrize(
+    ("preset", "override", "parts"),
+    [
+        ("moe_30b_r3", "learner.parallel.tp=8", ["learner.parallel.tp", "4 key/value heads"]),
+        ("moe_30b_r3", "learner.parallel.pp=5", ["learner.parallel.pp", "48 layers"]),
+        ("moe_30b_r3", "learner.parallel.tp=1", ["`ep`", "dp * tp"]),
+        ("moe_30b_r3", "learner.parallel.pp=1", ["learner", "GiB", "cluster.gpu_gib", "learner.recompute"]),
+        ("moe_30b_r3", "generator.dtype=float32", ["tensor_parallel_size"]),
+        ("moe_30b_r3", "transport.credit_bytes=268435456", ["transport.credit_bytes", "at least"]),
+        ("moe_30b_r3", "transport.max_message_bytes=1000000", ["transport.max_message_bytes", "at least"]),
+        ("moe_30b_r3", "model.path=models/Nothing-1B", ["model.path", "Nothing-1B", "Qwen3-30B-A3B"]),
+        ("moe_30b_r3", "cluster.gpu_gib=-1", ["gpu_gib"]),
+        ("dense_7b", "routing.replay=rollout", ["routing.replay", "off"]),
+        ("dense_7b", "learner.backend=megatron", ["learner.backend", "torch"]),
+        ("quickstart", "episode.max_total_tokens=2048", ["episode.max_total_tokens", "positions"]),
+        ("quickstart", "env.name=revers-text", ["env.name", "reverse-text"]),
+        ("quickstart", "learner.parallel.ep=3", ["ep"]),
+        ("quickstart", "model.init.heads=8", ["model.init.heads", "32"]),
+    ],
+)
+def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
+    with pytest.raises(ConfigError) as caught:
+        make_plan(load_config(preset, [override]))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_another_environment_does_not_inherit_arguments_that_were_not_meant_for_it():
+    assert load_config("quickstart", ["env.name=guess"]).env.args == {}
+    assert load_config("quickstart", ["env.name=reverse-text"]).env.args == {"letters": 4, "turns": 3}
+    assert load_config("quickstart", ["env.args.letters=5"]).env.args == {"letters": 5, "turns": 3}
+
+
+def test_a_plan_counts_processes_slots_and_bytes():
+    config = load_config("moe_30b_r3")
+    plan = make_plan(config)
+    assert (plan.gpus, plan.slots, plan.staleness_bound, plan.episodes_per_step) == (16, 192, 2, 512)
+    assert plan.wire_bytes_per_token == 48 * 8 + 1 + 21
+    assert plan.wire_bytes_per_step == 512 * (4096 * 406 + 4096)
+    assert 60 * GIB < plan.rank.total < 70 * GIB
+    text = describe(plan, config)
+    for part in ("16 GPUs", "192 groups in flight", "at most 2 versions old", "recompute full", "one host with 8 GPUs"):
+        assert part in text
+    stepwise = load_config("quickstart", ["episode.rows=stepwise"])
+    assert make_plan(stepwise).tokens_per_step == 3 * make_plan(load_config("quickstart")).tokens_per_step
+    assert staleness_bound(load_config("on_policy")) == 0
+
+
+def test_a_dry_run_prints_its_plan_and_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys; sys.argv = ['r3async', 'train', 'moe_30b_r3', '--dry-run', '--json']\n"
+        "from tools.cli import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout)["gpus"] == 16
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,68 @@
+"""Every preset is valid, says what it is for, and keeps what its head says."""
+
+import io
+import re
+import tomllib
+
+import pytest
+from rich.console import Console
+
+from r3async.config import load_config
+from r3async.observe.metrics import read_metrics
+from tools.init_model import init_model
+from tools.plan import make_plan
+from tools.presets import list_presets, preset_paths, read_header, show_preset
+from tools.submit_commands import app as submit
+from tools.train import train
+
+PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "stepwise_search"} | {
+    *("moe_30b_r3", "moe_235b_r3", "dense_7b")
+}
+NAMES = [path.stem for path in preset_paths()]
+
+
+def test_the_promised_presets_are_there_and_none_is_hidden_by_a_command():
+    assert set(NAMES) >= PROMISED
+    assert not set(NAMES) & {command.name or command.callback.__name__ for command in submit.registered_commands}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_passes_its_dry_run_and_its_head_is_true(name):
+    plan = make_plan(load_config(name))
+    header = read_header(next(p for p in preset_paths() if p.stem == name))
+    assert header.what
+    assert header.when
+    assert int(re.match(r"\d+", header.bound).group()) == plan.staleness_bound
+    said_on_gpus = "the plan only" in header.tested
+    assert said_on_gpus == bool(plan.gpus)  # nobody had the GPUs: a head that says otherwise needs a run behind it
+    assert tomllib.loads(show_preset(name))  # with the plan as comments it is still a file
+    assert len(show_preset(name).splitlines()) < 90
+
+
+def test_the_list_begins_with_the_quickstart_and_explains_all():
+    listed = list_presets()
+    assert listed.startswith("quickstart")
+    for name in NAMES:
+        assert f"\n{name}\n" in f"\n{listed}"
+    assert listed.count("Staleness bound:") == len(NAMES)
+
+
+@pytest.mark.pipeline
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["fully_async_long_tail", "stepwise_search"])
+def test_a_preset_runs_and_keeps_its_bound(name, tmp_path):
+    small = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+    small += ["model.init.warm_reward=0.02"]  # a tiny model's first answers will do
+    small += ["schedule.tokens_per_step=40"] * (name == "fully_async_long_tail")
+    config = load_config(name, small)
+    init_model(tmp_path / "init", config)
+    config = load_config(name, [*small, f"model.path={tmp_path / 'init'}", "name=run"])
+    screen = io.StringIO()
+    try:
+        run_dir = train(config, name, Console(file=screen, width=120), tmp_path)
+    except BaseException:
+        print(screen.getvalue())
+        raise
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert len(rows) == 4
+    assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound

@@ -1,0 +1,359 @@
+"""The report's timeline, drift, ages, tokens and comparison; and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from r3async.config import config_from_dict, to_toml
+from r3async.observe.charts import CHARTS, describe_more
+from r3async.observe.events import open_events
+from r3async.observe.metrics import METRICS, MetricsWriter
+from r3async.observe.report import write_report
+from r3async.observe.report_drift import describe_ages, drift_table
+from r3async.observe.report_episodes import spread, tokens_section
+from r3async.observe.report_timeline import describe_timeline, waits
+from r3async.observe.routes import RouteFile
+from r3async.observe.timeline import FILE, Span, Timeline, busy_shares, read_timeline, spans_from_metrics
+from tests.helpers_browser import browse, find_chromium
+from tests.helpers_routes import episode
+from tools.cli import app
+from tools.init_model import byte_tokenizer
+
+
+def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: object) -> Path:
+    run = root / "runs" / name
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(config_from_dict({"steps": steps, **settings})))
+    byte_tokenizer().save_pretrained(run / "init")
+    open_events(run, "generator-0").info("generator_started", pid=7)
+    writer = MetricsWriter(run)
+    for step in range(1, steps + 1):
+        row = {metric: 0.1 + index / 100 + step / 1000 for index, metric in enumerate(METRICS)}
+        writer.write(
+            {**row, "step": step, "version": step, "time": 1000.0 + 3 * step, "staleness/max": 1, "gpu/odd": step}
+        )
+    learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
+    for step in (1, 11):
+        trained, calls = episode()
+        other = f"g{4 * (step - 1):08d}e0000"
+        named = {"step": step, "trajectory_id": other, "sample_id": f"{other}s0"}
+        learner.append(msgspec.structs.replace(trained, **named))
+        for call in calls:
+            engine.append(msgspec.structs.replace(call, trajectory_id=other))
+    (run / "routing.jsonl").write_text(
+        json.dumps({"step": 1, "agreement": [0.9, 1.0], "load": [[1, 2], [3, 4]]}) + "\n"
+    )
+    turns = [{"user": "say <b>", "assistant": "no", "reward": 0.5}]
+    (run / "episodes.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "turns": turns}) + "\n")
+    return run
+
+
+class Page(HTMLParser):
+    """Text that a reader sees, ids, and addresses that would be fetched."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.text, self.ids, self.fetched, self.data, self._inside = "", [], [], "", ("", "")
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self._inside = (tag, found.get("id") or "")
+        self.ids += [found["id"]] if found.get("id") else []
+        self.fetched += [v for k, v in attributes if k in ("src", "href") and v and not v.startswith("data:")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ("", "")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == ("script", "data"):
+            self.data += data
+        elif self._inside[0] not in ("script", "style"):
+            self.text += data
+
+
+# --- the file of spans
+
+
+def test_spans_are_written_when_they_end(tmp_path: Path) -> None:
+    times = iter([10.0, 12.5, 20.0, 21.0])
+    timeline = Timeline(tmp_path, "learner", clock=lambda: next(times))
+    with timeline.span("train", step=3, version=4):
+        assert read_timeline(tmp_path) == []
+    with pytest.raises(ValueError, match="x"), timeline.span("wait"):
+        raise ValueError("x")
+    timeline.add("pause", 5.0, 6.0, who="generator-0")
+    assert read_timeline(tmp_path) == [
+        Span("generator-0", "pause", 5.0, 6.0),
+        Span("learner", "train", 10.0, 12.5, 3, 4),
+        Span("learner", "wait", 20.0, 21.0),
+    ]
+
+
+def test_a_timeline_that_is_off_does_nothing(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, "learner", enabled=False, clock=lambda: pytest.fail("was measured"))
+    with timeline.span("train"):
+        timeline.add("wait", 0.0, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_costs_only_the_spans(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    timeline = Timeline(tmp_path, "learner")
+    for _ in range(2):
+        with timeline.span("train"):
+            pass
+
+
+def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(
+        '{"who":"a","what":"b","start":1,"end":2}\n{"who":1}\n[]\n{"who":"a","what":"b","start":3,"end":2}\n{to'
+    )
+    assert read_timeline(tmp_path) == [Span("a", "b", 1.0, 2.0)]
+
+
+# --- the timeline from metrics
+
+
+def test_durations_are_laid_end_to_end_before_the_row_was_written() -> None:
+    keys = ("learner/wait_seconds", "learner/step_seconds", "weights/snapshot_seconds", "weights/write_seconds",
+            "weights/update_seconds", "weights/pause_seconds")  # fmt: skip
+    row = dict(zip(keys, (2.0, 3.0, 0.5, 0.25, 1.0, 0.5), strict=True))
+    spans = spans_from_metrics([{"step": 1, "version": 1, "time": 100.0, **row}])
+    assert [(s.who, s.what, s.start, s.end) for s in spans] == [
+        ("learner", "wait", 93.25, 95.25),
+        ("learner", "train", 95.25, 98.25),
+        ("learner", "snapshot", 98.25, 98.75),
+        ("weights", "write", 98.75, 99.0),
+        ("weights", "deliver", 99.0, 100.0),
+        ("engines", "pause", 99.0, 99.5),
+    ]
+
+
+def test_the_learner_does_one_thing_at_a_time_whatever_the_rows_say() -> None:
+    rows = [
+        {"step": s, "version": 1 + (s - 1) // 2, "time": 1000.0 + 10 * ((s - 1) // 2), "learner/step_seconds": 7.0,
+         "learner/wait_seconds": 2.0, "weights/update_seconds": 1.0}
+        for s in range(1, 9)
+    ]  # fmt: skip
+    lane = [s for s in spans_from_metrics(rows) if s.who == "learner"]
+    assert all(one.end <= other.start + 1e-9 for one, other in pairwise(lane))
+    assert {s.step for s in lane if s.what == "train"} == set(range(1, 9))
+
+
+def test_rows_of_other_releases_make_no_timeline() -> None:
+    assert spans_from_metrics([{"step": 1}, {"time": 3.0}, {"step": "x", "time": None}]) == []
+    assert describe_timeline([], derived=True) is None
+
+
+def test_lives_of_generators_come_from_events() -> None:
+    rows = [{"step": 1, "version": 1, "time": 50.0, "learner/step_seconds": 1.0}]
+    events = [
+        {"event": "generator_started", "role": "generator-0", "time": 10.0},
+        {"event": "generator_died", "generator": "generator-0", "time": 20.0},
+        {"event": "generator_started", "role": "generator-0", "time": 25.0},
+    ]
+    lives = [(s.start, s.end) for s in spans_from_metrics(rows, events) if s.what == "alive"]
+    assert lives == [(10.0, 20.0), (25.0, 50.0)]
+
+
+def test_who_waited_is_said_in_shares_of_the_whole() -> None:
+    spans = [Span("learner", "wait", 0, 4), Span("learner", "train", 4, 10), Span("engines", "pause", 9, 10)]
+    assert busy_shares([*spans, Span("learner", "wait", 1, 3)])[("learner", "wait")] == pytest.approx(0.4)
+    text = waits(spans)
+    for part in ("trained 60.0 %", "waited 40.0 % for data", "generators were the bottleneck", "stood still 10.0 %"):
+        assert part in text
+
+
+def test_lanes_go_from_generators_to_weights_and_begin_zoomed() -> None:
+    spans = [Span("weights", "deliver", 0, 1, 1), Span("learner", "odd<", 0, 1, 1), Span("generator-1", "play", 0, 1)]
+    spans += [Span("learner", "train", step, step + 0.5, step) for step in range(1, 40)]
+    found = describe_timeline(spans, derived=False)
+    assert found is not None
+    assert found["lanes"] == ["weights", "learner", "generator-1"]
+    assert found["range"] == [28, 39.5]
+    assert {bar["label"]: bar["color"] for bar in found["bars"]}["odd<"] == "faint"
+
+
+# --- drift and ages
+
+
+def test_the_drift_table_has_ten_parts_and_all(tmp_path: Path) -> None:
+    rows = [{"step": s, "rollout_kl/k3": s / 1000, "ratio/max": float(s)} for s in range(1, 31)]
+    table = drift_table(rows)
+    assert table.count("<tr") == 12
+    assert "<td>28 – 30</td><td>0.029</td><td>0.03</td><td>30</td>" in table
+    assert "clipped" not in table
+    assert drift_table([{"step": 1}]) == drift_table([]) == ""
+
+
+def test_ages_are_of_trained_tokens_where_routes_were_kept(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    rows = [{"step": step, "version": step} for step in (1, 11)]
+    found = describe_ages(run, rows, 2)
+    assert found is not None
+    assert found["x"] == list(range(11))
+    assert (found["y"][0], found["y"][10]) == (0.5, 0.5)
+    assert "10 trained tokens, in the 2 samples" in found["caption"]
+
+
+def test_without_routes_ages_are_of_steps(tmp_path: Path) -> None:
+    found = describe_ages(tmp_path, [{"staleness/max": 1}, {"staleness/max": 0}, {"staleness/max": 1}], 1)
+    assert found is not None
+    assert (found["x"], found["y"]) == ([0, 1], [1 / 3, 2 / 3])
+    assert describe_ages(tmp_path, [{}], 1) is None
+
+
+# --- tokens
+
+
+def test_tokens_are_shown_turn_by_turn_with_what_is_known_of_them(tmp_path: Path) -> None:
+    html = tokens_section(write_run(tmp_path))
+    assert html.count("class='card sample'") == 2
+    blocks = [part.split("'")[0] for part in html.split("<div class='block ")[1:]]
+    assert blocks == ["prompt", "sampled", "observation", "sampled"] * 2
+    assert html.count("class='t v0'") + html.count("class='t v0 u'") == 10
+    assert html.count(", no route recorded'") == 2, "the last token of each was never fed"
+    assert "value='ratio'" not in html, "no log-prob of the learner was kept"
+    assert "log-prob -1.000, version 0" in html
+
+
+def test_log_ratios_are_coloured_where_the_learner_kept_its_own(tmp_path: Path) -> None:
+    trained, calls = episode()
+    own = np.where(trained.loss_mask, np.float32(-1.1), np.float32(0))
+    RouteFile(tmp_path / "routes", "learner").append(msgspec.structs.replace(trained, learner_logprobs=own))
+    for call in calls:
+        RouteFile(tmp_path / "routes", "engine-0").append(call)
+    html = tokens_section(tmp_path)
+    assert "value='ratio'" in html
+    assert html.count("log-ratio -0.1000") == 5
+    assert "--r:0.5" in html
+    assert "#10" in html, "ids, where there is no tokenizer"
+
+
+def test_a_damaged_record_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    path = run / "routes" / "learner.0.routes"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 255
+    path.write_bytes(bytes(data))
+    assert tokens_section(run).count("class='card sample'") == 1
+
+
+def test_spread_is_from_first_to_last() -> None:
+    assert spread(0, 3) == []
+    assert spread(1, 3) == [0]
+    assert spread(10, 3) == [0, 4, 9]
+
+
+# --- the page
+
+
+def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path)))
+    data = json.loads(page.data)
+    drawn = {line["metric"] for chart in [*data["charts"], *data["more"]] for line in chart["lines"]}
+    assert drawn >= set(METRICS) - {"step", "version", "time", "staleness/max"} | {"gpu/odd"}
+    shown = {*page.ids}
+    for chart in [*data["charts"], *data["more"], *data["maps"], data["ages"], data["timeline"]]:
+        assert chart["id"] in shown
+    assert page.fetched == []
+    for heading in ("Timeline", "Drift", "Tokens", "Environment", "All other metrics", "Age"):
+        assert heading in page.text
+
+
+def test_metrics_that_never_change_are_listed() -> None:
+    rows = [{"step": s, "lr": 0.1, "b/x": s, "b/none": None, "a": s} for s in range(3)]
+    charts, series, constants = describe_more(rows)
+    assert [(chart["group"], chart["title"]) for chart in charts] == [("step", "a"), ("b", "b/x")]
+    assert set(series) == {"a", "b/x"}
+    assert constants == [("learning rate", 0.1)]
+
+
+def test_written_spans_replace_the_worked_out_ones(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    assert "worked out from the metrics" in Page(write_report(run)).text
+    Timeline(run, "transport").add("receive", 1000.0, 1001.0)
+    page = Page(write_report(run))
+    assert "as every process wrote it down" in page.text
+    assert json.loads(page.data)["timeline"]["lanes"] == ["transport"]
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    one = write_run(tmp_path, "one", 12)
+    other = write_run(tmp_path, "other", 5, schedule={"max_staleness": 4}, seed=3)
+    page = Page(write_report(one, other, path=tmp_path / "both.html"))
+    data = json.loads(page.data)
+    assert {"0:reward/mean", "1:reward/mean", "0:step", "1:step"} <= set(data["series"])
+    assert len(data["charts"]) == sum(len(chart.lines) for chart in CHARTS)
+    assert all([line["label"] for line in chart["lines"]] == ["one", "other"] for chart in data["charts"])
+    assert len(data["series"]["1:step"]) == 5
+    for part in ("schedule.max_staleness", "seed", "learner: train", "reward, last 10 steps"):
+        assert part in page.text
+    assert "samples_per_group" not in page.text, "only settings that differ"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    text = Page(write_report(one, other, path=tmp_path / "both.html")).text
+    assert f"{one} against {other}" in text
+    assert "the same in all" in text
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "one")
+    write_run(tmp_path, "two")
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["report", "one"]).output.strip() == "runs/one/report.html"
+    assert CliRunner().invoke(app, ["report", "one", "two"]).output.strip() == "runs/one/compare.html"
+    assert CliRunner().invoke(app, ["report", "one", "-o", "page.html"]).exit_code == 0
+    assert (tmp_path / "page.html").is_file()
+    result = CliRunner().invoke(app, ["report", "three"])
+    assert result.exit_code == 2
+    assert "no run 'three'" in result.output
+
+
+# --- in a browser
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@needs_chromium
+async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path))
+    async with browse(str(find_chromium()), path.as_uri()) as page:
+        await page.value("document.querySelectorAll('details.group').forEach((group) => { group.open = true; })")
+        frames = "[...document.querySelectorAll('.plot')]"
+        await page.value("new Promise((done) => setTimeout(done, 0))")
+        for _ in range(100):
+            empty = await page.value(f"{frames}.filter((p) => !p.querySelector('.main-svg')).map((p) => p.id)")
+            if not empty:
+                break
+        assert empty == []
+        data = json.loads(Page(path).data)
+        lines = sum(len(chart["lines"]) for chart in [*data["charts"], *data["more"]])
+        traces = "document.querySelectorAll('.scatterlayer .trace').length"
+        assert await page.value(traces) == lines + 1, "and the bound of staleness"
+        assert await page.value("document.querySelectorAll('#timeline .point').length") > 20
+        assert await page.value("document.querySelectorAll('.heatmaplayer .hm').length") == 2
+        await page.value("document.querySelector('input[value=agreement]').click()")
+        assert await page.value("getComputedStyle(document.querySelector('p.mode.agreement')).display") == "block"
+        assert page.requests == []
+        assert page.problems == []
+
+
+@needs_chromium
+async def test_the_comparison_draws_both_runs(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path, "one"), write_run(tmp_path, "other", 5)
+    async with browse(str(find_chromium()), write_report(one, other).as_uri()) as page:
+        traces = "document.querySelectorAll('.scatterlayer .trace').length"
+        assert await page.value(traces) == 2 * sum(len(chart.lines) for chart in CHARTS)
+        assert (page.requests, page.problems) == ([], [])

@@ -1,0 +1,244 @@
+"""What a resume is refused for, with which words; and when a checkpoint is due, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+
+from r3async.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointWriter,
+    Due,
+    check_model,
+    check_same_run,
+)
+from r3async.checkpoint.books import SpooledTrajectory, decode_state, encode_state
+from r3async.checkpoint.resume import fingerprint_model, rewind
+from r3async.checkpoint.tensors import write_part
+from r3async.config import CheckpointConfig, ConfigError, config_from_dict, to_dict
+from tests.helpers_checkpoint import run_state, tiny_state
+
+
+def changed(**changes):
+    saved = run_state(3, config=to_dict(config_from_dict({"name": "a", "seed": 1})))
+    data = {"name": "b", "resume": "auto", "seed": 1}
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        inner = data
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return check_same_run(saved, config_from_dict(data))
+
+
+def test_settings_of_training_may_differ_and_are_named():
+    assert changed() == {}
+    differ = changed(
+        steps=500,
+        learner__lr=1e-5,
+        learner__parallel={"dp": 2},
+        algorithm__rollout_kl__target=0.1,
+        generator__count=4,
+    )
+    assert differ["learner.lr"] == (1e-6, 1e-5)
+    assert differ["algorithm.rollout_kl.target"] == (None, 0.1)
+    assert set(differ) == {
+        "steps",
+        "learner.lr",
+        "learner.parallel.dp",
+        "algorithm.rollout_kl.target",
+        "generator.count",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("seed", 2, "`seed` was 1 and is 2"),
+        ("env__args", {"letters": 5}, "`env.args.letters` was None and is 5"),
+        ("schedule__groups_per_step", 8, "`schedule.groups_per_step` was 16 and is 8"),
+        ("learner__backend", "torch", "`learner.backend` was 'megatron' and is 'torch'"),
+        ("model__path", "/other", "`model.path` was '' and is '/other'"),
+    ],
+)
+def test_what_may_not_differ_is_named_with_both_values_and_with_what_may(key, value, said):
+    with pytest.raises(CheckpointError) as error:
+        changed(**{key: value, "steps": 500})
+    assert said in str(error.value)
+    assert "`steps` was" not in str(error.value)
+    assert "What may differ: steps, learner.lr" in str(error.value)
+    assert 'resume="none"' in str(error.value)
+
+
+def test_a_setting_that_was_added_later_has_its_default():
+    config = to_dict(config_from_dict({}))
+    del config["schedule"]["minibatches_per_step"], config["checkpoint"]
+    config["env"]["gone"] = "x"
+    with pytest.raises(CheckpointError, match=r"`env\.gone` was 'x' and is None"):
+        check_same_run(run_state(3, config=config), config_from_dict({}))
+    del config["env"]["gone"]
+    assert check_same_run(run_state(3, config=config), config_from_dict({})) == {}
+
+
+def test_another_start_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(300_000))
+    state = run_state(3, model_path=str(tmp_path), model_fingerprint=fingerprint_model(tmp_path))
+    check_model(state, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check_model(state, tmp_path)
+    for at in (0, 150_000, 299_999):
+        data = bytearray(300_000)
+        data[at] = 1
+        weights.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"is not the one that the run began with.*model\.path"):
+            check_model(state, tmp_path)
+    weights.unlink()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"it has no config\.json"):
+        check_model(state, tmp_path)
+
+
+def test_the_books_come_back_as_they_were():
+    state = run_state(
+        3,
+        since_publication=(1, 8),
+        consumed_by_version={0: 0, 3: 12},
+        admission={"next_group": 20, "returned": [[13, [0, 2]]]},
+        ledger={"live": [[12, ["a", "b"]]], "forgotten": [[0, 12]]},
+        spooled=[SpooledTrajectory(12, 1, "a")],
+        record_bytes={"metrics.jsonl": 100},
+        pending_rows=[{"step": 3, "loss/policy": 0.1 + 0.2}],
+        elapsed=1.5,
+    )
+    assert decode_state(encode_state(state)) == state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 2}, "schema 2, and this version of r3async reads 1"),
+        ({"steps": -1}, "never negative"),
+        ({"consumed_by_version": {"1": 4}}, "has no version 3"),
+        ({"spooled": [{"group_index": 11, "episode_index": 0, "trajectory_id": "a"}]}, "a group before 12"),
+        ({"since_publication": [1]}, "since_publication"),
+        ({"unheard": 1}, "unheard"),
+    ],
+)
+def test_books_that_contradict_themselves_are_refused(changes, message):
+    data = msgspec.to_builtins(run_state(3)) | changes
+    with pytest.raises(CheckpointError, match=message):
+        decode_state(msgspec.json.encode(data))
+
+
+def test_records_go_back_to_the_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("one\ntwo\nthree\n")
+    (tmp_path / "routing.jsonl").write_text("one\n")
+    lengths = {"metrics.jsonl": 8, "routing.jsonl": 100, "gone.jsonl": 5, "../metrics.jsonl": 0}
+    assert rewind(tmp_path, lengths) == {"metrics.jsonl": 6}
+    assert (tmp_path / "metrics.jsonl").read_text() == "one\ntwo\n"
+    assert (tmp_path / "routing.jsonl").read_text() == "one\n"
+
+
+def test_a_checkpoint_is_due_by_steps_and_by_time():
+    now = [0.0]
+    due = Due(CheckpointConfig(every_steps=10, every_minutes=2), lambda: now[0])
+    assert [s for s in range(1, 31) if due(s) and due.done(s) is None] == [10, 20, 30]
+    assert not due(31)
+    now[0] = 120.0
+    assert due(31)
+    due.done(31)
+    assert not due(32)
+    never = Due(CheckpointConfig(every_steps=0, every_minutes=0), lambda: now[0])
+    now[0] = 1e9
+    assert not any(never(s) for s in range(1, 1000))
+
+
+@pytest.mark.parametrize("bad", ["keep_last=0", "every_steps=-1", "write_timeout=0", "every_minutes=-0.5"])
+def test_settings_of_checkpoints_are_checked(bad):
+    key, value = bad.split("=")
+    with pytest.raises(ConfigError, match=rf"\[checkpoint\] `{key}`"):
+        config_from_dict({"checkpoint": {key: float(value) if "." in value else int(value)}})
+    with pytest.raises(ConfigError, match="`resume` must be"):
+        config_from_dict({"resume": ""})
+
+
+@pytest.fixture
+def writer(tmp_path):
+    writer = CheckpointWriter(Checkpoints(tmp_path, keep_last=2), CheckpointConfig(write_timeout=20.0))
+    yield writer
+    writer._thread.shutdown(wait=False)
+
+
+def parts_of(state):
+    return lambda directory: [write_part(directory, state)]
+
+
+def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(tmp_path, writer):
+    going = threading.Event()
+
+    def slow(directory):
+        assert going.wait(20)
+        return [write_part(directory, tiny_state(1))]
+
+    assert writer.save(run_state(1), slow) < 5
+    assert writer.busy
+    writer.check()
+    assert Checkpoints(tmp_path).steps() == [], "nothing is there before all of it is"
+    threading.Timer(0.3, going.set).start()
+    assert writer.save(run_state(2), parts_of(tiny_state(2))) > 0.2
+    assert 1 in Checkpoints(tmp_path).steps()
+    for step in (3, 4):
+        writer.save(run_state(step), parts_of(tiny_state(step)))
+    writer.close()
+    assert Checkpoints(tmp_path).steps() == [3, 4]
+
+
+def test_a_failure_is_raised_at_the_next_step_with_its_reason_and_leaves_what_was(tmp_path):
+    reported = []
+    checkpoints = Checkpoints(tmp_path)
+    writer = CheckpointWriter(
+        checkpoints,
+        CheckpointConfig(write_timeout=20.0),
+        report=lambda event, /, **facts: reported.append((event, facts)),
+    )
+
+    def full(directory):
+        (directory / "learner-00000-of-00001.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    writer.save(run_state(1), parts_of(tiny_state(1)))
+    writer.wait()
+    writer.save(run_state(2), full)
+    while writer.busy:
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written: OSError: .*No space left"):
+        writer.check()
+    writer.check()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert [event for event, _ in reported] == ["checkpoint_written", "checkpoint_failed"]
+    assert "No space left" in reported[1][1]["error"]
+    writer.save(run_state(3), parts_of(tiny_state(3)))
+    writer.close()
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_a_writing_that_never_ends_is_not_waited_for(tmp_path):
+    never = threading.Event()
+    writer = CheckpointWriter(Checkpoints(tmp_path), CheckpointConfig(write_timeout=0.2))
+    writer.save(run_state(1), lambda directory: never.wait(30) and [])
+    with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
+        writer.wait()
+    never.set()
+
+
+def test_without_asynchronous_it_is_there_when_the_call_returns(tmp_path):
+    writer = CheckpointWriter(Checkpoints(tmp_path), CheckpointConfig(asynchronous=False))
+    writer.save(run_state(1), parts_of(tiny_state(1)))
+    assert Checkpoints(tmp_path).newest().state == run_state(1)
+    writer.close()

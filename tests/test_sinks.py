@@ -1,0 +1,198 @@
+"""Sinks copy metrics elsewhere and can neither slow nor stop a run; Prometheus can scrape a process."""
+
+import importlib.util
+import json
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from r3async.config import ConfigError, ObserveConfig, load_config
+from r3async.observe import sink_backends
+from r3async.observe.prometheus import metric_name, serve_metrics
+from r3async.observe.sinks import Sink, SinkSet, check_sinks, open_sinks
+
+ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
+
+
+class Memory:
+    def __init__(self):
+        self.rows, self.closed = [], False
+
+    def write(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.closed = True
+
+
+def test_rows_arrive_in_order_and_the_backend_is_closed():
+    memory, said = Memory(), []
+    with SinkSet([Sink("memory", lambda: memory, 8, said.append)], 10.0) as sinks:
+        for row in ROWS:
+            sinks.write(row)
+    assert memory.rows == ROWS
+    assert memory.closed
+    assert said == []
+
+
+def test_a_sink_that_hangs_costs_no_time_and_says_once_that_it_misses_rows():
+    release, said = threading.Event(), []
+
+    class Hangs(Memory):
+        def write(self, row):
+            release.wait(30)
+
+    sink = Sink("slow", Hangs, 2, said.append)
+    before = time.monotonic()
+    for row in ROWS * 100:
+        sink.write(row)
+    assert time.monotonic() - before < 1.0
+    assert sink.dropped >= 297
+    assert len(said) == 1
+    assert "slower than the run" in said[0]
+    SinkSet([sink], 0.3).close()
+    assert time.monotonic() - before < 5.0
+    assert "did not finish in time" in said[1]
+    assert f"missed {sink.dropped} rows" in said[2]
+    release.set()
+
+
+def test_a_sink_that_fails_is_left_out_and_the_others_go_on():
+    said, memory = [], Memory()
+
+    class Broken(Memory):
+        def write(self, row):
+            raise OSError("disk full")
+
+    def never():
+        raise ConnectionError("no such server")
+
+    sinks = SinkSet([Sink("broken", Broken, 64, said.append), Sink("never", never, 64, said.append)], 10.0)
+    sinks.sinks.append(Sink("memory", lambda: memory, 64, said.append))
+    for row in ROWS * 4:
+        sinks.write(row)
+    sinks.close()
+    assert len(memory.rows) == 12
+    assert sum("disk full" in line for line in said) == 1
+    assert sum("no such server" in line for line in said) == 1
+
+
+def test_a_missing_package_is_refused_with_the_pip_command_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"observe\.sinks.*'mlflow'.*pip install mlflow-skinny"):
+        check_sinks(ObserveConfig(sinks=["mlflow"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ('observe.sinks=["tensorbord"]', "observe.sinks"),
+        ('observe.sinks=["wandb", "wandb"]', "twice"),
+        ("observe.prometheus_port=70000", "prometheus_port"),
+        ("observe.sink_queue=0", "sink_queue"),
+    ],
+)
+def test_nonsense_is_refused_by_name(override, part):
+    with pytest.raises(ConfigError, match=part):
+        load_config("quickstart", [override])
+
+
+def test_every_sink_that_can_be_named_has_a_package_and_a_backend():
+    assert set(sink_backends.PACKAGES) == set(sink_backends.BACKENDS)
+
+
+def written(name, tmp_path, **options):
+    """A run directory with three rows in sink `name`."""
+    if sink_backends.missing_package(name):
+        pytest.skip(f"{name} is not installed (pip install 'r3async[sinks]')")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    said = []
+    config = ObserveConfig(sinks=[name], sink_timeout=60.0, **options)
+    with open_sinks(config, run_dir, {"seed": 1, "learner": {"lr": 1e-4}}, said.append) as sinks:
+        for row in ROWS:
+            sinks.write(row)
+    assert said == []
+    return run_dir
+
+
+def test_tensorboard_files_hold_the_rows(tmp_path):
+    run_dir = written("tensorboard", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert events.Tags()["scalars"] == ["reward/mean"]
+
+
+def test_wandb_offline_keeps_the_run_in_the_run_directory(tmp_path):
+    run_dir = written("wandb", tmp_path)
+    (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"reward/mean" in file.read_bytes()
+
+
+def test_mlflow_holds_rows_and_settings(tmp_path):
+    run_dir = written("mlflow", tmp_path)
+    from mlflow import MlflowClient
+
+    client = MlflowClient((run_dir / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("r3async").experiment_id])
+    assert run.data.params == {"seed": "1", "learner.lr": "0.0001"}
+    assert [m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [0.25, 0.5, 0.75]
+
+
+def test_trackio_takes_the_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    written("trackio", tmp_path)
+    assert any((tmp_path / "trackio").rglob("*.db"))
+
+
+def scrape(endpoint):
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_prometheus_reads_the_last_row_of_every_process_and_finds_it_by_file(tmp_path):
+    config = ObserveConfig(prometheus_port=39000)
+    driver = serve_metrics("driver", tmp_path, config)
+    learner = serve_metrics("learner", tmp_path, config)
+    try:
+        assert driver.port != learner.port  # the first free one each
+        driver.update(ROWS[0])
+        driver.update(ROWS[1])
+        text = scrape(driver)
+        assert metric_name("reward/mean") == "r3async_reward_mean"
+        assert f'r3async_reward_mean{{role="driver",run="{tmp_path.name}"}} 0.5' in text
+        assert "process_resident_memory_bytes" in text
+        assert "r3async_reward_mean" not in scrape(learner)
+        target = json.loads((tmp_path / "prometheus" / "learner.json").read_text())
+        assert target == [
+            {"targets": [f"127.0.0.1:{learner.port}"], "labels": {"role": "learner", "run": tmp_path.name}}
+        ]
+    finally:
+        driver.close()
+        learner.close()
+    assert not list((tmp_path / "prometheus").iterdir())
+
+
+def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_run(tmp_path, capfd):
+    assert serve_metrics("driver", tmp_path, ObserveConfig()) is None
+    assert serve_metrics("driver", tmp_path, ObserveConfig(prometheus_port=0, prometheus_host="203.0.113.1")) is None
+    assert "observe.prometheus_port" in capfd.readouterr().err
+
+
+def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
+    from tools.train import Outlets
+
+    said = []
+    with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, said.append) as outlets:
+        outlets.show({"rows": ROWS})
+        (target,) = (tmp_path / "prometheus").iterdir()
+        address = json.loads(target.read_text())[0]["targets"][0]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            assert "r3async_reward_mean" in answer.read().decode()
+    assert not (tmp_path / "prometheus").exists()
+    assert said == []

@@ -1,0 +1,258 @@
+"""A run as a Ray job: what is packaged, what is refused, and what a person sees when it ends, on a cluster of our own."""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from r3async.config import ConfigError, load_config
+from tools.cluster import check_fit, describe_fit, read_nodes
+from tools.plan import make_plan
+from tools.submit import Jobs, Package, SubmitError, make_package, stop_seconds
+
+
+def cli(*words, cwd, env=None, timeout=120):
+    command = [sys.executable, "-m", "tools.cli", *words]
+    environment = {**os.environ, **(env or {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
+    )
+
+
+def package(tmp_path, *overrides, preset="quickstart", **kwargs):
+    return make_package(load_config(preset, overrides), preset, overrides, directory=tmp_path, **kwargs)
+
+
+def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base model").mkdir()
+    made = package(tmp_path, "steps=3", "model.path=base model", "env.args={letters = 5}")
+    model = f"'model.path={tmp_path}/base model'"
+    words = f"'model.path=base model' 'env.args={{letters = 5}}' {model}"
+    assert made.entrypoint == f"r3async train quickstart steps=3 {words}"
+    variables = made.runtime_env["env_vars"]
+    assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
+    assert (
+        int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 150 > 4 * load_config("quickstart").supervise.stop_grace_seconds
+    )
+    assert made.runtime_env["working_dir"] == str(tmp_path)
+    assert {"runs/", ".venv/", ".git/", "*.safetensors"} <= set(made.runtime_env["excludes"])
+
+
+def test_a_longer_grace_is_a_longer_wait_before_the_kill():
+    assert stop_seconds(load_config("quickstart", ["supervise.stop_grace_seconds=60"])) == 270
+
+
+def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):
+    """Its growth would change the package's name between upload and start: such a job never started."""
+    code = (
+        "from tools.submit import make_package; from r3async.config import load_config; import pathlib, sys\n"
+        f"made = make_package(load_config('quickstart'), 'quickstart', directory=pathlib.Path({str(tmp_path)!r}))\n"
+        "print(made.runtime_env['excludes'])"
+    )
+    with (tmp_path / "what.i.saw").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, timeout=60, check=True)
+    assert "'/what.i.saw'" in (tmp_path / "what.i.saw").read_text()
+
+
+def test_a_folder_whose_modules_would_hide_ours_is_refused(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").touch()
+    with pytest.raises(ConfigError, match="'tools', which would hide"):
+        package(tmp_path)
+    (tmp_path / "r3async").mkdir()
+    (tmp_path / "r3async" / "__init__.py").touch()
+    package(tmp_path)  # a checkout brings its own
+
+
+def test_a_configuration_file_must_be_in_the_folder(tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    outside = tmp_path / "mine.toml"
+    outside.write_text('extends = "quickstart"\n')
+    with pytest.raises(ConfigError, match="copy it there"):
+        package(folder, preset=str(outside))
+    inside = folder / "mine.toml"
+    inside.write_text('extends = "quickstart"\n')
+    assert package(folder, preset=str(inside)).entrypoint == "r3async train mine.toml"
+
+
+def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):
+    nobody = "http://127.0.0.1:9"
+    for words, message in [
+        (["submit", "quikstart"], "did you mean 'quickstart'"),
+        (["submit", "quickstart", "learner.lr=abc"], "learner.lr"),
+        (["submit", "quickstart", "--address", nobody], "no Ray cluster answers at http://127.0.0.1:9"),
+        (["submit", "status", "x", "--address", nobody], "no Ray cluster answers"),
+        (["cluster", "quickstart", "--address", nobody], "no Ray cluster answers"),
+        (["submit", "list", "--address", nobody, "--token-file", "nowhere"], "--token-file nowhere"),
+    ]:
+        done = cli(*words, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def node(name="a", alive="ALIVE", **total):
+    return SimpleNamespace(state=alive, node_name=name, node_ip="10.0.0.1", resources_total=total)
+
+
+def test_what_can_not_fit_is_refused_with_what_to_change():
+    config = load_config("moe_30b_r3")
+    plan = make_plan(config)
+    big = {"CPU": 64, "GPU": 8, "memory": 2**40, "accelerator_type:H100": 1}
+    assert check_fit(plan, config, read_nodes([node("a", **big), node("b", **big)])).problems == []
+    dead = read_nodes([node("a", **big), node("b", "DEAD", **big)])
+    assert any("needs 16 GPUs, and the cluster has 8" in p for p in check_fit(plan, config, dead).problems)
+    small = big | {"GPU": 4}
+    spread = check_fit(plan, config, read_nodes([node(str(i), **small) for i in range(4)]))
+    assert spread.problems == [
+        "the learner's 8 ranks meet on one host, and the largest has 4 GPUs: lower `learner.parallel`"
+    ]
+    weak = big | {"accelerator_type:A10G": 1}
+    del weak["accelerator_type:H100"]
+    assert any("24 GiB (A10G)" in p for p in check_fit(plan, config, read_nodes([node(**weak), node(**weak)])).problems)
+    large = load_config("moe_235b_r3")
+    assert any(
+        "8 GPUs on one node" in p for p in check_fit(make_plan(large), large, read_nodes([node(**small)])).problems
+    )
+    assert "does not fit" in describe_fit(spread, plan)
+
+
+# -- a cluster of our own ----------------------------------------------------------------------------------------------
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray head with token authentication, in a process group of its own. Yields the environment of its clients."""
+    import shutil
+    import tempfile
+
+    # Not pytest's own folder: a path of a Unix socket has 107 bytes at most.
+    home = Path(tempfile.mkdtemp(prefix="r3"))
+    token = home / "token"
+    token.write_text(secrets.token_hex(32))
+    names = ["port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port"]
+    names += ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = ["ray", "start", "--head", "--block", "--num-cpus=4", f"--temp-dir={home}/t", "--disable-usage-stats"]
+    command += ["--object-store-memory=100000000", *(f"--{name}={port}" for name, port in ports.items())]
+    command[0] = str(Path(sys.executable).with_name("ray"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with (home / "log").open("w") as log:
+        head = subprocess.Popen(
+            command, env={**os.environ, **environment, "PATH": path}, stdout=log, stderr=log, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{ports['dashboard-port']}"
+    try:
+        wait_for_cluster(address, home / "log", head)
+        yield environment | {"RAY_API_SERVER_ADDRESS": address}
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        try:
+            head.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def wait_for_cluster(address, log, head):
+    deadline = time.monotonic() + 120
+    host, port = address.removeprefix("http://").split(":")
+    while time.monotonic() < deadline and head.poll() is None:
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except OSError:
+            time.sleep(0.5)
+            continue
+        if "Ray runtime started" in log.read_text():
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"no cluster:\n{log.read_text()}")
+
+
+@pytest.fixture
+def jobs(cluster, monkeypatch):
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    return Jobs()
+
+
+def job(tmp_path, entrypoint):
+    made = make_package(load_config("quickstart"), "quickstart", directory=tmp_path)
+    return Package(entrypoint, made.runtime_env)
+
+
+@pytest.mark.pipeline
+@pytest.mark.timeout(300)
+def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, cluster, tmp_path):
+    for name in ("seen.txt", "ignored.bin", "also.bin"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".gitignore").write_text("ignored.bin\n")
+    (tmp_path / ".rayignore").write_text("also.bin\n")
+    said = []
+    good = jobs.submit(job(tmp_path, "ls; echo $RAY_JOB_STOP_WAIT_TIME_S; sleep 2; echo last"))
+    assert jobs.follow(good, said.append)["status"] == "SUCCEEDED"
+    text = "".join(said)
+    assert text.endswith("last\n")
+    assert "seen.txt" in text
+    assert "150" in text
+    assert "ignored.bin" not in text.replace(".gitignore", "")
+    assert "also.bin" not in text
+
+    bad = jobs.submit(job(tmp_path, "echo broken; exit 7"), "bad-one")
+    shown = cli("submit", "logs", bad, "--follow", cwd=tmp_path, env=cluster)
+    assert (shown.returncode, "broken" in shown.stdout, "exit code 7" in shown.stderr) == (1, True, True)
+    asked = cli("submit", "status", bad, cwd=tmp_path, env=cluster)
+    assert (asked.returncode, json.loads(asked.stdout)["status"]) == (1, "FAILED")
+    with pytest.raises(SubmitError, match="bad-one already exists"):
+        jobs.submit(job(tmp_path, "true"), "bad-one")
+    with pytest.raises(SubmitError, match="nobody does not exist"):
+        jobs.logs("nobody")
+    assert [j["job"] for j in jobs.list()] == [good, bad]
+
+
+@pytest.mark.pipeline
+@pytest.mark.timeout(300)
+def test_a_job_that_is_stopped_has_the_time_to_end_in_order(jobs, tmp_path):
+    slow = "trap 'sleep 5; echo saved; exit 0' TERM; echo ready; while true; do sleep 0.2; done"
+    running = jobs.submit(job(tmp_path, f"bash -c {slow!r}"))
+    deadline = time.monotonic() + 90
+    while "ready" not in jobs.logs(running) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert jobs.stop(running)
+    assert jobs.wait(running, 60)["status"] == "STOPPED"
+    assert "saved" in jobs.logs(running)  # Ray by itself kills after 3 s
+    assert not jobs.stop(running)
+
+
+@pytest.mark.pipeline
+@pytest.mark.timeout(300)
+def test_a_cluster_shows_what_it_has_and_wants_its_token(cluster, tmp_path):
+    fits = cli("cluster", "quickstart", cwd=tmp_path, env=cluster)
+    assert (fits.returncode, "4 CPUs" in fits.stdout, "it fits" in fits.stdout) == (0, True, True), fits.stderr
+    large = cli("submit", "moe_30b_r3", cwd=tmp_path, env=cluster)
+    assert large.returncode == 2
+    assert "needs 16 GPUs, and the cluster has 0" in large.stderr
+    wrong = tmp_path / "token"
+    wrong.write_text(secrets.token_hex(32))
+    refused = cli("cluster", "quickstart", "--token-file", str(wrong), cwd=tmp_path, env=cluster)
+    assert refused.returncode == 2
+    assert "wants a token" in refused.stderr

@@ -1,0 +1,80 @@
+"""Whole runs in which weights do not arrive as they were published: each is stopped, and the reason is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from actors.fleet import RunFailed
+from r3async.config import load_config
+from r3async.observe.metrics import read_metrics
+from tests.helpers_faults import SKIPPED
+from tools.init_model import init_model
+from tools.train import train
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(600)]
+
+SMALL = ["steps=6", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+CHANGES = ["learner.lr=3e-3", "weights.probe_every=1", "routing.trace=off"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "init"
+    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.2"]))
+    return path
+
+
+def run(model, tmp_path, *overrides):
+    config = load_config("quickstart", [*SMALL, *CHANGES, f"model.path={model}", "name=run", *overrides])
+    return train(config, "quickstart", root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("worker_extension_cls=tests.helpers_faults.FlipsABit", r"generator-0: .*version 1 .*tensor '.*' is corrupt"),
+        (
+            "worker_extension_cls=tests.helpers_faults.SkipsATensor",
+            rf"generator-0: .*tensor '{SKIPPED}' was not loaded",
+        ),
+        (
+            "worker_extension_cls=tests.helpers_faults.MissesUpdates",
+            r"generator-0: .*holds version 0 and not version 1",
+        ),
+        (
+            "worker_extension_cls=tests.helpers_faults.PretendsToInstall",
+            r"version 1 of the weights in generator-0 does not answer .* It does not hold '.*' \(\d+ elements of parameter",
+        ),
+        (
+            "scheduler_cls=tests.helpers_faults.ForgetsSalts",
+            r"generator-0: a new request under version 1 took \d+ positions from a prefix cache that older weights made",
+        ),
+    ],
+    ids=["flipped-bit", "skipped-tensor", "missed-update", "pretended-update", "stale-prefix-cache"],
+)
+def test_a_fault_of_delivery_stops_the_run_and_is_named(model, tmp_path, fault, reason):
+    # Small blocks, or none of these short texts would fill one, and there would be no prefix cache to go stale.
+    with pytest.raises(RunFailed, match=reason):
+        run(model, tmp_path, f"generator.engine_args.{fault}", "generator.engine_args.block_size=32")
+    # No slot was freed by it.
+    assert all(row["version"] < 1 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "drain"])
+def test_a_run_through_the_object_store_with_every_version_probed(model, tmp_path, on_update):
+    run(
+        model,
+        tmp_path,
+        "weights.backend=object_store",
+        "weights.bucket_bytes=100000",
+        f"generator.on_update={on_update}",
+    )
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["version"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(r["weights/transfer_seconds"] > 0 and 0 < r["weights/paused_share"] < 1 for r in rows)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    probes = [e for e in events if e["event"] == "probe"]
+    assert probes[-1]["version"] == 6
+    assert all(e["mean_difference"] < 1e-4 for e in probes)

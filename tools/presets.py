@@ -1,0 +1,66 @@
+"""`r3async presets`: what each is for, from the comment at its head."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import msgspec
+
+from r3async.config import find_config, load_config, preset_directory
+from tools.plan import describe, make_plan
+
+FIRST = "quickstart"
+LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The comment at the head of a preset. Each part is one paragraph without a final newline."""
+
+    what: str
+    when: str
+    bound: str
+    tested: str
+
+
+def read_header(path: Path) -> Header:
+    """Raises `ValueError` naming the part that is missing: every preset says all four."""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").strip())
+    text = " ".join(" ".join(lines).split())
+    parts = []
+    for label in reversed(LABELS):
+        text, found, part = text.rpartition(label)
+        if not found:
+            raise ValueError(f"{path.name}: its head does not say {label!r}")
+        parts.append(part.strip())
+    return Header(text.strip(), *reversed(parts))
+
+
+def preset_paths() -> list[Path]:
+    """All presets, the quickstart first."""
+    return sorted(preset_directory().glob("*.toml"), key=lambda p: (p.stem != FIRST, p.stem))
+
+
+def list_presets() -> str:
+    """One paragraph each."""
+    out = []
+    for path in preset_paths():
+        header = read_header(path)
+        body = f"{header.what}\nWhen: {header.when}\nStaleness bound: {header.bound} Tested on: {header.tested}"
+        out.append(f"{path.stem}\n{textwrap.indent(_wrapped(body), '    ')}")
+    return "\n".join(out)
+
+
+def show_preset(name: str) -> str:
+    """The file, and its plan as comments: what is printed is a valid file."""
+    config = load_config(name)
+    plan = describe(make_plan(config), config)
+    return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.fill(line, 112) for line in text.splitlines())

@@ -1,0 +1,299 @@
+"""`r3async submit`: a run as a job of a Ray cluster, through Ray's `JobSubmissionClient`, as `ray job submit` does it.
+
+The job's command is `r3async train …`, so whatever works there works here. What this adds: the folder is packaged without
+what a job never needs, models and run directories get paths that outlive the package, and Ray is told how long the run may
+take to stop in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shlex
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.config import Config, ConfigError
+
+RUNS_ENV = "R3ASYNC_RUNS"
+"""Environment variable: where `train` makes run directories."""
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/")
+"""Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
+OURS = ("r3async", "actors", "tools")
+SHUTDOWN_SECONDS = 30.0
+"""For saving the model and ending the actors, after the running step."""
+RECONNECTS = 5
+QUIET_SECONDS = 60.0
+"""Without a line of the log, after which the connection is made anew."""
+REQUEST_SECONDS = 60.0
+"""For one answer of the cluster."""
+SETTLE_SECONDS = 60.0
+"""For the job's status to follow the end of its log."""
+EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
+"""Exit code of `submit` when the job has ended so; 2 is a mistake of the command line, as everywhere."""
+
+
+class SubmitError(RuntimeError):
+    """The cluster can not be asked, or refuses; the message says what to do about it."""
+
+
+class Package(msgspec.Struct, frozen=True):
+    """What a job consists of: its shell command and Ray's runtime environment."""
+
+    entrypoint: str
+    runtime_env: dict[str, Any]
+
+
+def stop_seconds(config: Config) -> int:
+    """How long Ray waits between SIGTERM and SIGKILL when the job is stopped: as long as `train` itself gives the actors,
+    and the time to leave Ray. Ray's own default is 3 s, in which no model is saved."""
+    return math.ceil(4 * config.supervise.stop_grace_seconds + SHUTDOWN_SECONDS)
+
+
+def make_package(
+    config: Config,
+    preset: str,
+    overrides: Sequence[str] = (),
+    *,
+    directory: Path | None = None,
+    runs: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> Package:
+    """The job that trains `preset` with `overrides`, from `directory` (the current one).
+
+    Run directories are made in `runs` (`./runs` of where this is called), which every node that trains must see. A
+    `model.path` that exists here is passed as an absolute path: weights are not packaged. Raises `ConfigError` for a file
+    outside of the folder, and for a folder in which a module of another project would hide one of ours.
+    """
+    directory = (directory or Path.cwd()).absolute()
+    if preset.endswith(".toml"):
+        path = Path(preset).absolute()
+        if not path.is_relative_to(directory):
+            raise ConfigError(f"{preset} is outside of {directory}, which is what the job gets: copy it there")
+        preset = str(path.relative_to(directory))
+    _refuse_hidden_modules(directory)
+    model = Path(config.model.path) if config.model.path else None
+    words = ["r3async", "train", preset, *overrides]
+    if model is not None and model.is_dir() and not model.is_absolute():
+        words.append(f"model.path={model.absolute()}")
+    environment = {
+        "RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds(config)),
+        RUNS_ENV: str((runs or Path("runs")).absolute()),
+        **{name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ},
+        **(env or {}),
+    }
+    runtime_env = {
+        "working_dir": str(directory),
+        "excludes": [*EXCLUDES, *_being_written(directory)],
+        "env_vars": environment,
+    }
+    return Package(shlex.join(words), runtime_env)
+
+
+def _being_written(directory: Path) -> list[str]:
+    """Files of the folder that our own output goes to. Ray names a package by its contents, and computes that more than once:
+    a file that grows meanwhile makes a job that asks for a package which does not exist."""
+    out = []
+    for descriptor in (1, 2):
+        try:
+            target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue
+        if target.is_relative_to(directory):
+            out.append("/" + str(target.relative_to(directory)))
+    return sorted(set(out))
+
+
+def _refuse_hidden_modules(directory: Path) -> None:
+    """Ray puts the folder in front of the module path of every process of the job: its `tools` would be taken for ours."""
+    if (directory / "r3async" / "__init__.py").is_file():
+        return  # a checkout: the job runs the code in it
+    for name in OURS:
+        if (directory / name / "__init__.py").is_file() or (directory / f"{name}.py").is_file():
+            raise ConfigError(
+                f"{directory} has a module {name!r}, which would hide r3async's in the job: submit from another folder, "
+                "or rename it"
+            )
+
+
+class Jobs:
+    """The jobs of one cluster. Every method may raise `SubmitError`."""
+
+    def __init__(self, address: str = "", token_file: str = ""):
+        if token_file:
+            if not Path(token_file).is_file():
+                raise SubmitError(f"--token-file {token_file}: there is no such file")
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file}
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+        if address:
+            # Ray prefers these to the address that it is given.
+            os.environ.pop("RAY_API_SERVER_ADDRESS", None)
+            os.environ.pop("RAY_ADDRESS", None)
+        self.address = (
+            address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
+        )
+        import logging
+
+        from ray.job_submission import JobSubmissionClient
+
+        for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+            logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
+        with self._explained():
+            _knock(self.address)
+            self._client = JobSubmissionClient(self.address)
+        # Ray's client hands further arguments on to `requests`, which without one waits for ever.
+        self._client._do_request = partial(self._client._do_request, timeout=REQUEST_SECONDS)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from ray.exceptions import AuthenticationError
+
+        try:
+            yield
+        except AuthenticationError as error:
+            raise SubmitError(
+                f"{self.address} wants a token ({str(error).splitlines()[0]}): set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH to the cluster's token file, or pass --token-file"
+            ) from error
+        except ConnectionError as error:
+            raise SubmitError(
+                f"no Ray cluster answers at {self.address}: is it running (`ray start --head`), and is this the address of its "
+                "dashboard (port 8265 by default)? --address or RAY_ADDRESS names another"
+            ) from error
+        except RuntimeError as error:
+            text = str(error)
+            if "does not exist" in text:
+                raise SubmitError(
+                    f"{self.address}: {_last_line(text).rstrip('.')}; `r3async submit list` shows its jobs"
+                ) from error
+            raise SubmitError(f"{self.address}: {_last_line(text)}") from error
+        except ValueError as error:
+            raise SubmitError(str(error)) from error
+
+    @property
+    def dashboard(self) -> str:
+        """The http address that `address` stands for."""
+        return str(self._client.get_address())
+
+    def submit(self, package: Package, name: str = "") -> str:
+        """Package, upload, start. Returns the job's id; `name`, if given, is that."""
+        with self._explained():
+            return self._client.submit_job(
+                entrypoint=package.entrypoint, runtime_env=package.runtime_env, submission_id=name or None
+            )
+
+    def status(self, job: str) -> dict[str, Any]:
+        """`status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `entrypoint`, `seconds` (0 before it runs)."""
+        with self._explained():
+            info = self._client.get_job_info(job)
+        began, ended = info.start_time or 0, info.end_time or time.time() * 1000
+        return {
+            "job": job,
+            "status": str(getattr(info.status, "value", info.status)),
+            "message": info.message or "",
+            "entrypoint": info.entrypoint,
+            "seconds": (ended - began) / 1000 if began else 0.0,
+        }
+
+    def list(self) -> list[dict[str, Any]]:
+        """All submitted jobs, the oldest first."""
+        with self._explained():
+            jobs = self._client.list_jobs()
+        known = [j for j in jobs if j.submission_id]
+        return [self.status(j.submission_id) for j in sorted(known, key=lambda j: j.start_time or 0)]
+
+    def logs(self, job: str) -> str:
+        """What the job has printed so far."""
+        with self._explained():
+            return self._client.get_job_logs(job)
+
+    def stop(self, job: str) -> bool:
+        """Ask the run to end in order: SIGTERM, and SIGKILL after the job's grace. False if it has ended already."""
+        if self.status(job)["status"] in EXIT_CODES:
+            return False
+        with self._explained():
+            return bool(self._client.stop_job(job))
+
+    def wait(self, job: str, seconds: float) -> dict[str, Any]:
+        """Its status when it has ended. Raises `SubmitError` if it has not, `seconds` from now."""
+        deadline = time.monotonic() + seconds
+        while (status := self.status(job))["status"] not in EXIT_CODES:
+            if time.monotonic() > deadline:
+                raise SubmitError(f"job {job} is still {status['status']} after {seconds:.0f} s")
+            time.sleep(0.5)
+        return status
+
+    def follow(self, job: str, write: Callable[[str], Any]) -> dict[str, Any]:
+        """Hand what the job prints to `write` until it ends; returns its status. A lost connection is made again, without
+        a line twice. Ctrl-C leaves the job running and raises `KeyboardInterrupt`."""
+        shown = lost = 0
+
+        def show(text: str) -> None:
+            nonlocal shown
+            write(text)
+            shown += len(text)
+
+        while True:
+            try:
+                asyncio.run(self._tail(job, shown, show))
+                break
+            except TimeoutError:
+                pass  # nothing was printed for long: it may be computing, or the connection dead
+            except (RuntimeError, OSError) as error:
+                lost += 1
+                if lost > RECONNECTS:
+                    raise SubmitError(
+                        f"the log of job {job} broke off {lost} times ({error}); the job goes on: "
+                        f"`r3async submit logs {job}`"
+                    ) from error
+                time.sleep(1.0)
+            if self.status(job)["status"] in EXIT_CODES:
+                show(self.logs(job)[shown:])
+                break
+        return self.wait(job, SETTLE_SECONDS)
+
+    async def _tail(self, job: str, shown: int, show: Callable[[str], None]) -> None:
+        """Follow once, without the first `shown` characters. Raises `TimeoutError` after `QUIET_SECONDS` of silence."""
+        log = self._client.tail_job_logs(job)
+        while True:
+            try:
+                text = await asyncio.wait_for(anext(log), QUIET_SECONDS)
+            except StopAsyncIteration:
+                return
+            old, shown = min(shown, len(text)), max(0, shown - len(text))
+            if text[old:]:
+                show(text[old:])
+
+
+def _knock(address: str) -> None:
+    """Raise `ConnectionError` if nobody listens there, after seconds and not after the minutes that TCP may take."""
+    url = urllib.parse.urlsplit(address)
+    if url.scheme not in ("http", "https") or url.hostname is None:
+        return
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 5.0).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
+
+
+def _last_line(text: str) -> str:
+    """What Ray's server says went wrong, of a message that may hold its whole traceback."""
+    lines = [line.strip() for line in text.replace("\\n", "\n").splitlines() if line.strip(" .'\"")]
+    return lines[-1] if lines else text
+
+
+def write_log(text: str) -> None:
+    """To stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

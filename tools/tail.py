@@ -1,0 +1,96 @@
+"""`r3async tail`: a run as it goes on, on a terminal; in a pipe, one plain line a step."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from r3async.observe.events import format_event
+from r3async.observe.follow import FollowedRun
+from tools.live import describe_step
+
+POLL_SECONDS = 0.5
+FAILED, SILENT = 1, 3
+"""Exit codes: the run failed; it wrote nothing for as long as the reader was patient."""
+
+
+class RemoteError(RuntimeError):
+    """The cluster, or the run on it, could not be reached; the message says what to do."""
+
+
+def tail_here(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
+    """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
+    run = FollowedRun(run_dir)
+    if not plain and follow and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        from tools.tail_app import TailApp
+
+        TailApp(run).run()
+        return 0
+    return print_lines(run, sys.stdout, follow=follow, patience=patience)
+
+
+def tail_remote(
+    address: str,
+    name: str,
+    *,
+    job: str | None = None,
+    follow: bool = True,
+    plain: bool = False,
+    patience: float = 1800.0,
+) -> int:
+    """The same for a run on the Ray cluster at `address`. Raises `RemoteError`."""
+    from tools.tail_remote import RemoteRun
+
+    with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
+        remote = RemoteRun(address, name, Path(directory), job=job)
+        try:
+            return tail_here(remote.wait(), follow=follow, plain=plain, patience=patience)
+        finally:
+            remote.close()
+
+
+def print_lines(
+    run: FollowedRun,
+    out: TextIO,
+    *,
+    follow: bool,
+    patience: float = 1800.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """A line for every step and every warning so far; with `follow`, until the run ends or is silent for `patience` seconds.
+
+    Returns 0, `FAILED` if the run failed, `SILENT` if nothing came. A reader who left (`| head`) ends it, with 0.
+    """
+    heard = clock()
+    try:
+        while True:
+            rows, events = run.poll()
+            for event in events:
+                if event.get("level") in ("warning", "error", "critical"):
+                    out.write(format_event(event).splitlines()[0] + "\n")
+            for row in rows:
+                of = f"/{run.planned_steps}" if run.planned_steps else ""
+                out.write(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}\n")
+            if rows or events:
+                heard = clock()
+            if run.ended:
+                out.write(f"{run.name}: {run.status} after {run.step} steps\n")
+            out.flush()
+            if run.ended or not follow:
+                return FAILED if run.status == "failed" else 0
+            if clock() - heard > patience:
+                sys.stderr.write(
+                    f"{run.name} wrote nothing for {patience:.0f} s: its processes may have died (see {run.run_dir}/logs); "
+                    "--patience SECONDS waits longer\n"
+                )
+                return SILENT
+            sleep(POLL_SECONDS)
+    except BrokenPipeError:
+        # Python would complain once more when it closes the stream.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 0

@@ -1,0 +1,117 @@
+"""Curves made of characters: one line high (`spark`), or a small chart of dots with its scale (`plot`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+from rich.text import Text
+
+from r3async.observe.summary import format_number
+
+BARS = "▁▂▃▄▅▆▇█"
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a braille character, by row and column of its dots."""
+
+
+def thin(values: np.ndarray, width: int) -> np.ndarray:
+    """At most `width` means of equal parts, in order. NaN where a part has no finite value."""
+    finite = np.isfinite(values)
+    if len(values) <= width:
+        return np.where(finite, values, np.nan)
+    edges = np.arange(width) * len(values) // width
+    counts = np.add.reduceat(finite.astype(np.float64), edges)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), edges)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def spark(values: np.ndarray, width: int) -> str:
+    """The curve in `width` cells, its lowest value the lowest bar; it begins at the left. A gap is a space."""
+    shown = thin(values, width)
+    known = shown[np.isfinite(shown)]
+    if not len(known):
+        return " " * width
+    low, high = float(known.min()), float(known.max())
+    # A constant is a calm line.
+    scale = (len(BARS) - 1) / (high - low) if high - low > 1e-9 * max(abs(high), abs(low), 1e-30) else 0.0
+    calm = 0 if scale else 2
+    cells = [" " if math.isnan(v) else BARS[calm + round((v - low) * scale)] for v in shown.tolist()]
+    return "".join(cells).ljust(width)
+
+
+def bar(share: float, width: int) -> str:
+    """A share of 0 to 1 as a bar of `width` cells."""
+    filled = round(max(0.0, min(1.0, share)) * width)
+    return "█" * filled + "░" * (width - filled)
+
+
+def plot(
+    curves: Sequence[tuple[np.ndarray, str]],
+    width: int,
+    height: int,
+    *,
+    log: bool = False,
+    floor: float | None = None,
+    line: float | None = None,
+) -> list[Text]:
+    """`height` lines of `width` cells: curves (values, colour) with one scale, and a dashed `line` at that value.
+
+    `floor`: a value that the scale includes. `log`: decades; what is not positive is left out.
+    """
+    margin = 8
+    columns, rows = (width - margin) * 2, height * 4
+    shown = []
+    for values, color in curves:
+        kept = np.where(values > 0, values, np.nan) if log else values
+        shown.append((thin(kept, columns), color))
+    finite = [values[np.isfinite(values)] for values, _ in shown]
+    everything = np.concatenate([*finite, np.zeros(0)])
+    if not len(everything) or columns < 4:
+        return [Text(" " * margin + ("no data yet" if i == height // 2 else "")) for i in range(height)]
+    extra = [value for value in (floor, line) if value is not None and not (log and value <= 0)]
+    low, high = min(everything.min(), *extra, math.inf), max(everything.max(), *extra, -math.inf)
+    if log:
+        # A first step that is exactly on-policy has a drift of rounding errors, decades below all others.
+        low, high = max(math.log10(low), math.log10(np.median(everything)) - 2), math.log10(high)
+    if high - low < 1e-12:
+        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    dots = np.zeros((height, columns // 2), np.int32)
+    colors = np.full((height, columns // 2), "", object)
+
+    def level(value: float) -> int:
+        share = ((math.log10(value) if log else value) - low) / (high - low)
+        return rows - 1 - round(min(1.0, max(0.0, share)) * (rows - 1))
+
+    def dot(x: int, y: int, color: str) -> None:
+        dots[y // 4, x // 2] |= _DOTS[y % 4][x % 2]
+        colors[y // 4, x // 2] = color
+
+    def join(x: int, here: float, to_x: int, there: float, color: str) -> None:
+        from_y, to_y = level(here), level(there)
+        steps = max(to_x - x, abs(to_y - from_y), 1)
+        for i in range(steps + 1):
+            dot(x + round((to_x - x) * i / steps), from_y + round((to_y - from_y) * i / steps), color)
+
+    if line is not None and not (log and line <= 0):
+        for x in range(0, columns, 3):
+            dot(x, level(line), "red")
+    for values, color in shown:
+        stretch = (columns - 1) / max(len(values) - 1, 1)
+        for index, here in enumerate(values):
+            if math.isnan(here):
+                continue
+            there = values[index + 1] if index + 1 < len(values) else math.nan
+            start, stop = round(index * stretch), round((index + 1) * stretch)
+            join(start, here, start if math.isnan(there) else stop, here if math.isnan(there) else there, color)
+    ends = (10**high, 10**low) if log else (high, low)
+    lines = []
+    for row in range(height):
+        label = format_number(float(ends[0] if row == 0 else ends[1])) if row in (0, height - 1) else ""
+        text = Text(label[: margin - 1].rjust(margin - 1) + " ", style="dim")
+        cells = "".join(chr(0x2800 + bits) if bits else " " for bits in dots[row].tolist())
+        for color, run in groupby(zip(colors[row].tolist(), cells, strict=True), lambda cell: cell[0]):
+            text.append("".join(cell for _, cell in run), style=f"not dim {color}" if color else "")
+        lines.append(text)
+    return lines

@@ -217,6 +217,23 @@ def init_model(
     make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
 
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(help="directory to make, or to add missing keys to")],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="a generator's key; may be repeated", show_default="generator"),
+    ] = None,
+) -> None:
+    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
+    from tools.keys import make_keys
+
+    try:
+        make_keys(directory, name or [], typer.echo)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def main() -> None:
     """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1."""
     find_user_modules()

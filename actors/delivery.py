@@ -100,6 +100,11 @@ def _check_nccl(
             f'weights.backend="nccl" meets engines of other hosts at transport.host = "{config.transport.host}", where '
             "they can not find it: name an interface of the learner's host"
         )
+    if not (is_loopback(config.transport.host) or config.transport.trusted_network):
+        raise ValueError(
+            'weights.backend="nccl" knows no keys: at a transport.host that others reach it needs '
+            'transport.trusted_network=true; or set weights.backend="object_store"'
+        )
 
 
 class ObjectStoreSender:

@@ -38,6 +38,11 @@ def wire_size(trajectory: Trajectory) -> int:
     return sum(map(len, wire.encode_trajectory(trajectory)))
 
 
+def memory_size(trajectory: Trajectory) -> int:
+    """What its credit is counted in."""
+    return wire.decoded_bytes(wire.encode_trajectory(trajectory), trajectory)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -54,6 +54,10 @@ def test_where_both_wait_slots_are_what_is_missing():
     assert "schedule.window" in said[0].facts["hint"]
 
 
+def test_a_side_that_waits_far_longer_than_the_other_is_the_one_that_waits():
+    assert events(Pace(60), steps(20, waited=9, idle=0.24)) == ["pace_generation_bound"]
+
+
 def test_nothing_is_said_before_patience_is_over_nor_while_both_work():
     assert events(Pace(1000), steps(20, waited=5)) == []
     assert events(Pace(10), steps(50, waited=1, idle=0.2)) == []

@@ -15,7 +15,7 @@ import pytest
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Column, Sample, TokenTable, Trajectory
 from r3async.transport import Ledger, Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
-from r3async.transport import receiver as receiver_module
+from r3async.transport import intake as intake_module
 from r3async.transport import sender as sender_module
 from tests.helpers_transport import (
     FAST,
@@ -25,6 +25,7 @@ from tests.helpers_transport import (
     Inbox,
     free_port,
     make_trajectory,
+    memory_size,
     raw_dealer,
     receiving,
     send_all,
@@ -49,11 +50,11 @@ async def test_round_trip():
 
 async def test_many_senders_share_the_credit_and_all_is_delivered():
     groups = {f"g{g}": [make_trajectory(f"{g}-{i}", 200, group=g) for i in range(40)] for g in range(4)}
-    size = wire_size(groups["g0"][0])
+    size = memory_size(groups["g0"][0])
     config = TransportConfig(ack_timeout=0.3, credit_bytes=3 * size + 100)
     inbox = Inbox()
     async with contextlib.AsyncExitStack() as stack:
-        receiver, endpoint = await stack.enter_async_context(receiving(inbox, config))
+        receiver, endpoint = await stack.enter_async_context(receiving(inbox, config, window=0))
         senders = [await stack.enter_async_context(sending(endpoint, config, name)) for name in groups]
         async with asyncio.timeout(LIMIT):
             pairs = zip(senders, groups.values(), strict=True)
@@ -184,7 +185,7 @@ async def test_any_answer_may_be_lost():
                 super()._send(identity, message)
 
     trajectories = [make_trajectory(i) for i in range(30)]
-    config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * wire_size(trajectories[0]))
+    config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * memory_size(trajectories[0]))
     inbox = Inbox()
     async with receiving(inbox, config, Lossy) as (receiver, endpoint), sending(endpoint, config) as sender:
         await send_all(sender, trajectories)
@@ -197,10 +198,10 @@ async def test_any_answer_may_be_lost():
 
 
 async def test_back_pressure():
-    size = wire_size(make_trajectory(10))
+    size = memory_size(make_trajectory(10))
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=3 * size + size // 2)
     inbox = Inbox(hold=True)
-    async with receiving(inbox, config) as (receiver, endpoint), sending(endpoint, config) as sender:
+    async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
         sends = [asyncio.create_task(sender.send(make_trajectory(10 + i))) for i in range(5)]
         await until(lambda: sum(t.done() for t in sends) == 3)
         await asyncio.sleep(0.5)
@@ -223,10 +224,10 @@ async def test_back_pressure():
 
 async def test_a_message_larger_than_the_credit_passes_alone():
     small, large, after = make_trajectory(0), make_trajectory(1, 5000), make_trajectory(2)
-    config = TransportConfig(ack_timeout=0.3, credit_bytes=2 * wire_size(small))
-    assert wire_size(large) > config.credit_bytes
+    config = TransportConfig(ack_timeout=0.3, credit_bytes=2 * memory_size(small))
+    assert memory_size(large) > config.credit_bytes
     inbox = Inbox(hold=True)
-    async with receiving(inbox, config) as (receiver, endpoint), sending(endpoint, config) as sender:
+    async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
         await asyncio.wait_for(sender.send(small), LIMIT)
         sends = [asyncio.create_task(sender.send(large)), asyncio.create_task(sender.send(after))]
         await asyncio.sleep(0.5)
@@ -260,11 +261,11 @@ async def test_message_over_the_limit_is_an_error_of_the_sender():
 
 
 async def test_cancelled_send_is_not_sent_and_gives_its_credit_back():
-    size = wire_size(make_trajectory(1))
+    size = memory_size(make_trajectory(1))
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=size + 10)
     inbox = Inbox(hold=True)
     async with (
-        receiving(inbox, config) as (receiver, endpoint),
+        receiving(inbox, config, window=0) as (receiver, endpoint),
         sending(endpoint, config) as sender,
         sending(endpoint, config, "g1") as other,
     ):
@@ -285,7 +286,7 @@ async def test_cancelled_send_is_not_sent_and_gives_its_credit_back():
 async def test_the_same_trajectory_twice_at_once_is_an_error():
     config = TransportConfig(credit_bytes=1)
     inbox = Inbox(hold=True)
-    async with receiving(inbox, config) as (_, endpoint), sending(endpoint, config) as sender:
+    async with receiving(inbox, config, window=0) as (_, endpoint), sending(endpoint, config) as sender:
         await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
         task = asyncio.create_task(sender.send(make_trajectory(1)))
         await until(lambda: sender.unacknowledged)
@@ -316,9 +317,9 @@ async def test_redelivered_later_by_another_sender():
 
 async def test_a_sender_that_vanished_does_not_keep_its_credit():
     trajectory = make_trajectory(1)
-    config = TransportConfig(ack_timeout=0.1, credit_bytes=wire_size(trajectory))
+    config = TransportConfig(ack_timeout=0.1, credit_bytes=memory_size(trajectory))
     inbox = Inbox()
-    async with receiving(inbox, config) as (receiver, endpoint), raw_dealer(endpoint) as silent:
+    async with receiving(inbox, config, window=0) as (receiver, endpoint), raw_dealer(endpoint) as silent:
         await silent.send(HELLO)
         await silent.send(wire.Offer("session", [wire.Parcel("never", 0, 100)]))
         assert await silent.answer() == wire.Grant("session", ["never"])
@@ -353,7 +354,7 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
     assert taken == ["t0", "t3"]
     assert heard == told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
     assert (receiver.received, receiver.rejected, sender.rejected, sender.acked) == (2, 2, 2, 2)
-    assert receiver.bytes_held == 2 * wire_size(make_trajectory(0))
+    assert receiver.bytes_held == 2 * memory_size(make_trajectory(0))
     assert (0, "t1") not in receiver.ledger
     assert "KeyError" in caplog.text
 
@@ -456,7 +457,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     spy(sender_module, "encode_trajectory", "encode")
-    spy(receiver_module, "decode_trajectory", "decode")
+    spy(intake_module, "decode_trajectory", "decode")
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         await send_all(sender, [make_trajectory(0, 10), make_trajectory(1, 20_000)])

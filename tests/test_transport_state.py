@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.transport import Ledger, wire
-from r3async.transport.credit import CreditPool
+from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.outbox import Outbox, Pending
+
+
+def offered(messages: dict[str, int], group: int = 10**6) -> dict[str, Offered]:
+    """Of a group that no step waits for yet."""
+    return {m: Offered(group, n) for m, n in messages.items()}
 
 
 @settings(max_examples=200, deadline=None)
@@ -30,9 +36,9 @@ def test_credit_pool_keeps_its_bound_and_never_sticks(data):
             elif mine:
                 mine.pop(data.draw(st.sampled_from(sorted(mine))))
             sizes = {k: n for k, n in sizes.items() if k[0] != sender} | {(sender, m): n for m, n in mine.items()}
-            pool.offer(sender, mine)
+            pool.offer(sender, offered(mine))
         elif action == "arrive" and granted:
-            assert pool.arrive(sender, granted[0], sizes[sender, granted[0]])
+            assert pool.arrive(sender, granted[0]) == sizes[sender, granted[0]]
             held[granted[0]] = sizes.pop((sender, granted[0]))
         elif action == "release" and held:
             message = data.draw(st.sampled_from(sorted(held)))
@@ -49,17 +55,126 @@ def test_credit_pool_keeps_its_bound_and_never_sticks(data):
         positive = [n for n in [*given_out, *held.values()] if n]
         assert pool.used <= pool.total or len(positive) == 1
         assert pool.used or not set(sizes) - {(s, m) for s, m in sizes if m in pool.granted(s)}
+        assert pool.waiting == len(sizes) - len(given_out)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    window=st.integers(1, 3),
+    steps=st.integers(1, 5),
+    members=st.integers(1, 4),
+    total=st.integers(1, 200),
+    largest=st.integers(0, 120),
+    chance=st.integers(0, 2**32).map(random.Random),
+)
+def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(
+    window, steps, members, total, largest, chance
+):
+    """Any number of groups, sizes, senders and arrival orders; nothing is released but by consuming the oldest groups."""
+    groups = window * steps
+    todo = {(g, e): chance.randint(0, largest) for g in range(groups) for e in range(members)}
+    sender_of = {key: chance.choice([b"a", b"b", b"c"]) for key in todo}
+    pool = CreditPool(total, window)
+    offers: dict[bytes, dict[str, Offered]] = {b"a": {}, b"b": {}, b"c": {}}
+    unsent = chance.sample(sorted(todo), len(todo))
+    arrived: set[tuple[int, int]] = set()
+    oldest = 0
+    while oldest < groups:
+        granted = [(s, m) for s in offers for m in pool.granted(s)]
+        actions = ["offer"] * bool(unsent) + ["arrive"] * bool(granted)
+        wanted = {(g, e) for g in range(oldest, oldest + window) for e in range(members)}
+        if wanted <= arrived:
+            actions.append("consume")
+        assert actions, f"stuck before group {oldest}"
+        action = chance.choice(actions)
+        if action == "offer":
+            key = unsent.pop()
+            sender = sender_of[key]
+            offers[sender][f"{key[0]}-{key[1]}"] = Offered(key[0], todo[key])
+            pool.offer(sender, offers[sender])
+        elif action == "arrive":
+            sender, message = chance.choice(granted)
+            assert pool.arrive(sender, message) is not None
+            del offers[sender][message]
+            arrived.add(tuple(map(int, message.split("-"))))
+        else:
+            for g, e in wanted:
+                pool.release(f"{g}-{e}")
+            oldest += window
+            pool.advance(oldest)
+        pool.grant()
+        waited_for = sum(n for (g, _), n in todo.items() if oldest <= g < oldest + window)
+        assert pool.used <= max(total, *todo.values(), 0) + waited_for
+    assert pool.used == 0
+
+
+def test_without_the_window_later_groups_hold_all_the_credit_for_ever():
+    """The deadlock that the rule is there for."""
+    for window in (0, 1):
+        pool = CreditPool(100, window)
+        pool.offer(b"a", {"later": Offered(1, 100)})
+        assert pool.grant() == [b"a"]
+        assert pool.arrive(b"a", "later") == 100
+        pool.offer(b"b", {"oldest": Offered(0, 60)})
+        assert pool.grant() == [b"b"] * window
+
+
+def test_older_groups_are_granted_first_and_nothing_overtakes_a_large_message():
+    pool = CreditPool(100, 0)
+    pool.offer(b"x", {"held": Offered(0, 90)})
+    pool.grant()
+    pool.arrive(b"x", "held")
+    pool.offer(b"a", {"small": Offered(9, 20), "large": Offered(5, 100)})
+    pool.offer(b"b", {"older": Offered(4, 15)})
+    assert pool.grant() == []
+    pool.release("held")
+    assert pool.grant() == [b"b"]
+    pool.arrive(b"b", "older")
+    pool.release("older")
+    assert pool.grant() == [b"a"]
+    assert pool.granted(b"a") == ["large"]
+
+
+def test_without_room_elsewhere_only_the_next_step_is_granted():
+    pool = CreditPool(1000, 2)
+    pool.offer(b"a", {f"{g}": Offered(g, 10) for g in range(6)})
+    pool.grant(room=0)
+    assert pool.granted(b"a") == ["0", "1"]
+    pool.advance(1)
+    pool.grant(room=-5)
+    assert pool.granted(b"a") == ["0", "1", "2"]
+    pool.grant(room=50)
+    assert pool.granted(b"a") == ["0", "1", "2", "3", "4"]
 
 
 def test_credit_pool_refuses_what_was_not_granted():
     pool = CreditPool(100)
-    pool.offer(b"a", {"x": 60, "y": 60})
+    pool.offer(b"a", offered({"x": 60, "y": 60}))
     assert pool.grant() == [b"a"]
     assert pool.granted(b"a") == ["x"]
-    assert not pool.arrive(b"a", "y", 60)
-    assert not pool.arrive(b"b", "x", 60)
-    assert not pool.arrive(b"a", "x", 61)
+    assert pool.arrive(b"a", "y") is None
+    assert pool.arrive(b"b", "x") is None
+    assert pool.used == 60
+    pool.drop(b"a")
     assert pool.used == 0
+
+
+def test_credit_pool_does_not_grow_with_offers_that_come_and_go():
+    pool = CreditPool(100)
+    pool.offer(b"a", offered({"x": 100}))
+    pool.grant()
+    for i in range(10_000):
+        pool.offer(b"b", offered({f"m{i}": 100}))
+        assert pool.grant() == []
+    assert len(pool._queue) < 100
+    # A message that is offered anew in another group waits in that group's place, not in its old one.
+    pool.offer(b"b", {})
+    pool.offer(b"b", {"again": Offered(3, 100)})
+    pool.offer(b"b", {})
+    pool.offer(b"b", {"again": Offered(8, 100), "other": Offered(5, 100)})
+    pool.drop(b"a")
+    pool.grant()
+    assert pool.granted(b"b") == ["other"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -89,6 +204,32 @@ def test_ledger_is_small_after_a_long_run():
         ledger.forget(group ^ 1)  # A little out of order, as groups end.
     assert ledger.snapshot() == {"live": [], "forgotten": [[0, 10_000]]}
     assert (17, "17-3") in ledger
+    assert ledger.oldest == 10_000
+
+
+def test_oldest_group_that_is_not_over():
+    ledger = Ledger()
+    assert ledger.oldest == 0
+    for group, oldest in ((1, 0), (-1, 0), (0, 2), (5, 2), (2, 3)):
+        ledger.forget(group)
+        assert ledger.oldest == oldest
+
+
+def test_outbox_offers_the_oldest_groups_first():
+    """Or one that the learner waits for would not be offered while more than an offer can list wait before it."""
+    outbox = Outbox()
+    for i in range(100):
+        outbox.add(Pending(wire.Parcel(f"{i}", 100 - i, 1), []))
+    assert [p.group_index for p in outbox.offers()] == list(range(1, 65))
+
+
+def test_what_the_receiver_has_in_hand_is_not_overdue():
+    outbox = Outbox()
+    outbox.add(Pending(wire.Parcel("a", 0, 1), []))
+    outbox.mark_sent("a", 0.0)
+    outbox.touch(["a", "unknown"], 5.0)
+    assert not outbox.overdue(5.9, 1)
+    assert outbox.overdue(6.1, 1)
 
 
 def test_outbox_knows_when_an_answer_is_missing():

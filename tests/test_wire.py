@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
-from r3async.transport import wire
+from r3async.transport import codec, wire
 from r3async.transport.wire import Header, WireError, decode_control, decode_trajectory, encode_trajectory
 
 FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -65,8 +65,7 @@ def forge(frames: list[bytes], change: Any) -> list[bytes]:
     header = msgspec.msgpack.decode(frames[0], type=Header)
     body = change(msgspec.msgpack.decode(header.body))
     body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    checksum = wire._checksum([body, *frames[1:]])
-    new = Header(header.wire, header.schema, checksum, msgspec.Raw(body))
+    new = Header(header.wire, header.schema, wire.checksum([body, *frames[1:]]), msgspec.Raw(body))
     return [msgspec.msgpack.encode(new), *frames[1:]]
 
 
@@ -105,6 +104,90 @@ def test_a_column_added_to_the_schema_travels():
         decode_trajectory(encode_trajectory(sent, schema), SCHEMA)
     with pytest.raises(WireError, match="the connection has"):
         encode_trajectory(sent, SCHEMA)
+
+
+def runny_table(length: int, turns: int = 3) -> TokenTable:
+    """What a sampled episode looks like: prompt, answers, observations."""
+    rng = np.random.default_rng(length)
+    turn = np.full(length, -1, np.int32)
+    rewards = np.zeros(length, np.float32)
+    step = length // (2 * turns)
+    for i in range(turns if step else 0):
+        turn[(2 * i + 1) * step : (2 * i + 2) * step] = i
+        rewards[(2 * i + 2) * step - 1] = 0.25 * i
+    table = {n: c.filled(length, (4, 2)[: len(c.inner)]) for n, c in SCHEMA.columns.items()}
+    return TokenTable(
+        table
+        | {
+            "token_ids": rng.integers(0, 1000, length, dtype=np.int32),
+            "turn": turn,
+            "rewards": rewards,
+            "loss_mask": turn >= 0,
+            "policy_version": np.where(turn >= 0, 7, -1).astype(np.int32),
+            "rollout_logprobs": -rng.random(length, dtype=np.float32),
+            "routed_experts": rng.integers(0, 8, (length, 4, 2), dtype=np.uint8),
+        }
+    )
+
+
+def test_columns_that_are_nearly_constant_travel_as_runs():
+    tables = [runny_table(n) for n in (600, 400, 2000)]
+    sent = make_trajectory(tables=tables)
+    frames = encode_trajectory(sent)
+    raw = ("token_ids", "rollout_logprobs", "routed_experts")
+    assert [len(f) for f in frames[1:]] == [t[name].nbytes for t in tables for name in raw]
+    assert len(frames[0]) < 3000
+    received = decode_trajectory(as_bytes(frames))
+    assert received == sent
+    for a, b in zip(sent.samples, received.samples, strict=True):
+        assert {n: c.dtype for n, c in a.table.items()} == {n: c.dtype for n, c in b.table.items()}
+        assert not any(c.flags.writeable for _, c in b.table.items())
+    assert wire.decoded_bytes(frames, received) == len(frames[0]) + sum(t.nbytes for t in tables)
+
+
+@FAST
+@given(
+    values=st.lists(st.sampled_from([0.0, -0.0, math.nan, -math.inf, 1.5]), min_size=1, max_size=6),
+    lengths=st.data(),
+    dtype=st.sampled_from(["float32", "float16", "int32", "uint8", "bool", ">i4"]),
+)
+def test_runs_come_back_bit_by_bit(values, lengths, dtype):
+    counts = [lengths.draw(st.integers(1, 60)) for _ in values]
+    with np.errstate(invalid="ignore"):
+        array = np.repeat(np.array(values, np.float32).astype(dtype), counts)
+    runs = codec.to_runs(array)
+    if runs is None:
+        assert len(array) < len(values) * 8 * codec.WORTH
+        return
+    assert len(runs) * codec.WORTH <= array.nbytes
+    back = codec.from_runs(runs, np.dtype(dtype).newbyteorder("="), len(array), "c")
+    assert back.tobytes() == array.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+
+
+def test_many_rows_of_one_episode():
+    """Trained step by step, an episode is one sample a turn, each with all columns."""
+    tables = [runny_table(n) for n in range(20, 420)]
+    sent = make_trajectory(tables=tables, turns=[Turn(i, i, 1, 9, 0.5, "eos") for i in range(len(tables))])
+    assert decode_trajectory(as_bytes(encode_trajectory(sent))) == sent
+
+
+def test_runs_can_not_grow_beyond_what_arrived():
+    """A few bytes that claim sixteen million rows are refused before anything is allocated."""
+    frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
+    huge = np.array([2**24], "<u4").tobytes() + b"\0\0\0\0"
+    layout = ["turn", "int32", [2**24], huge]
+    cases = [
+        (edit(*TABLE, 4, value=layout), "runs of 16777216 rows, expected 100"),
+        (edit(*TABLE, 4, value=["turn", "int32", [100], huge]), "have 16777216 rows, expected 100"),
+        (edit(*TABLE, 0, value=layout), "runs of 16777216 rows, expected 0"),
+        (edit(*TABLE, 4, value=["turn", "int32", [100], huge + b"x"]), "no whole number"),
+        (edit(*TABLE, 4, value=["turn", "int32", [100], b""]), "have 0 rows"),
+        (edit(*TABLE, 1, value=["loss_mask", "bool", [100], b"d\0\0\0\2"]), "neither 0 nor 1"),
+        (edit(*TABLE, ROUTES, value=["routed_experts", "uint8", [100, 4, 2], b"d\0\0\0\2"]), "more than one value"),
+    ]
+    for change, reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(forge(frames, change))
 
 
 def test_payload_is_raw_and_not_copied():
@@ -230,7 +313,7 @@ def test_refused_frames():
         ([frames[0], flipped, *frames[2:]], "checksum"),
         (forge([*frames[:2], not_bool, *frames[3:]], lambda b: b), "'loss_mask' of sample 0 has a byte"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x01", b"\xa4wire\x02"), *frames[1:]], "wire version 2, expected 1"),
+        ([frames[0].replace(b"\xa4wire\x02", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 2"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]

@@ -99,7 +99,14 @@ def inspect(
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's name, or a model directory")],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN_OR_MODEL]",
+            help="a run's name, or a model directory; with --policy oracle or random not needed",
+            show_default="latest",
+        ),
+    ] = None,
     overrides: Overrides = None,
     env: Annotated[str | None, typer.Option(help="the environment, as env.name", show_default="the run's own")] = None,
     episodes: Annotated[int, typer.Option(help="how many tasks")] = 64,
@@ -208,6 +215,23 @@ def init_model(
     from tools.init_model import init_model as make
 
     make(directory, config, progress=lambda line: typer.echo(line, err=True))
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(help="directory to make, or to add missing keys to")],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="a generator's key; may be repeated", show_default="generator"),
+    ] = None,
+) -> None:
+    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
+    from tools.keys import make_keys
+
+    try:
+        make_keys(directory, name or [], typer.echo)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from r3async.config.algorithm import (
     SAPOConfig,
     import_policy_loss,
 )
+from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig, ParallelConfig
 from r3async.config.observe import ObserveConfig
@@ -54,6 +55,7 @@ from r3async.config.serving import EvaluationConfig, ServingConfig, is_loopback
 __all__ = [
     "POLICY_LOSSES",
     "AlgorithmConfig",
+    "BufferConfig",
     "CISPOConfig",
     "CheckpointConfig",
     "ClipConfig",

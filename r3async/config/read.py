@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config.algorithm import AlgorithmConfig
+from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
@@ -52,6 +53,7 @@ class Config(Section):
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     weights: WeightsConfig = msgspec.field(default_factory=WeightsConfig)
     transport: TransportConfig = msgspec.field(default_factory=TransportConfig)
+    buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
     observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, Literal
 
 import msgspec
@@ -220,6 +221,14 @@ class WeightsConfig(Section):
         positive(self, "bucket_bytes", "install_timeout", "write_timeout", "probe_every")
 
 
+def is_loopback(host: str) -> bool:
+    """Only this machine can reach it. A name that is not `localhost` is taken for one that others can reach."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 class TransportConfig(Section):
     host: str = "127.0.0.1"
     """Interface that the learner's socket binds to. Loopback unless named."""
@@ -228,9 +237,19 @@ class TransportConfig(Section):
     ack_timeout: float = 5.0
     """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
     max_message_bytes: int = 64 * 2**20
+    """Largest trajectory, in memory."""
+    keys: str = ""
+    """Directory made by `r3async keys`: connections are encrypted, and only its keys are let in. Empty: no keys."""
+    trusted_network: bool = False
+    """Listen on a `host` that others can reach without `keys`. Whoever reaches the port can then send trajectories."""
 
     def __post_init__(self) -> None:
         positive(self, "credit_bytes", "ack_timeout", "max_message_bytes")
+        if not (self.keys or self.trusted_network or is_loopback(self.host)):
+            raise ValueError(
+                f"`host` = {self.host!r} can be reached by others, who could then send trajectories: set `keys` to a "
+                "directory made by `r3async keys DIRECTORY`, or `trusted_network = true`"
+            )
 
 
 class SuperviseConfig(Section):

@@ -22,8 +22,8 @@ STEPS = 16
 """Steps that are looked at together."""
 IDLE = 0.3
 """Idle share from which a side is said to wait."""
-BUSY = 0.1
-"""Idle share up to which a side is said to work all the time."""
+SIDED = 2.0
+"""One side waits for the other, and not both for a slot, if it is idle so many times as long."""
 
 
 def useful_places(schedule: ScheduleConfig, generators: int) -> float:
@@ -115,7 +115,7 @@ class Pace:
             return None
         ratio = metrics["pace/ratio"]
         learner, generator = metrics["learner/idle_share"], metrics["generator/idle_share"]
-        if learner >= IDLE and generator <= BUSY:
+        if learner >= IDLE and learner >= SIDED * generator:
             event, hint = (
                 "pace_generation_bound",
                 (
@@ -124,7 +124,7 @@ class Pace:
                     "learner less"
                 ),
             )
-        elif generator >= IDLE and learner <= BUSY:
+        elif generator >= IDLE and generator >= SIDED * learner:
             event, hint = (
                 "pace_training_bound",
                 (
@@ -133,7 +133,7 @@ class Pace:
                     "it has, or generation less"
                 ),
             )
-        elif generator >= IDLE and learner >= IDLE:
+        elif min(generator, learner) >= IDLE:
             event, hint = (
                 "pace_slots_bound",
                 (

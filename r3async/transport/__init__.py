@@ -1,7 +1,8 @@
 """Trajectories from generators to the learner: at least once, trained once."""
 
+from r3async.transport.intake import Refuse, Store
 from r3async.transport.ledger import Ledger
-from r3async.transport.receiver import Receiver, Refuse
+from r3async.transport.receiver import Receiver
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError, TransportRefused
 from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
@@ -11,6 +12,7 @@ __all__ = [
     "Receiver",
     "Refuse",
     "Sender",
+    "Store",
     "TransportError",
     "TransportRefused",
     "WireError",

@@ -2,67 +2,126 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What one message would take: `nbytes` in memory once it is decoded. Groups are consumed in ascending order."""
+
+    group_index: int
+    nbytes: int
 
 
 class CreditPool:
-    """Bytes that may be on their way to the receiver or held by it, never more than `total` together.
+    """Bytes that are on their way to the receiver or held by it.
 
-    A message is offered, granted (its bytes are reserved), arrives (they are held) and is released. Grants are first
-    come, first served over all senders, and nothing overtakes a message that does not fit yet, so a large one is never
-    starved by small ones. A message larger than `total` is granted when nothing else is reserved or held: it passes
-    alone, and is the one case in which `used` exceeds `total`.
+    A message is offered, granted (its bytes are reserved), arrives (they are held) and is released. `oldest` is the first
+    group that is not consumed, and the `window` groups from there on are what the next step may wait for.
+
+    Rule: a message of the window is granted at once. Any other is granted if it fits into `total`, or if nothing else is
+    used, in the order of the groups, and nothing overtakes one that does not fit.
+
+    * It can not deadlock: whatever else is held, all messages of the window are granted, so the step gets its groups,
+      consumes them, and the window moves. A message waits at most until its group is in the window.
+    * It is bounded: beyond `total` there are only messages that were granted in the window, and they leave it only by being
+      consumed: `used <= max(total, largest message) + bytes of the groups oldest .. oldest + window - 1`.
     """
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, window: int = 1):
         self.total = total
+        self.window = window
+        self.oldest = 0
         self.reserved = 0
         self.held = 0
-        self._offers: dict[bytes, dict[str, int]] = {}
-        # Offered and not granted, oldest first (a dict, because an offer may be withdrawn from the middle).
-        self._queue: dict[tuple[bytes, str], int] = {}
+        self.short_of_room = False
+        """The last `grant` kept a message waiting that only `room` is too small for."""
+        self._offers: dict[bytes, dict[str, Offered]] = {}
+        self._waiting: dict[tuple[bytes, str], int] = {}
+        # Entries of messages that no longer wait, or wait under a later number, stay until they are on top.
+        self._queue: list[tuple[int, int, bytes, str]] = []
+        self._order = itertools.count()
         self._held: dict[str, int] = {}
 
     @property
     def used(self) -> int:
         return self.reserved + self.held
 
-    def offer(self, sender: bytes, messages: Mapping[str, int]) -> None:
-        """All that `sender` wants to send (id to bytes), replacing its earlier offers. What it offered before keeps its
-        place and its grant; what it no longer offers, and has not arrived, loses both."""
+    @property
+    def waiting(self) -> int:
+        """Messages that are offered and not granted."""
+        return len(self._waiting)
+
+    def urgent(self, group_index: int) -> bool:
+        """The next step may wait for this group."""
+        return group_index < self.oldest + self.window
+
+    def advance(self, oldest: int) -> None:
+        """Groups before `oldest` are consumed."""
+        self.oldest = max(self.oldest, oldest)
+
+    def offer(self, sender: bytes, messages: Mapping[str, Offered]) -> None:
+        """All that `sender` wants to send, replacing its earlier offers. What it offered before keeps its place and its
+        grant; what it no longer offers, and has not arrived, loses both."""
         offers = self._offers.setdefault(sender, {})
         for message in offers.keys() - messages.keys():
             self.cancel(sender, message)
-        for message, nbytes in messages.items():
+        for message, offered in messages.items():
             if message not in offers:
-                offers[message] = self._queue[sender, message] = nbytes
+                offers[message] = offered
+                order = self._waiting[sender, message] = next(self._order)
+                heapq.heappush(self._queue, (offered.group_index, order, sender, message))
+        if len(self._queue) > 2 * len(self._waiting) + 64:
+            self._queue = [entry for entry in self._queue if self._waiting.get(entry[2:]) == entry[1]]
+            heapq.heapify(self._queue)
 
-    def grant(self) -> list[bytes]:
-        """Reserve what fits. Returns the senders that have a new grant."""
+    def grant(self, room: float = math.inf) -> list[bytes]:
+        """Reserve what the rule allows. Returns the senders that have a new grant.
+
+        `room`: bytes that may be reserved for messages outside of the window, because what arrives also has to go
+        somewhere else (a disk).
+        """
         granted = []
+        self.short_of_room = False
         while self._queue:
-            (sender, message), nbytes = next(iter(self._queue.items()))
-            if self.used and self.used + nbytes > self.total:
-                break
-            del self._queue[sender, message]
-            self.reserved += nbytes
-            granted.append(sender)
+            group_index, order, sender, message = self._queue[0]
+            if self._waiting.get((sender, message)) == order:
+                nbytes = self._offers[sender][message].nbytes
+                fits = not self.used or self.used + nbytes <= self.total
+                has_room = self.reserved + nbytes <= room
+                if not (self.urgent(group_index) or (fits and has_room)):
+                    self.short_of_room = fits and not has_room
+                    break
+                del self._waiting[sender, message]
+                self.reserved += nbytes
+                granted.append(sender)
+            heapq.heappop(self._queue)
         return list(dict.fromkeys(granted))
 
     def granted(self, sender: bytes) -> list[str]:
         """Messages of `sender` that are granted and have not arrived."""
-        return [m for m in self._offers.get(sender, {}) if (sender, m) not in self._queue]
+        return [m for m in self._offers.get(sender, {}) if (sender, m) not in self._waiting]
 
-    def arrive(self, sender: bytes, message: str, nbytes: int) -> bool:
-        """A granted message is here: its bytes are held until `release`. False, and nothing is held, if it had no grant,
-        or one for fewer bytes."""
+    def arrive(self, sender: bytes, message: str) -> int | None:
+        """A granted message is here: the bytes it was granted are held until `release`, and returned. None, and nothing
+        is held, if it had no grant."""
         offered = self._offers.get(sender, {}).get(message)
-        allowed = offered is not None and nbytes <= offered and (sender, message) not in self._queue
+        allowed = offered is not None and (sender, message) not in self._waiting
         self.cancel(sender, message)
-        if allowed:
-            self._held[message] = nbytes
-            self.held += nbytes
-        return allowed
+        if offered is None or not allowed:
+            return None
+        self.hold(message, offered.nbytes)
+        return offered.nbytes
+
+    def hold(self, message: str, nbytes: int) -> None:
+        """A message holds `nbytes`, and no longer what it held before."""
+        self.release(message)
+        self._held[message] = nbytes
+        self.held += nbytes
 
     def release(self, message: str) -> None:
         """Free what a message holds. Harmless if it holds nothing."""
@@ -70,9 +129,11 @@ class CreditPool:
 
     def cancel(self, sender: bytes, message: str) -> None:
         """Forget an offer or a grant. Harmless if there is none."""
-        nbytes = self._offers.get(sender, {}).pop(message, 0)
-        if self._queue.pop((sender, message), None) is None:
-            self.reserved -= nbytes
+        offered = self._offers.get(sender, {}).pop(message, None)
+        if offered is None:
+            return
+        if self._waiting.pop((sender, message), None) is None:
+            self.reserved -= offered.nbytes
 
     def drop(self, sender: bytes) -> None:
         """Forget all offers and grants of a sender that is gone. What arrived from it stays held."""

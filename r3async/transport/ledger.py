@@ -27,6 +27,12 @@ class Ledger:
         i = bisect.bisect_right(self._forgotten, group_index, key=lambda run: run[0]) - 1
         return i >= 0 and group_index < self._forgotten[i][1]
 
+    @property
+    def oldest(self) -> int:
+        """The first group, from 0, that is not over."""
+        i = bisect.bisect_right(self._forgotten, 0, key=lambda run: run[0]) - 1
+        return max(0, self._forgotten[i][1]) if i >= 0 else 0
+
     def add(self, group_index: int, trajectory_id: str) -> None:
         if not self.is_forgotten(group_index):
             self._live.setdefault(group_index, set()).add(trajectory_id)
@@ -49,6 +55,10 @@ class Ledger:
             if i > 0 and runs[i - 1][1] == group_index:
                 runs[i - 1][1] = runs.pop(i)[1]
         return self._live.pop(group_index, set())
+
+    def forget_live(self) -> None:
+        """Only what is over stays known: of the rest, nothing has been kept, or what was kept is added again."""
+        self._live.clear()
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint; `restore` reads it."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 from r3async.transport.wire import Frame, Parcel
 
-OFFERED_AT_ONCE = 16
-"""Enough to fill the pipe while the next ones are encoded, and few enough for a small message."""
+OFFERED_AT_ONCE = 64
+"""As many as one OFFER may list: on a machine that is busy the answer takes long, and what is not offered waits for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +26,7 @@ class Pending:
 
 
 class Outbox:
-    """Trajectories that wait for credit (oldest first), and those that were sent in this session and not acknowledged."""
+    """Trajectories that wait for credit, and those that were sent in this session and not acknowledged."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Pending] = {}
@@ -56,8 +56,9 @@ class Outbox:
             del self.waiting[trajectory_id]
 
     def offers(self) -> list[Parcel]:
-        """What to ask credit for, in order."""
-        return [p.parcel for p in islice(self.waiting.values(), OFFERED_AT_ONCE)]
+        """What to ask credit for: the oldest groups first, so that one the learner waits for is never left out."""
+        first = heapq.nsmallest(OFFERED_AT_ONCE, self.waiting.values(), key=lambda p: p.parcel.group_index)
+        return [p.parcel for p in first]
 
     def mark_sent(self, trajectory_id: str, now: float) -> None:
         pending = self.waiting.pop(trajectory_id)
@@ -72,6 +73,13 @@ class Outbox:
             self._last_acked = max(self._last_acked, pending.order)
             self._progress_at = now
         return pending
+
+    def touch(self, trajectory_ids: Iterable[str], now: float) -> None:
+        """The receiver has these in hand: they are not lost, only not answered yet."""
+        for trajectory_id in trajectory_ids:
+            if trajectory_id in self.flying:
+                self.flying[trajectory_id].sent_at = now
+                self._progress_at = now
 
     def overdue(self, now: float, patience: float) -> bool:
         """An answer is missing. The receiver answers in order, so one for a later message shows that the oldest, or its

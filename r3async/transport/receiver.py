@@ -6,17 +6,27 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
-from r3async.transport.credit import CreditPool
+from r3async.transport.credit import CreditPool, Offered
+from r3async.transport.gate import Gate
+from r3async.transport.intake import Intake, Parcelled, Refuse, Store
+from r3async.transport.keys import load_server
 from r3async.transport.ledger import Ledger
-from r3async.transport.sockets import TransportError, close_context, milliseconds, off_loop, open_socket, send_now
+from r3async.transport.sockets import (
+    LoopSocket,
+    TransportError,
+    close_context,
+    open_socket,
+)
 from r3async.transport.wire import (
     WIRE_VERSION,
     Ack,
@@ -31,19 +41,19 @@ from r3async.transport.wire import (
     Welcome,
     WireError,
     decode_control,
-    decode_trajectory,
     encode_control,
 )
+
+__all__ = ["Receiver", "Refuse"]
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4
 """A sender that is silent for this many `ack_timeout`s is gone, and what was granted to it is granted to others."""
 MAX_REASON = 500
-
-
-class Refuse(ValueError):
-    """Raised by `on_trajectory`: this trajectory will never be taken. The message is the reason its sender is given."""
+MAX_IN_HAND = 64
+MAX_ACKS = 64
+"""Ids in one message: it must stay below `MAX_CONTROL` however long they are."""
 
 
 @dataclass(slots=True)
@@ -55,17 +65,21 @@ class Peer:
 class Receiver:
     """Accepts each trajectory once and hands it to `on_trajectory(trajectory, nbytes)`.
 
-    `on_trajectory` is called on the event loop and owns the trajectory (read-only arrays) from then on. When it returns,
-    the trajectory is acknowledged and its sender forgets it: whatever has to survive a crash must be written by then.
-    If it raises `Refuse`, the trajectory is rejected with that reason; any other exception is logged and rejects it
-    too, for a message that trips over a defect must neither stop the receiver nor be resent for ever.
+    In this order: `validate(trajectory)`, off the event loop if the payload is large; `store.put`, if there is a store;
+    `on_trajectory`, on the event loop, which owns the trajectory (read-only arrays) from then on; and then it is
+    acknowledged, and its sender forgets it. What has to survive a crash is in the store by then. If `validate` or
+    `on_trajectory` raises `Refuse`, the trajectory is rejected with that reason; any other exception is logged and
+    rejects it too, for a message that trips over a defect must neither stop the receiver nor be resent for ever.
 
-    Memory: at most `settings.credit_bytes` of trajectories are granted, under way, or handed over and not released.
-    Call `release` for each one that is no longer held in memory, or `forget` for a whole group. Until then senders wait.
+    Memory: trajectories that are under way, or handed over and not released, take at most `settings.credit_bytes`, and
+    beyond that only what the next `window` groups take, which are let through whatever else is held; `CreditPool` has the
+    rule and why it can not deadlock. Call `release` for each trajectory that is no longer held in memory, or `forget`
+    for a whole group, in the order of groups as far as possible. With a store, a trajectory that would go beyond
+    `store.memory_bytes` is handed over mapped from disk; and if the store has no room, only the window is granted.
 
-    Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger (and whatever
-    `on_trajectory` wrote) neither loses a trajectory nor takes one twice; one with an empty ledger takes again what was
-    not acknowledged.
+    Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger and the store
+    neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
+    over are removed from it. One with an empty ledger takes again what was not acknowledged.
 
     No message can stop it: what does not validate is counted, and refused with a reason if there is someone to tell.
     All methods belong to the event loop's thread.
@@ -77,6 +91,9 @@ class Receiver:
         settings: TransportConfig,
         on_trajectory: Callable[[Trajectory, int], None],
         *,
+        validate: Callable[[Trajectory], None] | None = None,
+        store: Store | None = None,
+        window: int = 1,
         port: int = 0,
         schema: Schema = SCHEMA,
         ledger: Ledger | None = None,
@@ -92,22 +109,29 @@ class Receiver:
         """Trajectories accepted."""
         self.bytes_received = 0
         """Bytes of accepted trajectories, on the wire."""
+        self.recovered = 0
+        """Trajectories that the store had kept and `start` handed over again."""
         self.duplicates = 0
         """Trajectories offered or delivered again after they were accepted, or after their group was over."""
         self.rejected = 0
         """Messages refused with a reason."""
-        self._on_trajectory = on_trajectory
+        self.refused: Counter[str] = Counter()
+        """Peers that were not let in, each time they tried, by reason."""
+        self._store = store
         self._on_reject = on_reject
         self._port = port
         self._schema = schema
         self._clock = clock
-        self._pool = CreditPool(settings.credit_bytes)
+        self._pool = CreditPool(settings.credit_bytes, window)
         self._peers: dict[bytes, Peer] = {}
+        self._acks: dict[bytes, list[str]] = {}
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, store, self._answer)
+        self._context: zmq.Context[Any] | None = None
+        self._socket: LoopSocket | None = None
+        self._gate: Gate | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def bytes_held(self) -> int:
@@ -120,25 +144,40 @@ class Receiver:
         return len(self._peers)
 
     async def start(self) -> str:
-        """Bind and serve. Returns the endpoint; its host is `settings.host`, as it is, also if that is a wildcard.
+        """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, as it is,
+        also if that is a wildcard.
 
-        Raises `TransportError` if the address can not be bound.
+        Raises `TransportError` if the address can not be bound, or the keys can not be read.
         """
         assert self._socket is None, "a receiver is started once"
-        self._context = zmq.asyncio.Context()
-        self._socket = open_socket(self._context, zmq.ROUTER, self.settings)
+        keys = load_server(Path(self.settings.keys)) if self.settings.keys else None
+        self._pool.advance(self.ledger.oldest)
+        if self._store is not None:
+            self.recovered, refused = await self._intake.recover(self._store)
+            self.rejected += refused
+        self._context = zmq.Context()
+        socket = open_socket(self._context, zmq.ROUTER, self.settings)
         # Without MANDATORY an answer to a peer that is gone, or does not read, would vanish without a trace.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A sender that reconnects takes its name over from the connection that it gave up.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            self._gate = Gate(self._context, socket, keys, self.refused)
         address = f"tcp://{self.settings.host}:{self._port or '*'}"
         try:
-            self._socket.bind(address)
+            socket.bind(address)
         except zmq.ZMQError as error:
+            if self._gate is not None:
+                self._gate.close()
+            socket.close()
             await self.close()
             raise TransportError(f"can not listen on {address}: {error}") from error
-        self._task = asyncio.create_task(self._serve(), name="transport-receiver")
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = LoopSocket(socket, self._on_message)
+        self._tasks = [
+            asyncio.create_task(self._intake.run(), name="transport-receiver"),
+            asyncio.create_task(self._tick(), name="transport-heartbeat"),
+        ]
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def release(self, trajectory_id: str) -> None:
         """A trajectory is consumed: its bytes become credit. Harmless for one that holds none."""
@@ -150,14 +189,18 @@ class Receiver:
         for it is acknowledged and dropped as a duplicate. Idempotent."""
         for trajectory_id in self.ledger.forget(group_index):
             self._pool.release(trajectory_id)
+        self._pool.advance(self.ledger.oldest)
         self._grant()
 
     async def close(self) -> None:
         """Stop serving and free the address. What is not acknowledged stays with its sender. Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-            await asyncio.wait({task}, timeout=5)
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
+        if self._gate is not None:
+            self._gate.close()
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
@@ -165,20 +208,24 @@ class Receiver:
         if context is not None:
             await close_context(context)
 
-    async def _serve(self) -> None:
-        assert self._socket is not None
+    async def _tick(self) -> None:
+        """Heartbeats, and the guarantee that no message lies unread."""
         while True:
+            await asyncio.sleep(self._beat)
             try:
-                if await self._socket.poll(milliseconds(self._beat)):
-                    identity, *frames = await self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-                    await self._handle(identity.bytes, frames)
-                if self._clock() >= self._beat_at:
-                    self._heartbeat()
-            except Exception:  # A defect here or in a callback. Senders are not answered, and try again.
+                assert self._socket is not None
+                self._socket.drain()
+                self._heartbeat()
+            except Exception:
                 logger.exception("the trajectory receiver goes on after an error")
-                await asyncio.sleep(self._beat)
 
-    async def _handle(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        try:
+            self._handle(frames[0].bytes, frames[1:])
+        except Exception:  # A defect here or in a callback. The sender is not answered, and tries again.
+            logger.exception("the trajectory receiver goes on after an error")
+
+    def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         try:
             message = decode_control(frames[0] if frames else b"")
             if isinstance(message, Hello):
@@ -189,20 +236,24 @@ class Receiver:
                 if isinstance(message, Offer):
                     self._offer(identity, message)
                 else:
-                    await self._deliver(identity, message, frames[1:])
+                    self._deliver(identity, message, frames[1:])
         except WireError as error:
             self._reject(identity, "", str(error))
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
-        problem = ""
+        problem, kind = "", ""
         if hello.wire != WIRE_VERSION:
+            kind = "another version of the protocol"
             problem = f"wire version {hello.wire}, the learner has {WIRE_VERSION}: install the same version on both"
         elif hello.run_id != self.run_id:
+            kind = "another run"
             problem = f"run {hello.run_id!r}, but this is the learner of run {self.run_id!r}"
         elif hello.schema != self._schema.fingerprint:
+            kind = "another schema"
             problem = f"token schema {hello.schema!r}, the learner has {self._schema.fingerprint!r}: the columns differ"
         if problem:
             self.rejected += 1
+            self.refused[kind] += 1
             self._send(identity, Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True))
             return
         # The welcome is answered by an offer, which ends what an earlier session was granted and does not send now.
@@ -226,48 +277,59 @@ class Receiver:
         known = [p.trajectory_id for p in offer.parcels if (p.group_index, p.trajectory_id) in self.ledger]
         too_large = [p for p in offer.parcels if p.nbytes > limit]
         refused = {*known, *(p.trajectory_id for p in too_large)}
-        self._pool.offer(identity, {p.trajectory_id: p.nbytes for p in offer.parcels if p.trajectory_id not in refused})
+        self._pool.offer(
+            identity,
+            {
+                p.trajectory_id: Offered(p.group_index, p.nbytes)
+                for p in offer.parcels
+                # What is in hand already (its sender reconnected while it was being written) is answered when it is done.
+                if p.trajectory_id not in refused and p.trajectory_id not in self._intake
+            },
+        )
         if known:
             self._acknowledge_again(identity, *known)  # Without moving their payload again.
         for parcel in too_large:
             self._reject(identity, parcel.trajectory_id, f"{parcel.nbytes} bytes, more than {limit}")
         self._grant(identity)
 
-    async def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
+    def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
         trajectory_id, group_index = message.trajectory_id, message.group_index
+        if trajectory_id in self._intake:
+            return
         if (group_index, trajectory_id) in self.ledger:
             self._pool.cancel(identity, trajectory_id)
             self._acknowledge_again(identity, trajectory_id)
             self._grant()
             return
-        nbytes = sum(map(len, frames))
-        if not self._pool.arrive(identity, trajectory_id, nbytes):
-            self._reject(identity, trajectory_id, f"{nbytes} bytes were not granted")
+        nbytes = self._pool.arrive(identity, trajectory_id)
+        wire_bytes = sum(map(len, frames))
+        if nbytes is None or wire_bytes > nbytes:
+            self._pool.release(trajectory_id)
+            self._reject(identity, trajectory_id, f"{wire_bytes} bytes were not granted")
             self._grant()
             return
-        try:
-            trajectory = await off_loop(nbytes, decode_trajectory, frames, self._schema)
-            if (trajectory.trajectory_id, trajectory.group_index) != (trajectory_id, group_index):
-                raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
-            if self.ledger.is_forgotten(group_index):  # While it was decoded.
-                self._acknowledge_again(identity, trajectory_id)
-                self.release(trajectory_id)
-                return
-            # Before the call, so that it may forget the group that this trajectory completes.
-            self.ledger.add(group_index, trajectory_id)
-            self._on_trajectory(trajectory, nbytes)
-        except Exception as error:
-            reason = str(error)
-            if not isinstance(error, WireError | Refuse):
-                logger.exception("trajectory %r was not taken", trajectory_id)
-                reason = f"the learner failed to take it: {type(error).__name__}: {error}"
-            self.ledger.discard(group_index, trajectory_id)
-            self._reject(identity, trajectory_id, reason)
-            self.release(trajectory_id)
+        self._intake.add(Parcelled(identity, trajectory_id, group_index, frames, nbytes))
+
+    def _answer(self, parcel: Parcelled, reason: str | None) -> None:
+        if reason is None:
+            self._acknowledge_again(parcel.identity, parcel.trajectory_id)
+        elif reason:
+            self._reject(parcel.identity, parcel.trajectory_id, reason)
         else:
             self.received += 1
-            self.bytes_received += nbytes
-            self._send(identity, Ack([trajectory_id]))
+            self.bytes_received += parcel.wire_bytes
+            if not self._acks:
+                asyncio.get_running_loop().call_soon(self._acknowledge)
+            self._acks.setdefault(parcel.identity, []).append(parcel.trajectory_id)
+        if self._pool.waiting:
+            self._grant()
+
+    def _acknowledge(self) -> None:
+        """One ACK to each sender for all that was accepted in this round of the event loop."""
+        acks, self._acks = self._acks, {}
+        for identity, ids in acks.items():
+            for i in range(0, len(ids), MAX_ACKS):
+                self._send(identity, Ack(ids[i : i + MAX_ACKS]))
 
     def _acknowledge_again(self, identity: bytes, *trajectory_ids: str) -> None:
         self.duplicates += len(trajectory_ids)
@@ -282,19 +344,24 @@ class Receiver:
 
     def _grant(self, also: bytes | None = None) -> None:
         """Tell senders what they may send: those with a new grant, and one that may have missed the last."""
-        identities = self._pool.grant()
+        if self._store is None:
+            identities = self._pool.grant()
+        else:
+            identities = self._pool.grant(self._store.room)
+            self._store.note_waiting(self._pool.short_of_room)
         if also is not None and also not in identities and self._pool.granted(also):
             identities.append(also)
         for identity in identities:
             self._send(identity, Grant(self._peers[identity].session, self._pool.granted(identity)))
 
     def _welcome(self, identity: bytes) -> None:
-        self._send(identity, Welcome(self._peers[identity].session, self.epoch, self.settings.credit_bytes))
+        in_hand = self._intake.of(identity)[:MAX_IN_HAND]
+        self._send(identity, Welcome(self._peers[identity].session, self.epoch, self.settings.credit_bytes, in_hand))
 
     def _heartbeat(self) -> None:
         now = self._clock()
         if now - self._beat_at > self._beat:
-            # This end did not listen, the event loop was busy: no silence to hold against anyone.
+            # This end did not listen, its event loop was busy: no silence to hold against anyone.
             for peer in self._peers.values():
                 peer.seen_at = now
         self._beat_at = now + self._beat
@@ -309,7 +376,7 @@ class Receiver:
         """Every answer may be lost: heartbeats, new offers and resending make it good."""
         if self._socket is None:  # Released after closing.
             return
-        if send_now(self._socket, [identity, encode_control(message)]) == zmq.EHOSTUNREACH:
+        if self._socket.send([identity, encode_control(message)]) == zmq.EHOSTUNREACH:
             self._drop(identity)
 
     def _drop(self, identity: bytes) -> None:

@@ -8,21 +8,23 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
+from r3async.transport.gate import Knock
+from r3async.transport.keys import ClientKeys, load_client
 from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
 from r3async.transport.sockets import (
+    LoopSocket,
     TransportError,
     TransportRefused,
     close_context,
-    milliseconds,
     off_loop,
     open_socket,
-    send_now,
 )
 from r3async.transport.wire import (
     Ack,
@@ -38,6 +40,7 @@ from r3async.transport.wire import (
     Welcome,
     WireError,
     decode_control,
+    decoded_bytes,
     encode_control,
     encode_trajectory,
 )
@@ -45,6 +48,8 @@ from r3async.transport.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 8
+DRAIN_SECONDS = 0.05
+"""What is there is read for so long before it is judged that an answer is missing."""
 
 
 class Sender:
@@ -96,10 +101,13 @@ class Sender:
         self._error: TransportError | None = None
         self._session = ""
         self._welcomed = False
+        self._offering = False
         self._heard_at = 0.0
         self._backoff = 1
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[Any] | None = None
+        self._socket: LoopSocket | None = None
+        self._knock: Knock | None = None
+        self._keys: ClientKeys | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -109,9 +117,11 @@ class Sender:
 
     async def start(self) -> None:
         """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
-        none; a refusal is raised by `send` and `flush`."""
+        none, and for keys that can not be read; a refusal is raised by `send` and `flush`."""
         assert self._context is None, "a sender is started once"
-        self._context = zmq.asyncio.Context()
+        if self.settings.keys:
+            self._keys = load_client(Path(self.settings.keys))
+        self._context = zmq.Context()
         try:
             self._connect()
         except zmq.ZMQError as error:
@@ -130,7 +140,7 @@ class Sender:
         nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
         frames = await off_loop(nbytes, encode_trajectory, trajectory, self._schema)
         self._raise_error()  # Things may have changed while it was encoded.
-        nbytes = sum(map(len, frames))
+        nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id
         if nbytes > self.settings.max_message_bytes:
             raise TransportError(
@@ -166,9 +176,7 @@ class Sender:
             task.cancel()
             await asyncio.wait({task}, timeout=5)
         self._fail(TransportError("the sender is closed"))
-        socket, self._socket = self._socket, None
-        if socket is not None:
-            socket.close()
+        self._disconnect()
         context, self._context = self._context, None
         if context is not None:
             await close_context(context)
@@ -176,36 +184,57 @@ class Sender:
     async def _run(self) -> None:
         try:
             while self._error is None:
+                await asyncio.sleep(self.settings.ack_timeout / 8)
                 assert self._socket is not None
                 # All that is there, before judging what is missing: this end may have been busy itself.
-                wait = milliseconds(self.settings.ack_timeout / 8)
-                while await self._socket.poll(wait):
-                    self._handle(await self._socket.recv_multipart(zmq.DONTWAIT))
-                    wait = 0
+                self._socket.drain(DRAIN_SECONDS)
                 self._check()
         except Exception as error:
-            # Or those who wait in `send` would wait for ever.
-            logger.exception("the trajectory sender stopped")
-            self._fail(TransportError(f"the sender stopped: {type(error).__name__}: {error}"))
+            self._stop(error)
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        try:
+            self._handle(frames)
+        except Exception as error:
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        """A defect, here or in a callback: those who wait in `send` would wait for ever."""
+        logger.error("the trajectory sender stopped", exc_info=error)
+        self._fail(TransportError(f"the sender stopped: {type(error).__name__}: {error}"))
 
     def _connect(self) -> None:
         """A fresh socket and session. Nothing is resent until it is welcomed, so trying again costs little."""
         assert self._context is not None
         if self._socket is not None:
-            self._socket.close()
+            self._disconnect()
             self.reconnects += 1
-        self._socket = open_socket(self._context, zmq.DEALER, self.settings)
-        self._socket.setsockopt(zmq.ROUTING_ID, self.sender_id.encode())
-        self._socket.connect(self.endpoint)
+        socket = open_socket(self._context, zmq.DEALER, self.settings)
+        socket.setsockopt(zmq.ROUTING_ID, self.sender_id.encode())
+        if self._keys is not None:
+            self._keys.apply(socket)
+        self._knock = Knock(socket)
+        self._socket = LoopSocket(socket, self._on_message)
+        socket.connect(self.endpoint)
         self._session = uuid.uuid4().hex
         self._welcomed = False
         self._heard_at = self._clock()
         self.resent += self._outbox.reset()
         self._say(Hello(self._session, self.sender_id, self.run_id, self._schema.fingerprint))
 
+    def _disconnect(self) -> None:
+        if self._knock is not None:
+            self._knock.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._knock = self._socket = None
+
     def _check(self) -> None:
         """Reconnect if the receiver is silent, or an answer is overdue."""
         if self._error is not None:
+            return
+        if self._knock is not None and self._knock.denied:
+            self._fail(TransportRefused(f"{self.endpoint} refuses {self._knock.denied}"))
             return
         now = self._clock()
         overdue = self._outbox.overdue(now, self.settings.ack_timeout * self._backoff)
@@ -235,6 +264,7 @@ class Sender:
                 self._deliver(message.ids)
             elif isinstance(message, Welcome):
                 self.epoch, self._welcomed = message.epoch, True
+                self._outbox.touch(message.in_hand, self._clock())
                 self._offer()
             elif message.final:
                 self._fail(TransportRefused(f"{self.endpoint} refuses {message.reason}"))
@@ -260,11 +290,18 @@ class Sender:
             self._offer()
 
     def _offer(self) -> None:
+        """One OFFER for everything that changes in this round of the event loop."""
+        if not self._offering:
+            self._offering = True
+            asyncio.get_running_loop().call_soon(self._offer_now)
+
+    def _offer_now(self) -> None:
+        self._offering = False
         if self._welcomed:
             self._say(Offer(self._session, self._outbox.offers()))
 
     def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
-        return self._socket is not None and send_now(self._socket, [encode_control(message), *frames]) == 0
+        return self._socket is not None and self._socket.send([encode_control(message), *frames]) == 0
 
     def _settle(self, trajectory_id: str) -> bool:
         pending = self._outbox.settle(trajectory_id, self._clock())

@@ -1,12 +1,14 @@
 """What goes over the wire: trajectories as a header and raw frames, and the small control messages around them.
 
 A trajectory is `[header, frame, frame, ...]`: a msgpack header (schema fingerprint, checksum, every field of the
-trajectory, and in place of each token table its layout) and one raw little-endian frame per column of each sample, in
-the order of the layouts. Which columns there are, their dtypes and their dimensions come from the `Schema` alone, so a
-column added there travels without a change here.
+trajectory, and in place of each token table its layout) and one raw little-endian frame for each column of each sample
+that is not in the header, in the order of the layouts. Which columns there are, their dtypes and their dimensions come
+from the `Schema` alone, so a column added there travels without a change here.
 
-Neither direction copies a payload: encoded frames are views of the trajectory's arrays, decoded arrays are read-only
-views of the frames. Both checksum the payload, so call them off the event loop when it is large.
+A column of one value a token that is nearly constant (turn, version, mask, rewards) travels as runs, inside the header:
+`codec.py`. The others are not copied in either direction: encoded frames are views of the trajectory's arrays, decoded
+arrays are read-only views of the frames. Both directions checksum the payload, so call them off the event loop when it
+is large.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from r3async.records import SCHEMA, Schema, TokenTable, Trajectory
+from r3async.records import SCHEMA, Schema, TokenTable, Trajectory, dtype_name
+from r3async.transport.codec import WireError, from_runs, raw_bytes, to_runs
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
@@ -37,16 +40,16 @@ Frame = Any
 T = TypeVar("T")
 
 
-class WireError(ValueError):
-    """Bytes (or a trajectory to be encoded) that do not fit the wire format; the message says where and why."""
+class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How to read one column: from its frame, or from `runs` (see `codec.py`), and then it has no frame.
 
-
-class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How to read one column's frame. A bool column is declared `bool` and travels as one byte, 0 or 1, a token."""
+    A bool column is declared `bool` and travels as one byte, 0 or 1, a value.
+    """
 
     column: str
     dtype: str
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_DIM)], ...], Meta(min_length=1)]
+    runs: bytes | None = None
 
 
 class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
@@ -74,8 +77,13 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
             raise WireError(f"a {type(value).__name__} can not be sent")
         if value.schema.fingerprint != schema.fingerprint:
             raise WireError(f"a table has schema {value.schema.fingerprint}, the connection has {schema.fingerprint}")
-        buffers.extend(_raw(array) for _, array in value.items())
-        return [Layout(name, array.dtype.name, array.shape) for name, array in value.items()]
+        layouts: list[Layout] = []
+        for name, array in value.items():
+            runs = to_runs(array) if layouts else None  # the first column says how many rows there are
+            if runs is None:
+                buffers.append(raw_bytes(array))
+            layouts.append(Layout(name, dtype_name(array.dtype), array.shape, runs))
+        return layouts
 
     try:
         body = msgspec.msgpack.encode(trajectory, enc_hook=lay_out)
@@ -83,8 +91,8 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"trajectory {trajectory.trajectory_id!r} can not be encoded: {error}") from error
-    checksum = _checksum([body, *buffers])
-    header = msgspec.msgpack.encode(Header(WIRE_VERSION, schema.fingerprint, checksum, msgspec.Raw(body)))
+    signed = Header(WIRE_VERSION, schema.fingerprint, checksum([body, *buffers]), msgspec.Raw(body))
+    header = msgspec.msgpack.encode(signed)
     if len(header) > MAX_HEADER:
         raise WireError(f"the header takes {len(header)} bytes, more than {MAX_HEADER}: shorten the preview")
     return [header, *buffers]
@@ -111,6 +119,8 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
 
     buffers = views[1:]
     used = 0
+    # It comes raw and before all others, so what runs may grow to is bounded by the bytes that really arrived.
+    first = next(iter(schema.columns))
 
     def read_table(kind: type, value: Any) -> TokenTable:
         nonlocal used
@@ -122,29 +132,32 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
         for layout in layouts:
             if layout.column in columns:
                 raise WireError(f"column {layout.column!r} comes twice")
+            _check_layout(layout, schema)
+            if layout.runs is not None:
+                rows = len(next(iter(columns.values()))) if first in columns else -1
+                if rows != layout.shape[0]:
+                    raise WireError(
+                        f"column {layout.column!r} has runs of {layout.shape[0]} rows, expected {max(rows, 0)}"
+                    )
+                columns[layout.column] = from_runs(layout.runs, np.dtype(layout.dtype), rows, layout.column)
+                continue
             if used == len(buffers):
                 raise WireError(f"only {len(buffers)} column frames, no frame for column {layout.column!r}")
-            columns[layout.column] = _array(layout, buffers[used], schema)
+            columns[layout.column] = _array(layout, buffers[used])
             used += 1
         return TokenTable(columns, schema)
 
     trajectory = _decode(header.body, Trajectory, "trajectory", read_table)
     if used != len(buffers):
         raise WireError(f"{len(buffers)} column frames, but the header describes {used}")
-    checksum = _checksum([header.body, *buffers])
-    if checksum != header.crc32:
-        raise WireError(f"checksum {checksum:08x}, but the header says {header.crc32:08x}")
+    crc32 = checksum([header.body, *buffers])
+    if crc32 != header.crc32:
+        raise WireError(f"checksum {crc32:08x}, but the header says {header.crc32:08x}")
     _check_values(trajectory)
     return trajectory
 
 
-def _raw(array: np.ndarray) -> memoryview:
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8).data
-
-
-def _array(layout: Layout, buffer: memoryview, schema: Schema) -> np.ndarray:
-    """One column's frame as an array. A dtype is only ever made from a name that the schema declares."""
+def _check_layout(layout: Layout, schema: Schema) -> None:
     declared = schema.columns.get(layout.column)
     if declared is None:
         raise WireError(f"unknown column {layout.column!r}; the schema has {', '.join(schema.columns)}")
@@ -152,6 +165,12 @@ def _array(layout: Layout, buffer: memoryview, schema: Schema) -> np.ndarray:
         raise WireError(f"column {layout.column!r} has dtype {layout.dtype!r}, expected {' or '.join(declared.dtypes)}")
     if len(layout.shape) != 1 + len(declared.inner):
         raise WireError(f"column {layout.column!r} has {len(layout.shape)} dimensions, not {1 + len(declared.inner)}")
+    if layout.runs is not None and len(layout.shape) > 1:
+        raise WireError(f"column {layout.column!r} has runs, but more than one value a token")
+
+
+def _array(layout: Layout, buffer: memoryview) -> np.ndarray:
+    """One column's frame as an array. A dtype is only ever made from a name that the schema declares."""
     dtype = np.dtype(layout.dtype).newbyteorder("<")
     size = math.prod(layout.shape) * dtype.itemsize
     if size != len(buffer):
@@ -161,6 +180,11 @@ def _array(layout: Layout, buffer: memoryview, schema: Schema) -> np.ndarray:
     array = np.frombuffer(buffer, dtype).reshape(layout.shape)
     # ZeroMQ hands out small messages as slices of one receive buffer, at any address.
     return array if array.flags.aligned else array.copy()
+
+
+def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
+    """What a trajectory takes in memory while its arrays are views of `frames`: the header, and every column in full."""
+    return len(frames[0]) + sum(sample.table.nbytes for sample in trajectory.samples)
 
 
 def _check_values(trajectory: Trajectory) -> None:
@@ -186,11 +210,13 @@ def _check_values(trajectory: Trajectory) -> None:
 
 
 def _check_finite(value: float | np.ndarray, what: str) -> None:
-    if not np.isfinite(value).all():
+    # Several times as fast for a plain number; an environment's NumPy scalar is one.
+    if not (np.isfinite(value).all() if isinstance(value, np.ndarray) else math.isfinite(value)):
         raise WireError(f"{what} is not finite")
 
 
-def _checksum(buffers: Iterable[Frame]) -> int:
+def checksum(buffers: Iterable[Frame]) -> int:
+    """CRC-32 of all bytes in order."""
     value = 0
     for buffer in buffers:
         value = zlib.crc32(buffer, value)
@@ -236,11 +262,15 @@ class Hello(Control):
 
 
 class Welcome(Control):
-    """Receiver: the session stands. Repeated as a heartbeat; a new `epoch` is a restarted receiver."""
+    """Receiver: the session stands. Repeated as a heartbeat; a new `epoch` is a restarted receiver.
+
+    `in_hand`: trajectories of this sender that arrived and are not answered yet (they are being written, say).
+    """
 
     session: Session
     epoch: str
     credit_bytes: int
+    in_hand: list[str] = []
 
 
 class Refusal(Control):
@@ -252,7 +282,7 @@ class Refusal(Control):
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """A trajectory that is ready to be sent. `nbytes` counts its header and column frames."""
+    """A trajectory that is ready to be sent. `nbytes` is what it takes in memory once decoded (`decoded_bytes`)."""
 
     trajectory_id: Id
     group_index: int

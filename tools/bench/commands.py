@@ -90,6 +90,35 @@ def packing(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="wire")
+def wire(
+    json: Json = False, quick: Annotated[bool, typer.Option("--quick", help="few tokens and repeats")] = False
+) -> None:
+    """Bytes and microseconds per token of the wire format, against lists of numbers and pickle."""
+    from tools.bench.wire import render, run
+
+    report = run(quick)
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
+@app.command(name="transport")
+def transport(
+    json: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="little data: the path, not the figures")] = False,
+    rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
+    keys: Annotated[bool, typer.Option("--keys", help="also with CURVE keys")] = False,
+) -> None:
+    """Throughput of the whole path against raw ZeroMQ, event-loop lag of both ends, memory."""
+    from tools.bench.transport import render, run
+
+    try:
+        report = run(quick=quick, rounds=rounds, keys=keys, say=say_on_stderr)
+    except BenchError as error:
+        typer.echo(f"the benchmark failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
 @app.command(name="weights")
 def weights(
     json: Json = False,

@@ -1,0 +1,205 @@
+"""Accepted trajectories on disk, in the wire format, from before they are acknowledged until a checkpoint has trained them.
+
+A directory of files `GROUP-N.spool` (`spool_file.py` has the format). A file belongs to one group, so that what is trained
+goes with one `unlink`, and to one incarnation of the spool (`N`), which alone appends to it: what a killed one left
+half-written stays at the end of its file and harms nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3async.buffer.spool_file import Record, Stored, Torn, append, load, map_file, read_records
+from r3async.config import BufferConfig
+from r3async.records import SCHEMA, Schema, Trajectory
+from r3async.transport.wire import Frame, WireError
+
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A place in a spool file that holds no trajectory: one that was being written when the process died, or a defect."""
+
+    path: Path
+    offset: int
+    reason: str
+
+
+class Spool:
+    """Owns `directory`. `put` is durable when it returns: against the death of any process always (the kernel has the
+    bytes), against power loss with `settings.fsync`.
+
+    All work on files is done in one thread. `report(event, **facts)` is told, on the event loop, when the disk can not
+    take more, and when it can again; nothing is lost in between, `put` waits. Methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: BufferConfig,
+        *,
+        schema: Schema = SCHEMA,
+        report: Callable[..., None] = lambda event, **facts: None,
+        clock: Callable[[], float] = time.monotonic,
+        retry_seconds: float = RETRY_SECONDS,
+    ):
+        self.directory = directory
+        self.memory_bytes = settings.memory_bytes
+        self.nbytes = 0
+        """Bytes on disk."""
+        self.stalled_seconds = 0.0
+        """How long writing waited for space, or for a device that failed."""
+        self.damage: list[Damage] = []
+        """What `recover` found that is not a trajectory."""
+        self._settings = settings
+        self._schema = schema
+        self._report = report
+        self._clock = clock
+        self._retry_seconds = retry_seconds
+        self._files: dict[int, dict[Path, int]] = {}
+        self._new: dict[int, Path] = {}
+        self._full = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be granted. Negative if groups that could not wait went beyond `disk_bytes`."""
+        return self._settings.disk_bytes - self.nbytes
+
+    def note_waiting(self, waiting: bool) -> None:
+        """Whether senders wait because of `room`: reported when it begins and when it ends."""
+        if waiting == self._full:
+            return
+        self._full = waiting
+        facts = {"bytes": self.nbytes, "directory": str(self.directory)}
+        if waiting:
+            hint = "generators wait until a checkpoint is committed: raise buffer.disk_bytes, or save more often"
+            self._report("spool_full", **facts, disk_bytes=self._settings.disk_bytes, hint=hint)
+        else:
+            self._report("spool_has_room", **facts)
+
+    async def recover(self) -> list[Stored]:
+        """Everything that an earlier incarnation left, validated, in the order of groups; `damage` has the rest.
+
+        A trajectory that was written twice (its first acknowledgement came too late) comes once.
+        """
+        found, self._files, self.damage = await self._run(self._scan)
+        self._new = {}
+        self.nbytes = sum(size for files in self._files.values() for size in files.values())
+        for damage in self.damage:
+            self._report("spool_damaged", path=str(damage.path), offset=damage.offset, reason=damage.reason)
+        return found
+
+    async def put(self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool) -> Stored | None:
+        """Write a trajectory. Returns when it is durable; with `spill`, as it is mapped back, so that its frames can go.
+
+        A disk that is full, or fails, is tried again until it takes it.
+        """
+        began = self._clock()
+        failed = False
+        while True:
+            try:
+                path, offset, length = await self._run(self._write, trajectory.group_index, list(frames))
+                break
+            except OSError as error:
+                if not failed:
+                    hint = "make space there: senders wait until then, and nothing is lost"
+                    self._report("spool_stalled", error=str(error), directory=str(self.directory), hint=hint)
+                failed = True
+                await asyncio.sleep(self._retry_seconds)
+        if failed:
+            self.stalled_seconds += self._clock() - began
+            self._report("spool_goes_on", seconds=self._clock() - began)
+        self.nbytes += length
+        files = self._files.setdefault(trajectory.group_index, {})
+        files[path] = files.get(path, 0) + length
+        return await self._run(self._map, path, offset, length) if spill else None
+
+    async def commit(self, groups: Iterable[int]) -> int:
+        """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.
+
+        What is mapped of them stays readable. Groups that are not there are skipped.
+        """
+        groups = list(groups)
+        freed = sum(sum(self._files.pop(group, {}).values()) for group in groups)
+        await self._run(self._unlink, groups)
+        self.nbytes -= freed
+        return freed
+
+    async def close(self) -> None:
+        """Finish what is being written. The files stay. Idempotent."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    # What follows runs in the spool's thread.
+
+    def _write(self, group: int, frames: Sequence[Frame]) -> tuple[Path, int, int]:
+        path = self._new.get(group)
+        if path is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group)]
+            path = self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
+        offset, length = append(path, frames, fsync=self._settings.fsync)
+        if group not in self._new and self._settings.fsync:
+            self._fsync_directory()
+        self._new[group] = path
+        return path, offset, length
+
+    def _map(self, path: Path, offset: int, length: int) -> Stored:
+        record = next(read_records(map_file(path, offset, length)))
+        assert isinstance(record, Record)
+        return load(record, self._schema)
+
+    def _unlink(self, groups: list[int]) -> None:
+        for group in groups:
+            self._new.pop(group, None)
+            for path in self._of_group(group):
+                path.unlink(missing_ok=True)
+        if groups and self._settings.fsync:
+            self._fsync_directory()
+
+    def _of_group(self, group: int) -> list[Path]:
+        return list(self.directory.glob(f"{group:09d}-[0-9]*.spool"))
+
+    def _fsync_directory(self) -> None:
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _scan(self) -> tuple[list[Stored], dict[int, dict[Path, int]], list[Damage]]:
+        found: dict[tuple[int, str], Stored] = {}
+        files: dict[int, dict[Path, int]] = {}
+        damage: list[Damage] = []
+        for path in sorted(self.directory.glob("*.spool")):
+            try:
+                group = int(path.stem.partition("-")[0])
+                view = map_file(path)
+            except (ValueError, OSError) as error:
+                damage.append(Damage(path, 0, f"not a file of the spool: {error}"))
+                continue
+            files.setdefault(group, {})[path] = len(view)
+            for record in read_records(view):
+                if isinstance(record, Torn):
+                    damage.append(Damage(path, record.offset, record.reason))
+                    continue
+                try:
+                    stored = load(record, self._schema)
+                    if stored.trajectory.group_index != group:
+                        raise WireError(f"a trajectory of group {stored.trajectory.group_index}, not {group}")
+                except WireError as error:
+                    damage.append(Damage(path, record.offset, str(error)))
+                else:
+                    found.setdefault((group, stored.trajectory.trajectory_id), stored)
+        return list(found.values()), files, damage

@@ -1,0 +1,154 @@
+"""The format of a spool file: records one after the other, each a trajectory in the wire format.
+
+    magic (8) | frames (u32) | crc32 of the lengths (u32) | length of each frame (u64 ...) | frames
+
+all little-endian; each frame is padded to 8 bytes, so that arrays that are mapped from the file are aligned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from r3async.records import Schema, Trajectory
+from r3async.transport.wire import Frame, decode_trajectory, decoded_bytes
+
+MAGIC = b"r3spool1"
+HEAD = struct.Struct("<8sII")
+ALIGN = 8
+MAX_FRAMES = 2**20
+PIECES = 512
+"""Buffers of one write: the kernel takes at most 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    offset: int
+    frames: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """From `offset` on, the file holds no record."""
+
+    offset: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory whose columns are mapped from disk. `nbytes`: what it takes in memory all the same."""
+
+    trajectory: Trajectory
+    nbytes: int
+
+
+def record_pieces(frames: Sequence[Frame]) -> list[bytes | memoryview]:
+    """A record, as buffers to write one after the other. No frame is copied."""
+    views = [memoryview(frame) for frame in frames]
+    lengths = np.array([view.nbytes for view in views], "<u8").tobytes()
+    pieces: list[bytes | memoryview] = [HEAD.pack(MAGIC, len(views), zlib.crc32(lengths)) + lengths]
+    for view in views:
+        pieces.append(view)
+        if padding := -view.nbytes % ALIGN:
+            pieces.append(bytes(padding))
+    return pieces
+
+
+def append(path: Path, frames: Sequence[Frame], *, fsync: bool) -> tuple[int, int]:
+    """Write one record at the end of a file, which is made if it is not there. Returns the record's offset and length.
+
+    Raises `OSError`, and then the file is as long as before.
+    """
+    pieces = record_pieces(frames)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        offset = os.fstat(descriptor).st_size
+        try:
+            length = _write_all(descriptor, pieces)
+            if fsync:
+                os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, offset)
+            raise
+    finally:
+        os.close(descriptor)
+    return offset, length
+
+
+def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> int:
+    total = 0
+    for start in range(0, len(pieces), PIECES):
+        batch = pieces[start : start + PIECES]
+        wanted = sum(memoryview(piece).nbytes for piece in batch)
+        written = os.writev(descriptor, batch)
+        total += written
+        if written < wanted:  # The disk fills up, or a signal came: the rest as one piece.
+            rest = b"".join(batch)[written:]
+            while rest:
+                count = os.write(descriptor, rest)
+                total, rest = total + count, rest[count:]
+    return total
+
+
+def map_file(path: Path, offset: int = 0, length: int | None = None) -> memoryview:
+    """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        length = os.fstat(descriptor).st_size - offset if length is None else length
+        if length <= 0:
+            return memoryview(b"")
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
+    finally:
+        os.close(descriptor)
+    return memoryview(mapped)[offset - start :]
+
+
+def read_records(view: memoryview) -> Iterator[Record | Torn]:
+    """All records of a file; at the first place where there is none, `Torn`, and that is the end.
+
+    A record's frames are within the file; whether they are a trajectory is for `load` to say.
+    """
+    at = 0
+    while at < len(view):
+        problem, lengths, end = "", np.zeros(0, np.uint64), at
+        if len(view) - at < HEAD.size:
+            problem = f"{len(view) - at} bytes, less than the head of a record"
+        else:
+            magic, count, checksum = HEAD.unpack_from(view, at)
+            first = at + HEAD.size + 8 * count
+            if magic != MAGIC:
+                problem = f"{bytes(magic)!r} is not the beginning of a record"
+            elif count > MAX_FRAMES or first > len(view):
+                problem = f"the record ends before the lengths of its {count} frames"
+            else:
+                table = view[at + HEAD.size : first]
+                lengths = np.frombuffer(table, "<u8")
+                if zlib.crc32(table) != checksum:
+                    problem = "the lengths of the record's frames do not match their checksum"
+                elif (end := first + sum(-(-int(n) // ALIGN) * ALIGN for n in lengths)) > len(view):
+                    problem = f"the record takes {end - at} bytes, the file has {len(view) - at} of them"
+        if problem:
+            yield Torn(at, problem)
+            return
+        frames, start = [], at + HEAD.size + 8 * len(lengths)
+        for n in map(int, lengths):
+            frames.append(view[start : start + n])
+            start += -(-n // ALIGN) * ALIGN
+        yield Record(at, frames)
+        at = end
+
+
+def load(record: Record, schema: Schema) -> Stored:
+    """The trajectory of a record, on the mapped file. Raises `WireError`."""
+    trajectory = decode_trajectory(record.frames, schema)
+    mapped = sum(frame.nbytes for frame in record.frames[1:])
+    return Stored(trajectory, decoded_bytes(record.frames, trajectory) - mapped)

@@ -1,0 +1,190 @@
+"""What happens to a trajectory between its arrival and its answer: decoded, validated, stored, handed over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from r3async.records import Schema, Trajectory
+from r3async.transport.credit import CreditPool
+from r3async.transport.ledger import Ledger
+from r3async.transport.sockets import TURN_SECONDS, off_loop
+from r3async.transport.wire import Frame, WireError, decode_trajectory, decoded_bytes
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+"""Of columns, at the least: what a token weighs when it is decided where to work on it."""
+
+
+class Refuse(ValueError):
+    """Raised by `validate` or `on_trajectory`: this trajectory will never be taken. The message is the reason that its
+    sender is given."""
+
+
+class Kept(Protocol):
+    """A trajectory that is on disk, and takes `nbytes` of memory."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Store(Protocol):
+    """What makes trajectories durable (`r3async.buffer.spool.Spool`)."""
+
+    memory_bytes: int
+
+    @property
+    def room(self) -> int: ...
+    def note_waiting(self, waiting: bool) -> None: ...
+    async def recover(self) -> Sequence[Kept]: ...
+    async def put(self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool) -> Kept | None: ...
+    async def commit(self, groups: Iterable[int]) -> int: ...
+
+
+@dataclass(slots=True)
+class Parcelled:
+    """A trajectory that arrived and was not answered yet. `nbytes`: what it was granted."""
+
+    identity: bytes
+    trajectory_id: str
+    group_index: int
+    frames: Sequence[Frame]
+    nbytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(map(len, self.frames))
+
+
+class Intake:
+    """Takes in one trajectory after the other, so that answers come in the order of deliveries.
+
+    `answer(parcel, reason, nbytes)` is called on the event loop when all is done: `reason` is empty if it was accepted and
+    takes `nbytes` of memory now; None if its group is over, so it is a duplicate; else it says why it was refused.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        ledger: Ledger,
+        pool: CreditPool,
+        on_trajectory: Callable[[Trajectory, int], None],
+        validate: Callable[[Trajectory], None] | None,
+        store: Store | None,
+        answer: Callable[[Parcelled, str | None], None],
+    ):
+        self._schema, self._ledger, self._pool = schema, ledger, pool
+        self._on_trajectory, self._validate, self._store = on_trajectory, validate, store
+        self._answer = answer
+        self._in_hand: dict[str, Parcelled] = {}
+        self._inbox: asyncio.Queue[Parcelled] = asyncio.Queue()
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        """This one is among them."""
+        return trajectory_id in self._in_hand
+
+    def __len__(self) -> int:
+        """How many arrived, and are not answered yet."""
+        return len(self._in_hand)
+
+    def of(self, identity: bytes) -> list[str]:
+        """What is in hand of one sender."""
+        return [p.trajectory_id for p in self._in_hand.values() if p.identity == identity]
+
+    def add(self, parcel: Parcelled) -> None:
+        self._in_hand[parcel.trajectory_id] = parcel
+        self._inbox.put_nowait(parcel)
+
+    async def run(self) -> None:
+        """Until it is cancelled. What is in hand then was not answered."""
+        turn = time.perf_counter()
+        while True:
+            if self._inbox.empty() or time.perf_counter() - turn > TURN_SECONDS:
+                await asyncio.sleep(0)
+                turn = time.perf_counter()
+            parcel = await self._inbox.get()
+            try:
+                reason = await self._take_in(parcel)
+            finally:
+                self._in_hand.pop(parcel.trajectory_id, None)
+            try:
+                self._answer(parcel, reason)
+            except Exception:
+                logger.exception("the trajectory receiver goes on after an error")
+
+    async def recover(self, store: Store) -> tuple[int, int]:
+        """What was accepted and not trained is handed over again; what the ledger knows besides was never kept, and what
+        is over is removed from the store. Returns how many there were, and how many of them are not taken any more."""
+        self._ledger.forget_live()
+        over, count, refused = set(), 0, 0
+        for kept in await store.recover():
+            trajectory = kept.trajectory
+            group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
+            if self._ledger.is_forgotten(group_index):
+                over.add(group_index)
+                continue
+            count += 1
+            try:
+                await off_loop(trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+                self._hand_over(trajectory, kept.nbytes)
+            except Exception as error:
+                refused += 1
+                logger.warning("trajectory %r was kept, but is not taken again: %s", trajectory_id, error)
+        await store.commit(over)
+        return count, refused
+
+    async def _take_in(self, parcel: Parcelled) -> str | None:
+        """What `answer` is told."""
+        try:
+            trajectory, nbytes = await off_loop(parcel.nbytes, self._open, parcel)
+            if self._store is not None and not self._ledger.is_forgotten(parcel.group_index):
+                spill = self._pool.held > self._store.memory_bytes
+                kept = await self._store.put(trajectory, parcel.frames, spill=spill)
+                if kept is not None:
+                    trajectory, nbytes = kept.trajectory, kept.nbytes
+            if self._ledger.is_forgotten(parcel.group_index):  # Meanwhile.
+                self._pool.release(parcel.trajectory_id)
+                return None
+            self._hand_over(trajectory, nbytes)
+        except Exception as error:
+            self._pool.release(parcel.trajectory_id)
+            if isinstance(error, WireError | Refuse):
+                return str(error) or type(error).__name__
+            logger.exception("trajectory %r was not taken", parcel.trajectory_id)
+            return f"the learner failed to take it: {type(error).__name__}: {error}"
+        return ""
+
+    def _open(self, parcel: Parcelled) -> tuple[Trajectory, int]:
+        """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""
+        trajectory = decode_trajectory(parcel.frames, self._schema)
+        if (trajectory.trajectory_id, trajectory.group_index) != (parcel.trajectory_id, parcel.group_index):
+            raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
+        nbytes = decoded_bytes(parcel.frames, trajectory)
+        if nbytes > parcel.nbytes:
+            raise WireError(f"{nbytes} bytes were not granted")
+        self._check(trajectory)
+        return trajectory, nbytes
+
+    def _check(self, trajectory: Trajectory) -> None:
+        if self._validate is not None:
+            self._validate(trajectory)
+
+    def _hand_over(self, trajectory: Trajectory, nbytes: int) -> None:
+        """Raises what `on_trajectory` raises, and then nothing is held."""
+        group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
+        self._pool.hold(trajectory_id, nbytes)
+        # Before the call, so that it may forget the group that this trajectory completes.
+        self._ledger.add(group_index, trajectory_id)
+        try:
+            self._on_trajectory(trajectory, nbytes)
+        except Exception:
+            self._ledger.discard(group_index, trajectory_id)
+            self._pool.release(trajectory_id)
+            raise

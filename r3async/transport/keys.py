@@ -1,0 +1,104 @@
+"""CURVE keys: who may talk to the learner, and how an end proves which one it is.
+
+A directory holds `learner.public`, `learner.secret`, and the same two for each generator identity (`generator` if nothing
+else is asked for). A file is one line, the key in Z85. The learner needs its secret and every `*.public`: these are the
+keys it lets in. A generator needs `learner.public` and its own secret. Secrets are created 0600, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from r3async.transport.sockets import TransportError
+
+LEARNER = "learner"
+GENERATOR = "generator"
+KEY_LENGTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """The learner's: `allowed` are the public keys (raw, 32 bytes) that may connect."""
+
+    secret: bytes
+    allowed: frozenset[bytes]
+
+    def apply(self, socket: zmq.Socket[Any]) -> None:
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = zmq.curve_public(self.secret)
+        socket.curve_server = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    secret: bytes
+    server_public: bytes
+
+    def apply(self, socket: zmq.Socket[Any]) -> None:
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = zmq.curve_public(self.secret)
+        socket.curve_serverkey = self.server_public
+
+
+def create_keys(directory: Path, names: tuple[str, ...] = (LEARNER, GENERATOR)) -> list[Path]:
+    """Make the directory (0700) and the keys in it that do not exist yet. Returns the files that were made.
+
+    Never replaces a key: that would lock out everyone who has the old one.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = []
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"{name!r} is no name for a key: letters, digits, - and _")
+        secret_path, public_path = directory / f"{name}.secret", directory / f"{name}.public"
+        if not secret_path.exists():
+            _, secret = zmq.curve_keypair()
+            _write(secret_path, secret, 0o600)
+            made.append(secret_path)
+        if not public_path.exists():
+            _write(public_path, zmq.curve_public(_read(secret_path, secret=True)), 0o644)
+            made.append(public_path)
+    return made
+
+
+def load_server(directory: Path) -> ServerKeys:
+    """Raises `TransportError` that names the file."""
+    names = sorted(p for p in directory.glob("*.public") if p.stem != LEARNER)
+    secret = _read(directory / f"{LEARNER}.secret", secret=True)
+    return ServerKeys(secret, frozenset(z85.decode(_read(path)) for path in names))
+
+
+def load_client(directory: Path, name: str = GENERATOR) -> ClientKeys:
+    """Raises `TransportError` that names the file."""
+    return ClientKeys(_read(directory / f"{name}.secret", secret=True), _read(directory / f"{LEARNER}.public"))
+
+
+def _write(path: Path, key: bytes, mode: int) -> None:
+    # The mode is the file's from its first moment, whatever the umask adds to it later.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key + b"\n")
+
+
+def _read(path: Path, *, secret: bool = False) -> bytes:
+    try:
+        with path.open("rb") as file:
+            if secret and os.fstat(file.fileno()).st_mode & 0o077:
+                raise TransportError(f"{path} can be read by others: chmod 600 {path}")
+            key = file.read(KEY_LENGTH + 2).strip()
+    except OSError as error:
+        raise TransportError(
+            f"can not read the key {path}: {error.strerror}; `r3async keys {path.parent}` makes it (transport.keys)"
+        ) from error
+    try:
+        if len(z85.decode(key)) != 32:
+            raise ValueError(f"{len(key)} characters, not {KEY_LENGTH}")
+    except Exception as error:
+        raise TransportError(f"{path} holds no key: {error}") from error
+    return key

@@ -1,0 +1,35 @@
+"""The benchmarks of the wire and the transport: the path, and the figures that do not depend on the machine."""
+
+from __future__ import annotations
+
+import msgspec
+from typer.testing import CliRunner
+
+from tools.bench.transport import render as render_transport
+from tools.bench.transport import run as run_transport
+from tools.bench.wire import Report
+from tools.bench.wire import run as run_wire
+from tools.cli import app
+
+
+def test_bytes_per_token_stay_within_their_budget():
+    report = run_wire(quick=True)
+    dense, routed = report.cases
+    assert dense.wire.bytes_per_token <= 10
+    assert routed.wire.bytes_per_token <= 396 + 1500 / routed.tokens  # a short one carries a larger share of its header
+    assert routed.decode_ratio > 20
+
+
+def test_bench_wire_prints_one_json_object_last():
+    result = CliRunner().invoke(app, ["bench", "wire", "--quick", "--json"])
+    assert result.exit_code == 0, result.output
+    assert msgspec.json.decode(result.stdout.splitlines()[-1], type=Report).benchmark == "wire"
+
+
+def test_bench_transport_measures_every_path():
+    report = run_transport(quick=True, rounds=1, keys=True, say=lambda line: None)
+    for size in report.sizes:
+        assert list(size.paths) == ["raw", "memory", "disk", "memory, keys"]
+        assert all(rate.gb_per_s > 0 for rate in size.paths.values())
+        assert all(len(size.paths[p].generator_lag_ms) == 3 for p in ("memory", "disk"))
+    assert "of raw" in render_transport(report)

@@ -1,0 +1,176 @@
+"""`bench wire`: bytes and time per token of the wire format, against lists of numbers and pickle, in the same run."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r3async.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
+from r3async.transport.wire import decode_trajectory, encode_trajectory
+
+TURNS = 8
+ANSWER = 0.5
+"""Share of a turn that the policy samples; the rest is what the environment says."""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """One format: bytes per token, and microseconds per token (the median of the repeats; formats take turns)."""
+
+    bytes_per_token: float
+    encode_us: float
+    decode_us: float
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One trajectory. `decode_ratio` is the time that lists of numbers take to decode, over ours."""
+
+    name: str
+    tokens: int
+    rows: int
+    wire: Timing
+    lists: Timing
+    pickle: Timing
+    decode_ratio: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    benchmark: str
+    cases: list[Case]
+
+
+def sampled_table(tokens: int, routes: tuple[int, int] | None, seed: int = 0) -> TokenTable:
+    """`tokens` of an episode of `TURNS` turns: what a generator sends, with routes `[tokens, layers, top_k]` if asked for."""
+    rng = np.random.default_rng(seed)
+    turn = np.full(tokens, -1, np.int32)
+    rewards = np.zeros(tokens, np.float32)
+    edges = np.linspace(0, tokens, TURNS + 1).astype(int)
+    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+        first = stop - round((stop - start) * ANSWER)
+        turn[first:stop] = i
+        rewards[stop - 1] = rng.random()
+    columns = {
+        "token_ids": rng.integers(0, 150_000, tokens, dtype=np.int32),
+        "loss_mask": turn >= 0,
+        "rollout_logprobs": np.where(turn >= 0, -rng.exponential(0.5, tokens), 0).astype(np.float32),
+        "policy_version": np.where(turn >= 0, 17 + turn // 4, -1).astype(np.int32),
+        "turn": turn,
+        "rewards": rewards,
+    }
+    if routes is not None:
+        columns["routed_experts"] = rng.integers(0, 128, (tokens, *routes), dtype=np.uint8)
+        columns["routing_recorded"] = np.arange(tokens) < tokens - 1
+    return TokenTable(columns)
+
+
+def sampled_trajectory(
+    tokens: int, rows: int = 1, routes: tuple[int, int] | None = None, name: str = "t0", group: int = 0
+) -> Trajectory:
+    """`rows` samples of `tokens` each."""
+    samples = [Sample(f"{name}/{i}", sampled_table(tokens, routes, i), 1.0) for i in range(rows)]
+    turns = [Turn(i, i % rows, 1, tokens, 0.5, "eos") for i in range(max(rows, TURNS))]
+    return Trajectory(name, group, 0, 1, "g0", "eos", turns, samples, 1.0, 2.0)
+
+
+def run(quick: bool) -> Report:
+    cases = [
+        ("dense", 8192, 1, None),
+        ("dense, short", 512, 1, None),
+        ("dense, 16 rows", 512, 16, None),
+        ("routes 48x8", 2048, 1, (48, 8)),
+        ("routes 48x8, long", 32_768, 1, (48, 8)),
+    ]
+    if quick:
+        cases = [("dense", 2048, 1, None), ("routes 48x8", 256, 1, (48, 8))]
+    return Report("wire", [_measure(name, tokens, rows, routes, quick) for name, tokens, rows, routes in cases])
+
+
+def _measure(name: str, tokens: int, rows: int, routes: tuple[int, int] | None, quick: bool) -> Case:
+    trajectory = sampled_trajectory(tokens, rows, routes)
+    total = tokens * rows
+    frames = [bytes(f) for f in encode_trajectory(trajectory)]
+    assert decode_trajectory(frames) == trajectory
+    lists = _to_lists(trajectory)
+    assert _from_lists(lists) == trajectory
+    pickled = pickle.dumps(trajectory_fields(trajectory), protocol=5)
+    heavy = total * (1 + (np.prod(routes) if routes else 0)) > 1_000_000
+    few, many = (2, 5) if quick or heavy else (5, 50)
+    seconds = _take_turns(
+        {
+            "encode": (lambda: encode_trajectory(trajectory), many),
+            "decode": (lambda: decode_trajectory(frames), many),
+            "lists encode": (lambda: _to_lists(trajectory), few),
+            "lists decode": (lambda: _from_lists(lists), few),
+            "pickle encode": (lambda: pickle.dumps(trajectory_fields(trajectory), protocol=5), many),
+            "pickle decode": (lambda: pickle.loads(pickled), many),
+        }
+    )
+
+    def timing(prefix: str, nbytes: int) -> Timing:
+        encode, decode = seconds[f"{prefix}encode"], seconds[f"{prefix}decode"]
+        return Timing(nbytes / total, encode / total * 1e6, decode / total * 1e6)
+
+    ratio = seconds["lists decode"] / seconds["decode"]
+    wire = timing("", sum(map(len, frames)))
+    return Case(
+        name, tokens, rows, wire, timing("lists ", len(lists)), timing("pickle ", len(pickled)), decode_ratio=ratio
+    )
+
+
+def _take_turns(jobs: dict[str, tuple[Callable[[], Any], int]]) -> dict[str, float]:
+    """Median seconds of each job. They take turns, so that what else the machine does hits all of them."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for i in range(max(count for _, count in jobs.values())):
+        for name, (job, count) in jobs.items():
+            if i < count:
+                began = time.perf_counter()
+                job()
+                times[name].append(time.perf_counter() - began)
+    return {name: median(t) for name, t in times.items()}
+
+
+def trajectory_fields(trajectory: Trajectory) -> dict[str, Any]:
+    """As pickle would be given it: the fields, and the columns as arrays."""
+    fields = msgspec.structs.asdict(trajectory)
+    fields["turns"] = [msgspec.structs.asdict(t) for t in trajectory.turns]
+    fields["samples"] = [
+        {"sample_id": s.sample_id, "temperature": s.temperature, "table": dict(s.table.items())}
+        for s in trajectory.samples
+    ]
+    return fields
+
+
+def _to_lists(trajectory: Trajectory) -> bytes:
+    fields = trajectory_fields(trajectory)
+    for sample in fields["samples"]:
+        sample["table"] = {name: array.tolist() for name, array in sample["table"].items()}
+    return msgspec.msgpack.encode(fields)
+
+
+def _from_lists(data: bytes) -> Trajectory:
+    fields = msgspec.msgpack.decode(data)
+    samples = []
+    for sample in fields["samples"]:
+        table = {
+            name: np.asarray(values, SCHEMA.columns[name].dtypes[0]) for name, values in sample.pop("table").items()
+        }
+        samples.append(Sample(table=TokenTable(table), **sample))
+    fields["samples"] = samples
+    fields["turns"] = [Turn(**t) for t in fields["turns"]]
+    return Trajectory(**fields)
+
+
+def render(report: Report) -> str:
+    rows = [f"{'':<20}{'format':<8}{'bytes/token':>12}{'encode us/token':>17}{'decode us/token':>17}"]
+    for case in report.cases:
+        for name, t in (("wire", case.wire), ("lists", case.lists), ("pickle", case.pickle)):
+            label = case.name if name == "wire" else ""
+            rows.append(f"{label:<20}{name:<8}{t.bytes_per_token:>12.2f}{t.encode_us:>17.4f}{t.decode_us:>17.4f}")
+        rows.append(f"{'':<20}decode is {case.decode_ratio:,.0f} times as fast as from lists")
+    return "\n".join(rows)

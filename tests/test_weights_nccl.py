@@ -151,9 +151,34 @@ def test_a_group_in_which_something_went_wrong_is_not_used_again():
     machine.ready(0, 0)
     machine.ready(0, 1)
     machine.links.handle(b"s", Up(machine.names[0]), 0.0)
-    machine.ready(1, 0, now=1.0)  # version 0 was never `Sent`
+    machine.take()
+    machine.ready(0, 0, now=1.0)  # what it was offered, it did not get
     assert machine.processes[machine.names[0]].killed
     assert len(machine.names) == 2
+    machine.ready(1, 1, now=1.0)  # one worker still waits for version 0
+    assert machine.processes[machine.names[1]].killed
+    assert len(machine.names) == 3
+
+
+def test_the_next_version_waits_until_the_one_before_it_is_known_to_have_arrived():
+    machine = Machine()
+    for version in (0, 1):
+        machine.ready(version, 0)
+        machine.ready(version, 1)
+        machine.links.handle(b"s", Up(machine.names[0]), 0.0)
+    assert [m.version for _, m in machine.take() if isinstance(m, Send)] == [0]
+    machine.links.handle(b"s", Sent(machine.names[0], 0), TIMEOUT - 1)
+    assert [m.version for _, m in machine.take() if isinstance(m, Send)] == [1]
+    machine.links.tick(2 * TIMEOUT - 2)
+    machine.links.handle(b"s", Sent(machine.names[0], 1), 2 * TIMEOUT - 2)
+    for rank in (0, 1):
+        machine.ready(2, rank, now=500.0)
+    machine.take()
+    for rank in (0, 1):
+        machine.ready(1, rank, now=501.0)
+    machine.links.tick(501.0 + TIMEOUT)
+    assert [type(m) for _, m in machine.take()] == [Refused, Refused]
+    assert len(machine.names) == 1
 
 
 def test_workers_hear_that_the_process_has_ended_that_too_few_came_and_that_a_version_is_gone():

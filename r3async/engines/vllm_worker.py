@@ -107,9 +107,9 @@ class WorkerExtension:
         """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns the seconds it took.
 
         The owner has verified the checksums of the very file before it paused the engine, so only names, shapes and
-        dtypes are checked again. Raises `WeightError` for those, for a tensor that was not given to vLLM's loader and for a
-        module that the loader did not fill, or whatever the loader raises; the model then holds neither version and must
-        not be run.
+        dtypes are checked again; from a `source` there is no more than these. Raises `WeightError` for those, for a tensor
+        that was not given to vLLM's loader and for a module that the loader did not fill, or whatever the loader raises; the
+        model then holds neither version and must not be run.
         """
         started = time.perf_counter()
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)

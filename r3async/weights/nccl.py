@@ -107,7 +107,8 @@ class Process(Protocol):
 
 @dataclass
 class Link:
-    """A generator's group. With `deadline` None it is idle. `asked`: workers that wait for an answer, by rank."""
+    """A generator's group. With `deadline` None it is idle. `asked`: workers that wait for `version`, by rank. `sending`: the
+    version that is on its way, or -1."""
 
     name: str
     generator: str
@@ -118,7 +119,7 @@ class Link:
     sender: bytes = b""
     version: int = -1
     deadline: float | None = None
-    sending: bool = False
+    sending: int = -1
     asked: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -160,8 +161,10 @@ class Links:
         if isinstance(message, Up):
             link.sender = sender
             self._go(link)
-        elif isinstance(message, Sent) and link.sending and message.version == link.version:
-            link.deadline, link.sending = None, False
+        elif isinstance(message, Sent) and message.version == link.sending:
+            link.sending = -1
+            link.deadline = now + self._timeout if link.asked else None
+            self._go(link)
 
     def tick(self, now: float) -> None:
         """Drop what has ended or takes too long."""
@@ -184,7 +187,8 @@ class Links:
         link = self._links.get(message.generator)
         if link is not None and (
             (link.receiver, link.workers) != (message.receiver, message.workers)
-            or (link.deadline is not None and (link.sending or link.version != message.version))
+            or link.sending == message.version
+            or (link.asked and link.version != message.version)
         ):
             # Started anew, or given up on what it asked for before.
             self._drop(link, "the generator has asked anew")
@@ -195,12 +199,13 @@ class Links:
             link = Link(name, message.generator, message.receiver, message.workers, port, process)
             self._links[message.generator] = link
         if link.deadline is None:
-            link.version, link.deadline = message.version, now + self._timeout
+            link.deadline = now + self._timeout
+        link.version = message.version
         link.asked[message.rank] = worker
         self._go(link)
 
     def _go(self, link: Link) -> None:
-        if not link.sender or len(link.asked) < link.workers:
+        if not link.sender or link.sending >= 0 or len(link.asked) < link.workers:
             return
         path = self._path(link.version)
         if path is None:
@@ -209,7 +214,7 @@ class Links:
         for worker in link.asked.values():
             self._post(worker, Offer(link.name, self._host, link.port, self._bucket_bytes))
         link.asked.clear()
-        link.sending = True
+        link.sending = link.version
         self._post(link.sender, Send(path, link.version, self._host, link.port, link.workers, self._bucket_bytes))
 
     def _drop(self, link: Link, reason: str) -> None:

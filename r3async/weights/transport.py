@@ -1,7 +1,7 @@
 """How a version gets from the learner to the engines' hosts: one interface, whatever carries it.
 
-Whatever carries it, it arrives as a file that an engine of that host maps, and is verified there against the manifest's
-checksums before anything is paused.
+It arrives as a file that an engine of that host maps, and is verified there against the manifest's checksums before anything is
+paused. Or, with `weights.nccl`, the manifest says where workers receive it when the engine is paused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WeightReceiver(Protocol):
 
     def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         """Bring a version to this host. The manifest that is returned has the path of a file that is here, and stays until
-        the next version is fetched. Raises `WeightError`, or `TimeoutError` after `timeout` seconds."""
+        the next version is fetched, or a `source`. Raises `WeightError`, or `TimeoutError` after `timeout` seconds."""
         ...
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from r3async.observe.lag import LagMeter
 from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
+from r3async.scheduling.failures import FailureBudget
 from r3async.scheduling.pace import useful_places
 from r3async.serving.agents import is_agent
 from r3async.serving.evaluation import evaluate
@@ -204,6 +205,7 @@ class GeneratorActor:
             deliver=self.sender.send,
             report=self.events.warning,
             play=play,
+            failures=FailureBudget(self.config.supervise.max_failed_fraction),
         )
         settings = self.config.generator
         concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)

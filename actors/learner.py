@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.validation import validate_trajectory
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
+from r3async.episodes.loop import ENDINGS
 from r3async.learners.prepare import prepare
 from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
@@ -276,11 +278,15 @@ class LearnerActor:
 
     @staticmethod
     def _episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-        rewards = [t.reward for t in trajectories]
+        played = [t for t in trajectories if t.turns]
+        rewards = [t.reward for t in played] or [0.0]
+        endings = Counter(t.stop_reason for t in trajectories)
         return {
             "reward/mean": float(np.mean(rewards)),
             "reward/max": float(np.max(rewards)),
-            "episode/turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
+            "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or [0])),
+            "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or [0])),
+            **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
         }
 
     async def save(self, directory: str) -> str:

@@ -13,7 +13,7 @@ from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_conf
 from r3async.records import Sample, TokenTable, Trajectory, Turn
 from r3async.transport.wire import encode_trajectory
 from tools.memory import CHUNK_ELEMENTS, GIB, layer_values, rank_memory
-from tools.plan import describe, make_plan, staleness_bound, wire_bytes
+from tools.plan import describe, make_plan, wire_bytes
 from tools.shapes import INIT_VOCABULARY, PUBLISHED, read_shape, shape_of
 
 MOE = read_shape(PUBLISHED["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
@@ -181,7 +181,8 @@ def test_a_plan_counts_processes_slots_and_bytes():
         assert part in text
     stepwise = load_config("quickstart", ["episode.rows=stepwise"])
     assert make_plan(stepwise).tokens_per_step == 3 * make_plan(load_config("quickstart")).tokens_per_step
-    assert staleness_bound(load_config("on_policy")) == 0
+    assert make_plan(load_config("on_policy", ["schedule.window=9"])).staleness_bound == 0
+    assert make_plan(load_config("fully_async", ["schedule.window=17"])).staleness_bound == 5
 
 
 def test_a_dry_run_prints_its_plan_and_imports_nothing_heavy(tmp_path):

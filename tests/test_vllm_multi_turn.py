@@ -213,9 +213,16 @@ async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_n
 async def test_a_full_cache_preempts_and_every_row_stays(small):
     """Two requests of seven blocks each in a cache of ten."""
     ids = [prompt(40, seed=80), prompt(40, seed=81)]
-    generations = await asyncio.gather(*(small.generate(p, 170, f"full-{i}") for i, p in enumerate(ids)))
+    preemptions, usage = small.engine.stats()["preemptions"], []
+    calls = asyncio.gather(*(small.generate(p, 170, f"full-{i}") for i, p in enumerate(ids)))
+    while not calls.done():
+        usage.append(small.engine.stats()["kv_cache_usage"])
+        await asyncio.sleep(0.01)
+    generations = await calls
     _, tokens = await small.preempted("full-")
     assert 0 < tokens < 170
+    assert small.engine.stats()["preemptions"] > preemptions
+    assert 0.9 <= max(usage) <= 1.0
     prefilled_again = [await small.check(f"full-{i}", ids[i], g) for i, g in enumerate(generations)]
     assert any(prefilled_again)
 

@@ -13,6 +13,7 @@ from r3async.buffer.groups import HEADER_BYTES, largest_buffer
 from r3async.config import Config, ConfigError
 from r3async.engines.base import RoutingShape
 from r3async.records import SCHEMA
+from r3async.scheduling.admission import age_bound
 from tools.memory import GIB, WIDTH, EngineMemory, RankMemory, engine_memory, rank_memory
 from tools.shapes import Shape, shape_of
 
@@ -66,15 +67,6 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(p.count * p.cpus for p in self.processes)
 
 
-def staleness_bound(config: Config) -> int:
-    """Versions that the oldest trained token may lag behind: S, or with a window of W groups S + ceil((W - 1) / (P K))."""
-    schedule = config.schedule
-    window = getattr(schedule, "window", 1)
-    return schedule.max_staleness + math.ceil(
-        (window - 1) / (schedule.groups_per_step * schedule.steps_per_publication)
-    )
-
-
 def wire_bytes(routing: RoutingShape | None) -> int:
     """Bytes of one token on the wire, from the schema: every column that an engine's side fills."""
     sizes = {"layers": routing.layers, "top_k": routing.top_k} if routing else {}
@@ -112,7 +104,7 @@ def make_plan(config: Config) -> Plan:
         device="GPU" if on_gpus else "CPU, or shares of GPUs",
         processes=_processes(config, engine, on_gpus),
         slots=slots,
-        staleness_bound=staleness_bound(config),
+        staleness_bound=age_bound(config.schedule),
         episodes_per_step=episodes,
         tokens_per_step=episodes * tokens,
         wire_bytes_per_token=per_token,

@@ -96,7 +96,8 @@ class EpisodeConfig(Section):
     timeout: float = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
-    """Times a failed episode (an environment's error, an aborted request) is tried again before the run stops."""
+    """Times a failed episode (an environment's error, an aborted request) is tried again. What becomes of one that fails for
+    good: `supervise.max_failed_fraction`."""
 
     def __post_init__(self) -> None:
         positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
@@ -256,9 +257,15 @@ class SuperviseConfig(Section):
     stall_seconds: float = 600.0
     """The run stops with the reason if no group arrives for this long."""
     stop_grace_seconds: float = 30.0
+    max_failed_fraction: float = 0.1
+    """Share of a generator's last 100 episodes that may fail for good (after `episode.retries`) before the run stops with what
+    the last one failed with. A failed episode is not trained, and is compared with nobody in its group. 0: the first one
+    stops it."""
 
     def __post_init__(self) -> None:
         positive(self, "stall_seconds", "stop_grace_seconds")
+        if not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError("`max_failed_fraction` must be in 0..1")
 
 
 class ClusterConfig(Section):

@@ -86,6 +86,8 @@ class VllmEngine:
         counters = ("generated_tokens", "finished", "aborted", "installs", "unrecorded_rows")
         self._counts = dict.fromkeys(counters, 0)
         self._pause_seconds = 0.0
+        self._load: Any = None
+        """An `EngineLoad`, which vLLM makes."""
 
     @property
     def _llm(self) -> Any:
@@ -124,6 +126,7 @@ class VllmEngine:
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from r3async.engines.vllm_load import EngineLoad
             from r3async.engines.vllm_worker import OwnedConfig
 
             if current_platform.is_cpu():
@@ -137,7 +140,10 @@ class VllmEngine:
             self._parameter_names = checkpoint_names(Path(self._args["model"]))
             config = AsyncEngineArgs(**self._args).create_engine_config()
             config.additional_config = OwnedConfig(os.getpid(), config.additional_config)
-            self._requests.llm = AsyncLLM.from_vllm_config(config, disable_log_stats=self._args["disable_log_stats"])
+            self._requests.llm = AsyncLLM.from_vllm_config(
+                config, disable_log_stats=self._args["disable_log_stats"], stat_loggers=[EngineLoad]
+            )
+            self._load = self._llm.logger_manager.stat_loggers[0]
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
@@ -211,11 +217,12 @@ class VllmEngine:
             return await vllm_update.differences(self._requests, manifest, timeout)
 
     def stats(self) -> dict[str, float]:
-        """Counters since `start`, and the number of requests in vLLM now."""
+        """Counters since `start`, the number of requests in vLLM now, and what it says of its load (`EngineLoad`)."""
         requests = self._requests
         aborted = self._counts["aborted"] + requests.aborted
         now = {"aborted": aborted, "restarted": requests.restarted, "running": len(requests)}
-        return {**self._counts, **now, "pause_seconds": self._pause_seconds}
+        load = self._load.figures() if self._load is not None else {}
+        return {**self._counts, **now, **load, "pause_seconds": self._pause_seconds}
 
     async def stop(self) -> None:
         """Fail what is running, shut vLLM down and make sure that its processes have ended. Idempotent."""

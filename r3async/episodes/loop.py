@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Engine, GenerationRequest
+from r3async.engines.base import Engine, GenerationRequest, RoutingShape
 from r3async.envs.base import Action, Environment
 from r3async.episodes.chat import ChatRenderer, Conversation
-from r3async.episodes.rows import EpisodeRows
-from r3async.records import Trajectory
+from r3async.episodes.rows import EpisodeRows, SampleBuilder
+from r3async.records import Sample, Trajectory
 
 ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
 """What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
@@ -160,6 +160,28 @@ class EpisodePlayer:
             finished_at=self._clock(),
             preview=self._preview,
         )
+
+
+def failed_trajectory(
+    task: EpisodeTask, routing: RoutingShape | None, token_id: int, *, generator_id: str = "", at: float = 0.0
+) -> Trajectory:
+    """What stands for an episode that failed for good, so that its group is complete: one token that nobody sampled, and no
+    turn, so nothing that is trained or compared. `stop_reason` is `error`."""
+    row = SampleBuilder(routing)
+    row.observe([token_id])
+    name = task.trajectory_id
+    return Trajectory(
+        trajectory_id=name,
+        group_index=task.group_index,
+        episode_index=task.episode_index,
+        task_seed=task.task_seed,
+        generator_id=generator_id,
+        stop_reason="error",
+        turns=[],
+        samples=[Sample(f"{name}s0", row.build())],
+        started_at=at,
+        finished_at=at,
+    )
 
 
 async def close_environment(env: Environment) -> None:

@@ -23,10 +23,23 @@ METRICS: dict[str, Metric] = {
     "version": Metric("version", "", "Policy version that this step made."),
     "time": Metric("time", "unix s", "When the row was written, after the step's weights were installed."),
     "reward/mean": Metric(
-        "reward", "", "Mean reward of the step's trajectories (a trajectory's is the mean of its turns)."
+        "reward",
+        "",
+        "Mean reward of the step's trajectories (a trajectory's is the sum of its turns'; failed ones have none).",
     ),
     "reward/max": Metric("best reward", "", "Highest reward of the step's trajectories."),
     "episode/turns_mean": Metric("turns", "", "Mean number of turns per episode."),
+    "episode/rows_mean": Metric(
+        "rows", "", "Mean number of rows of training per episode; 1 where no history is rewritten."
+    ),
+    "episode/ended_env_done": Metric("done", "", "Episodes that the environment ended."),
+    "episode/ended_turns": Metric("out of turns", "", "Episodes that ended by episode.max_turns."),
+    "episode/ended_length": Metric("out of context", "", "Episodes that ended because the next prompt was too long."),
+    "episode/ended_stop": Metric("stopped asking", "", "Episodes of agents that ended by themselves."),
+    "episode/ended_timeout": Metric(
+        "timed out", "", "Episodes that ended by episode.timeout; rewarded turns are trained."
+    ),
+    "episode/ended_error": Metric("failed", "", "Episodes that failed for good; nothing of them is trained."),
     "loss/policy": Metric("policy loss", "", "Policy loss per trained token."),
     "loss/rollout_kl": Metric(
         "drift loss", "", "Rollout-KL term of the loss per trained token, before its coefficient."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -12,14 +11,18 @@ from typing import Any
 import msgspec
 
 from actors.delivery import choose_backend
+from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed, no_delivery
 from actors.process import begin
 from r3async.buffer.groups import largest_buffer
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
+from r3async.observe.lag import LagMeter
 from r3async.observe.steps import StepBook
 from r3async.scheduling.admission import Admission, GroupLease
+from r3async.scheduling.cursor import Cursor
+from r3async.scheduling.pace import IdleShare, Pace, StepPace
 
 
 class Conductor:
@@ -37,15 +40,24 @@ class Conductor:
             groups_per_step=schedule.groups_per_step,
             samples_per_group=schedule.samples_per_group,
             steps_per_publication=schedule.steps_per_publication,
+            window=schedule.window,
+            split=schedule.split,
             # Steps that take as many groups as have enough tokens need nobody knows how many.
             total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
-            task_seed=self._task_seed,
+            task_seed=lambda group: self.cursor.task_seed(group),
         )
+        self.cursor = Cursor(self.config.seed)
+        self.lag = LagMeter()
+        self.places, self.engines, self.pace = IdleShare(), IdleShare(), Pace(schedule.pace_seconds)
+        self._step_ended: float | None = None
+        self._received = 0
+        """Trajectories that the learner had received when the last step ended."""
+        self._loads: dict[str, dict[str, float]] = {}
+        """What each generator said of itself last."""
         self.fleet = Fleet(self.config, self.events, {})
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, lambda: self.fleet)
         self.learner: Any = None
         self._routing: dict[str, int] | None = None
-        self._consumed: dict[int, int] = {0: 0}
-        """By published version: the groups that it and all earlier ones were trained from."""
         self._made = 0
         """Version that the last step made, or had a part in."""
         self._published = asyncio.Event()
@@ -54,21 +66,40 @@ class Conductor:
         self._phase = "starting"
         self._started = time.time()
 
-    def _task_seed(self, group_index: int) -> int:
-        return random.Random(f"{self.config.seed}/{group_index}").getrandbits(63)
-
     # -- called by generators ------------------------------------------------------------------------------------
 
     async def lease(self, generator_id: str, room: int, stats: dict[str, float]) -> dict[str, Any]:
-        """Take up to `room` new leases. `more` is False when nothing will ever be left."""
+        """Lease up to `room` episodes. `more` is False when nothing will ever be left, `blocked` tells that every slot is
+        taken. `stats`: the engine's, and how many episodes the generator is `playing`, of at most `limit`."""
         generator = self.fleet[generator_id]
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
+        self.places.report(generator_id, stats["places_empty"], stats["places_all"])
+        self.engines.report(generator_id, stats["engine_idle"], stats["engine_all"])
+        self._loads[generator_id] = stats
         leases: list[GroupLease] = []
-        while len(leases) < room and not self._stopping and self.admission.can_lease():
-            leases.append(self.admission.lease(generator_id))
-        more = not self._stopping and not self.admission.exhausted
-        return {"leases": msgspec.msgpack.encode(leases), "more": more}
+        while not self._stopping:
+            lease = self.admission.lease(
+                generator_id,
+                version=generator.version,
+                room=room,
+                at_once=int(stats["limit"]),
+                among=1 + sum(self._is_idle(g) for g in self.fleet if g is not generator),
+            )
+            if lease is None:
+                break
+            leases.append(lease)
+            room -= len(lease.episode_indices)
+            stats["playing"] += len(lease.episode_indices)
+        return {
+            "leases": msgspec.msgpack.encode(leases),
+            "more": not self._stopping and not self.admission.exhausted,
+            "blocked": self.admission.full,
+        }
+
+    def _is_idle(self, generator: Generator) -> bool:
+        load = self._loads.get(generator.generator_id)
+        return generator.state == "healthy" and load is not None and not load["playing"]
 
     # -- called by the driver ------------------------------------------------------------------------------------
 
@@ -96,6 +127,7 @@ class Conductor:
     async def run(self, learner: Any, generators: dict[str, Any]) -> dict[str, Any]:
         """The whole run. Returns `{"steps", "model", "stopped"}`; raises `RunFailed` with the reason."""
         self.learner = learner
+        self.lag.start()
         self.fleet = Fleet(self.config, self.events, generators)
         background: list[asyncio.Task[None]] = []
         try:
@@ -105,12 +137,15 @@ class Conductor:
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
             background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            self.evaluator.after(0)
             steps = await self._train_steps(list(background))
             await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
             if steps:
                 await asyncio.wait_for(learner.save.remote(model), self.config.learner.start_timeout)
+            self._phase = "evaluating"
+            await self.evaluator.finish(steps, lambda: self._stopping)
             self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
             return {"steps": steps, "model": model if steps else "", "stopped": self._stopping}
         except Exception as error:
@@ -120,6 +155,8 @@ class Conductor:
         finally:
             self._stopping = True
             self._phase = "ending the actors"
+            self.lag.stop()
+            await self.evaluator.cancel()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -154,6 +191,13 @@ class Conductor:
         info, infos = await asyncio.gather(learner, loading)
         self.fleet.backend = choose_backend(self.config, {i["host"] for i in infos} | {info["host"]})
         await self.fleet.connect(info["endpoint"])
+        sizes = {i["tasks"] for i in infos}
+        if len(sizes) > 1:
+            raise RunFailed(
+                f"generators disagree on how many tasks the environment has (its `size`): {sizes}; every host needs the "
+                "same data"
+            )
+        self.cursor = Cursor(self.config.seed, *sizes)
         self._routing = infos[0]["routing"]
         await self.learner.expect_routes.remote(self._routing)
         need = largest_buffer(self.config, RoutingShape(**self._routing) if self._routing else None)
@@ -169,7 +213,7 @@ class Conductor:
         self._phase = "delivering weights"
         await self.learner.publish_through.remote(self.fleet.backend, await self.fleet.probe_tokens())
         await self.fleet.begin(await self.learner.publish.remote())
-        self.admission.installed(0, 0)
+        self.admission.installed(0)
 
     async def _train_steps(self, background: list[asyncio.Task[None]]) -> int:
         """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made.
@@ -184,17 +228,44 @@ class Conductor:
             if result is None:
                 break
             steps += 1
+            self.admission.trained(result["version"], result["groups"])
+            result["metrics"] |= self._observe_pace(steps, result)
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
+            self.evaluator.after(steps)
             self._made = result["version"]
             if result["new_weights"]:
                 if publishing is not None:  # the learner has written it before it copied the next
                     await self._while_well(publishing, background)
-                self._consumed[self._made] = result["consumed"]
                 publishing = asyncio.create_task(self._publish(self._made))
                 background.append(publishing)
         if publishing is not None:
             await publishing
         return steps
+
+    def _observe_pace(self, step: int, result: dict[str, Any]) -> dict[str, float]:
+        """Metrics of who waits for whom; an event if that lasts. The first step, which waited for the beginning, is left out."""
+        now, before = time.monotonic(), self._step_ended
+        received, known = int(result["metrics"]["transport/received"]), self._received
+        self._step_ended, self._received = now, received
+        idle_share, engines = self.places.take(), {"generator/engine_idle_share": self.engines.take()}
+        if before is None:
+            return engines
+        metrics, verdict = self.pace.observe(
+            StepPace(
+                seconds=now - before,
+                waited=result["metrics"]["learner/wait_seconds"],
+                finished=received - known,
+                trained=len(result["groups"]) * self.config.schedule.samples_per_group,
+                idle_share=idle_share,
+            )
+        )
+        # Without staleness the two sides take turns: that is what was asked for.
+        expected = (
+            self.config.schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
+        )
+        if verdict is not None and not expected:
+            self.events.warning(verdict.event, step=step, **verdict.facts)
+        return metrics | engines
 
     async def _while_well(self, call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
         """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""
@@ -235,20 +306,29 @@ class Conductor:
             self._published.clear()
             assert self.fleet.published is not None
             version = self.fleet.published.version
-            if not self.book.waits_for(version):
+            behind = any(g.state == "healthy" and g.version < version for g in self.fleet)
+            if not behind and not self.book.waits_for(version):
                 continue
             figures = await self.fleet.deliver()
             if figures is None:
                 continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
-            self.admission.installed(version, self._consumed[version])
+            self.admission.installed(version)
             self._delivered(version, figures)
 
     def _delivered(self, version: int, figures: dict[str, float]) -> None:
         figures = figures | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
+            "generator/concurrency": sum(load["limit"] for load in self._loads.values()),
+            **{f"lag/conductor_{name}": value for name, value in self.lag.figures().items()},
+            **{f"lag/generator_{name}": self._worst(f"lag_{name}") for name in self.lag.NAMES},
         }
+        if self.cursor.size:
+            figures["data/epochs"] = self.cursor.epochs(self.admission.groups_leased)
         self.book.delivered(version, self.fleet.generated_tokens, figures)
+
+    def _worst(self, stat: str) -> float:
+        return max((load[stat] for load in self._loads.values()), default=0.0)
 
     async def _supervise(self, generator: Generator) -> None:
         """Keep one generator playing. A death returns its leases; the restarted process installs current weights first."""
@@ -267,6 +347,7 @@ class Conductor:
 
     async def _bury(self, generator: Generator, error: BaseException) -> list[int]:
         missing = await self.learner.missing.remote(self.admission.leases(generator.generator_id))
+        self._loads.pop(generator.generator_id, None)
         return self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))
 
     async def _stop_actors(self) -> None:

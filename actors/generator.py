@@ -15,21 +15,54 @@ import numpy as np
 
 from actors.delivery import receiver
 from actors.process import begin
-from r3async.config import config_from_dict
+from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.vllm import VllmEngine
-from r3async.envs.base import environment_factory
+from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
+from r3async.episodes.loop import close_environment
 from r3async.observe.events import open_events
+from r3async.observe.lag import LagMeter
 from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
+from r3async.scheduling.concurrency import Concurrency
+from r3async.scheduling.pace import useful_places
+from r3async.serving.agents import is_agent
+from r3async.serving.evaluation import evaluate
+from r3async.serving.runner import Play, agent_player
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.transport import Publication, WeightReceiver
 
 IDLE_SECONDS = 0.05
+
+
+class IdleCounter:
+    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
+    seconds, all and those in which the engine had no request."""
+
+    def __init__(self) -> None:
+        self._all = self._empty = self._seconds = self._engine_idle = 0.0
+        self._at = time.monotonic()
+
+    def passed(self, places: float, empty: float, requests: float) -> None:
+        """Since the last call there were so many."""
+        now = time.monotonic()
+        seconds, self._at = now - self._at, now
+        self._all += places * seconds
+        self._empty += empty * seconds
+        self._seconds += seconds
+        self._engine_idle += 0.0 if requests else seconds
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "places_all": self._all,
+            "places_empty": self._empty,
+            "engine_all": self._seconds,
+            "engine_idle": self._engine_idle,
+        }
 
 
 class GeneratorActor:
@@ -49,15 +82,19 @@ class GeneratorActor:
         self.weights: WeightReceiver | None = None
         self._manifest: WeightManifest | None = None
         """Of the weights that were installed last, as they are on this host."""
+        self.lag = LagMeter()
         self._stopping = asyncio.Event()
         self._rejection = ""
+        self._factories: dict[bytes, EnvironmentFactory] = {}
+        self._evaluations: set[asyncio.Task[Any]] = set()
 
     def whereabouts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "host": socket.gethostname()}
 
     async def start(self) -> dict[str, Any]:
-        """Load the engine. Returns what the conductor has to know."""
+        """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
         settings = self.config.generator
+        self.lag.start()
         self.engine = VllmEngine(
             self.model_path,
             dtype=settings.dtype,
@@ -74,7 +111,23 @@ class GeneratorActor:
         await self.engine.start()
         routing = self.engine.routing
         self.events.info("generator_started", **self.whereabouts(), engine=self.config.generator.engine)
-        return {**self.whereabouts(), "routing": msgspec.structs.asdict(routing) if routing else None}
+        factory = await asyncio.to_thread(self._factory, self.config.env)
+        return {
+            **self.whereabouts(),
+            "routing": msgspec.structs.asdict(routing) if routing else None,
+            "tasks": await self._tasks(factory),
+        }
+
+    @staticmethod
+    async def _tasks(factory: EnvironmentFactory | None) -> int | None:
+        """How many tasks the environment says it has. An agent says nothing of the kind."""
+        if factory is None:
+            return None
+        environment = factory()
+        try:
+            return getattr(environment, "size", None)
+        finally:
+            await close_environment(environment)
 
     def _engine_seed(self) -> int:
         """Of what the engine samples; different for every generator and every run."""
@@ -120,30 +173,50 @@ class GeneratorActor:
         return self.renderer.tokenizer.encode(text, add_special_tokens=False)
 
     async def run(self, conductor: Any) -> None:
-        """Lease groups and play them until the conductor says there is nothing more to play.
+        """Lease episodes and play them until the conductor says there is nothing more to play.
 
-        Raises what an episode failed with, after its retries. `TransportError` if the learner
-        rejects a trajectory.
+        All turns of an episode, and its retries, are played by one engine, this one. Raises what an episode failed with,
+        after its retries. `TransportError` if the learner rejects a trajectory.
         """
         assert self.engine is not None
+        engine = recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning)
+        async with agent_player(
+            self.config.env,
+            engine,
+            self.renderer,
+            self.config.episode,
+            self.config.serving,
+            generator_id=self.generator_id,
+            report=self.events.warning,
+            directory=self.run_dir,
+        ) as play:
+            await self._play_leases(conductor, engine, play)
+
+    async def _play_leases(self, conductor: Any, engine: Engine, play: Play | None) -> None:
         assert self.sender is not None
         player = GroupPlayer(
-            factory=environment_factory(self.config.env),
-            engine=recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning),
+            factory=self._factory(self.config.env),
+            engine=engine,
             renderer=self.renderer,
             settings=self.config.episode,
             generator_id=self.generator_id,
             deliver=self.sender.send,
             report=self.events.warning,
+            play=play,
         )
-        episodes = self.config.schedule.samples_per_group
-        capacity = max(1, self.config.generator.concurrency // episodes)
+        settings = self.config.generator
+        concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)
+        idle = IdleCounter()
+        useful = useful_places(self.config.schedule, settings.count)
         playing: set[asyncio.Task[None]] = set()
         more = True
         try:
             while (more or playing) and not self._stopping.is_set():
-                room = capacity - len(playing) if more else 0
-                answer = await conductor.lease.remote(self.generator_id, room, self.engine.stats())
+                stats = engine.stats()
+                limit = concurrency.observe(stats, player.playing)
+                load = {"limit": limit, "playing": player.playing, **idle.counters(), **self._lags()}
+                room = max(0, limit - player.playing) if more else 0
+                answer = await conductor.lease.remote(self.generator_id, room, {**stats, **load})
                 more = answer["more"]
                 for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
                     playing.add(asyncio.create_task(player.play(lease)))
@@ -154,6 +227,9 @@ class GeneratorActor:
                     )
                 elif more:
                     await asyncio.sleep(IDLE_SECONDS)
+                places = min(limit, useful)
+                empty = max(0, places - player.playing) if answer["blocked"] else 0
+                idle.passed(places, empty, engine.stats()["running"])
                 for task in finished:
                     task.result()
                 if self._rejection:
@@ -164,9 +240,55 @@ class GeneratorActor:
             await asyncio.gather(*playing, return_exceptions=True)
         await self.sender.flush(self.config.transport.ack_timeout)
 
+    def _lags(self) -> dict[str, float]:
+        return {f"lag_{name}": value for name, value in self.lag.figures().items()}
+
+    def _factory(self, env: EnvConfig) -> EnvironmentFactory | None:
+        """One for each environment, however often it is played: it may own processes. None for an agent."""
+        if is_agent(env):
+            return None
+        key = msgspec.json.encode(env)
+        if key not in self._factories:
+            self._factories[key] = environment_factory(env)
+        return self._factories[key]
+
+    async def evaluate(self) -> dict[str, Any]:
+        """Play the tasks of `[evaluation]` beside the leases; nothing of it goes to the learner. Returns an `Evaluation`.
+
+        Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
+        """
+        assert self.engine is not None
+        settings = self.config.evaluation
+        env = settings.env if settings.env.name else self.config.env
+        playing = asyncio.create_task(
+            evaluate(
+                env,
+                self._factory(env),
+                self.engine,
+                self.renderer,
+                self.config.episode,
+                self.config.serving,
+                episodes=settings.episodes,
+                seed=settings.seed,
+                concurrency=self.config.generator.concurrency,
+                generator_id=self.generator_id,
+                report=self.events.warning,
+            )
+        )
+        self._evaluations.add(playing)
+        try:
+            return msgspec.to_builtins(await asyncio.wait_for(playing, settings.timeout))
+        except TimeoutError as error:
+            raise TimeoutError(f"it took longer than evaluation.timeout = {settings.timeout} s") from error
+        finally:
+            self._evaluations.discard(playing)
+
     async def stop(self) -> None:
         """Cancel what is playing, close the sender, shut the engine down."""
         self._stopping.set()
+        self.lag.stop()
+        for playing in self._evaluations:
+            playing.cancel()
         await asyncio.sleep(2 * IDLE_SECONDS)
         if self.sender is not None:
             await self.sender.close()

@@ -1,4 +1,4 @@
-"""The learner actor: receives trajectories, trains on complete groups in lease order, publishes weights."""
+"""The learner actor: receives trajectories, trains on complete groups in lease order or within a window, publishes weights."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from r3async.engines.base import RoutingShape
 from r3async.learners.prepare import prepare
 from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
+from r3async.observe.lag import LagMeter
 from r3async.observe.tracing import StepTracer
 from r3async.records import Trajectory
-from r3async.scheduling.admission import most_groups
+from r3async.scheduling.admission import age_bound, most_groups, slots_of
+from r3async.scheduling.age import age_metrics, check_ages
 from r3async.transport.receiver import Receiver, Refuse
 
 CLOSE_SECONDS = 5.0
@@ -48,7 +50,10 @@ class LearnerActor:
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
         self.events = open_events(self.run_dir, "learner")
         self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
-        self.buffer = GroupBuffer(self.config.schedule.samples_per_group)
+        schedule = self.config.schedule
+        self.buffer = GroupBuffer(schedule.samples_per_group, schedule.window)
+        self.age_bound = age_bound(schedule)
+        self.lag = LagMeter()
         self.routing: RoutingShape | None = None
         self.backend: LocalLearner | RankedLearner | None = None
         self._gpus_per_rank = gpus_per_rank
@@ -56,7 +61,6 @@ class LearnerActor:
         """Versions published. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
         are freed by it, and generators see time pass."""
         self.steps = 0
-        self._consumed = 0
         self._since = [0, 0]
         """Steps made, and groups consumed, since the last version was published."""
         self._vocab_size = 0
@@ -75,6 +79,7 @@ class LearnerActor:
 
     async def start(self) -> dict[str, Any]:
         """Load the model and bind the socket. Returns the endpoint and whereabouts."""
+        self.lag.start()
         await self._in_torch(self._load)
         self.receiver = Receiver(self.run_id, self.config.transport, self._arrive)
         endpoint = await self.receiver.start()
@@ -163,33 +168,35 @@ class LearnerActor:
     async def train_step(self, last: bool = False) -> dict[str, Any] | None:
         """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`.
 
-        Returns metrics, whether there are new weights (then `write` has to be called), groups consumed so far, and episode
+        Returns metrics, whether there are new weights (then `write` has to be called), the groups consumed, and episode
         previews; None if interrupted while waiting. Raises `TimeoutError` with what is missing if nothing arrives for
-        `supervise.stall_seconds`.
+        `supervise.stall_seconds`, and `AgeError`, without training, if a token is older than the schedule allows.
         """
         waited_from = time.monotonic()
-        if not (count := await self._wait_for_groups()):
+        if not (indices := await self._wait_for_groups()):
             return None
         waited = time.monotonic() - waited_from
-        groups, _ = self.buffer.take(count)
+        groups, _ = self.buffer.take(indices)
         trajectories = [t for g in groups for t in g]
         version = self.version
+        check_ages(groups, version, self.age_bound)
+        ages = age_metrics(groups, version, self.age_bound, time.time(), self.config.schedule.max_token_age)
         step_from = time.monotonic()
         metrics = await self._in_torch(self._train, groups)
         trained = time.monotonic()
         self.steps += 1
-        self._consumed += count
-        self._since = [self._since[0] + 1, self._since[1] + count]
+        self._since = [self._since[0] + 1, self._since[1] + len(indices)]
         if metrics["optimizer/skipped"]:
             self.events.warning("step_skipped", step=self.steps, grad_norm=metrics["grad_norm"])
-        for group in groups:
-            self.receiver.forget(group[0].group_index)
+        for index in indices:
+            self.receiver.forget(index)
         due = last or self._since[0] == self.config.schedule.steps_per_publication
         if due:
             self.version += 1
             self._since = [0, 0]
             await self._snapshot()
-        metrics |= self._episode_metrics(trajectories, version)
+        metrics |= self._episode_metrics(trajectories) | ages
+        metrics |= {f"lag/learner_{name}": value for name, value in self.lag.figures().items()}
         metrics |= {
             "transport/received": self.receiver.received,
             "transport/duplicates": self.receiver.duplicates,
@@ -199,7 +206,7 @@ class LearnerActor:
             "weights/snapshot_seconds": time.monotonic() - trained,
             "weights/write_seconds": 0.0,
             "buffer/ready_groups": self.buffer.ready_groups(),
-            "batch/groups": count,
+            "batch/groups": len(indices),
         }
         previews = [
             {"group": t.group_index, "reward": t.reward, "messages": t.preview, "rewards": [x.reward for x in t.turns]}
@@ -210,38 +217,37 @@ class LearnerActor:
             "metrics": metrics,
             "new_weights": due,
             "version": version + 1,
-            "consumed": self._consumed,
+            "groups": indices,
             "previews": previews[:2],
         }
 
-    async def _wait_for_groups(self) -> int:
-        """How many groups the next step takes; 0 if interrupted."""
+    async def _wait_for_groups(self) -> list[int]:
+        """The groups that the next step takes; none if interrupted."""
         schedule, stall = self.config.schedule, self.config.supervise.stall_seconds
         at_least = at_most = schedule.groups_per_step
         if schedule.tokens_per_step:
             steps, consumed = self._since
             at_most = most_groups(
-                slots=(schedule.max_staleness + 1) * at_least * schedule.steps_per_publication,
+                slots=slots_of(schedule.max_staleness, at_least, schedule.steps_per_publication),
                 groups_per_step=at_least,
                 steps_left=schedule.steps_per_publication - steps,
                 consumed_since=consumed,
             )
         last, held = time.monotonic(), -1
-        while not (count := self.buffer.enough(at_least, at_most, schedule.tokens_per_step)):
+        while not (indices := self.buffer.batch(at_least, at_most, schedule.tokens_per_step)):
             if self._interrupted:
-                return 0
+                return []
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), 1.0)
             if self.receiver.received != held:
                 last, held = time.monotonic(), self.receiver.received
             elif time.monotonic() - last > stall:
-                first = self.buffer.next_group
-                lacking = {g: self.buffer.missing(g) for g in range(first, first + at_least) if self.buffer.missing(g)}
+                lacking = self.buffer.lacking(max(at_least, schedule.window))
                 raise TimeoutError(
                     f"no trajectory arrived for {stall:.0f} s (supervise.stall_seconds); missing by group: {lacking}"
                 )
-        return 0 if self._interrupted else count
+        return [] if self._interrupted else indices
 
     def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         assert self.backend is not None
@@ -267,17 +273,12 @@ class LearnerActor:
         return result.metrics | metrics
 
     @staticmethod
-    def _episode_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:
+    def _episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         rewards = [t.reward for t in trajectories]
-        ages = np.concatenate(
-            [version - s.table["policy_version"][s.table["loss_mask"]] for t in trajectories for s in t.samples]
-        )
         return {
             "reward/mean": float(np.mean(rewards)),
             "reward/max": float(np.max(rewards)),
             "episode/turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
-            "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
-            "staleness/max": float(ages.max()) if len(ages) else 0.0,
         }
 
     async def save(self, directory: str) -> str:
@@ -293,6 +294,7 @@ class LearnerActor:
 
     async def stop(self) -> None:
         self.interrupt()
+        self.lag.stop()
         if hasattr(self, "receiver"):
             await self.receiver.close()
         if self.backend is not None:

@@ -103,6 +103,7 @@ def run(
     config: AlgorithmConfig,
     dtype: torch.dtype = torch.float32,
     coef: float = 0.3,
+    max_token_age: int | None = None,
 ) -> Outcome:
     """`objective` on each micro-batch; gradients in the order in which the samples come."""
     loss, sums = 0.0, ObjectiveSums.zero()
@@ -110,7 +111,7 @@ def run(
     by_entropies: list[np.ndarray] = []
     for samples in micro_batches:
         batch, logprobs, entropies = batch_of(samples, dtype)
-        value, part = objective(batch, logprobs, entropies, config, rollout_kl_coef=coef)
+        value, part = objective(batch, logprobs, entropies, config, rollout_kl_coef=coef, max_token_age=max_token_age)
         value.backward()
         loss, sums = loss + value.item(), sums + part
         cuts = np.cumsum([len(s) for s in samples])[:-1] if samples else []
@@ -142,7 +143,7 @@ def k3(delta: float) -> float:
     return math.exp(delta) - 1 - delta
 
 
-def kept_tokens(sample: Tokens, config: AlgorithmConfig) -> list[bool]:
+def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | None = None) -> list[bool]:
     """Which tokens of a sample the corrections leave in the policy loss."""
     c = config.correction
     rows = [t for t in range(len(sample)) if sample.mask[t]]
@@ -163,7 +164,7 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig) -> list[bool]:
             p, q = math.exp(sample.logprobs[t]), math.exp(sample.rollout[t])
             good &= inside(math.exp(deltas[t]), c.icepop_low, c.icepop_high)
             good &= c.kpop is None or (binary_kl(p, q) <= c.kpop and binary_kl(q, p) <= c.kpop)
-            good &= c.max_token_age is None or int(sample.ages[t]) <= c.max_token_age
+            good &= max_token_age is None or int(sample.ages[t]) <= max_token_age
         kept.append(good)
     return kept
 

@@ -1,177 +1,185 @@
-"""The bound on staleness, under any order of finishes, deaths and installations."""
+"""Slots and leases: who gets what, what returns, and what is refused."""
 
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from r3async.scheduling.admission import Admission, most_groups
+from r3async.scheduling.admission import Admission, oldest_age
 
 
-def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, steps_per_publication=1):
+def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **settings):
     return Admission(
         max_staleness=max_staleness,
         groups_per_step=groups_per_step,
         samples_per_group=samples_per_group,
-        steps_per_publication=steps_per_publication,
         total_groups=steps * groups_per_step if steps else None,
         task_seed=lambda g: 1000 + g,
+        **settings,
     )
 
 
-@given(
-    st.integers(0, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 6),
-    st.booleans(),
-    st.lists(
-        st.tuples(st.sampled_from(["lease", "finish", "arrive", "die", "train", "install"]), st.integers(0, 7)),
-        max_size=120,
-    ),
-)
-def test_no_group_is_ever_older_than_the_bound_and_none_is_lost(
-    staleness, per_step, per_version, versions, by_tokens, events
-):
-    steps = versions * per_version
-    admission = make(staleness, per_step, 2, None if by_tokens else steps, per_version)
-    leased_at, arrived = {}, {}
-    made, consumed, published, installed = 0, 0, [0], 0
-    """Steps made, groups they consumed, groups consumed by each published version, version installed."""
-    holder, sent = {}, {}
+def lease(admission, owner="a", version=0, room=100, **settings):
+    got = admission.lease(owner, version=version, room=room, **settings)
+    return got and (got.group_index, got.episode_indices)
 
-    def try_lease(owner):
-        if admission.can_lease():
-            lease = admission.lease(owner)
-            holder[lease.group_index] = (owner, lease.episode_indices)
-            leased_at.setdefault(lease.group_index, installed)
 
-    def finish(owner):
-        mine = sorted(g for g, (who, _) in holder.items() if who == owner)
-        if mine:
-            _, episodes = holder.pop(mine[0])
-            sent[mine[0]] = (owner, episodes)
-
-    def arrive(owner):
-        for g in [g for g, (who, _) in sent.items() if who == owner][:1]:
-            arrived.setdefault(g, set()).update(sent.pop(g)[1])
-
-    def train(wanted):
-        """As many groups as have enough tokens: any number from the smallest to the largest that may be in flight."""
-        nonlocal made, consumed
-        most = per_step
-        if by_tokens:
-            most = most_groups(
-                slots=admission.slots,
-                groups_per_step=per_step,
-                steps_left=per_version - made % per_version,
-                consumed_since=consumed - published[-1],
-            )
-            assert most >= per_step
-        batch = range(consumed, consumed + min(per_step + wanted, most))
-        if made < steps and all(arrived.get(g) == {0, 1} for g in batch):
-            for g in batch:
-                assert len(published) - 1 - leased_at[g] <= staleness
-            made, consumed = made + 1, batch.stop
-            if made % per_version == 0:
-                published.append(consumed)
-
-    def install():
-        nonlocal installed
-        installed = len(published) - 1
-        admission.installed(installed, published[-1])
-
-    def die(owner, partly):
-        mine = [g for g, (who, _) in holder.items() if who == owner]
-        for g in mine:
-            if partly:
-                arrived.setdefault(g, set()).add(holder[g][1][0])
-            del holder[g]
-        for g in [g for g, (who, _) in sent.items() if who == owner]:
-            del sent[g]  # finished, and lost with its sender before the learner had it
-        admission.lose(owner, lambda g: [i for i in (0, 1) if i not in arrived.get(g, set())])
-
-    for kind, number in events:
-        owner = f"g{number % 2}"
-        if kind == "lease":
-            try_lease(owner)
-        elif kind == "finish":
-            finish(owner)
-        elif kind == "arrive":
-            arrive(owner)
-        elif kind == "die":
-            die(owner, number > 3)
-        elif kind == "train":
-            train(number)
-        else:
-            install()
-        assert admission.slots_taken <= admission.slots
-    for _ in range(30 * steps * per_step * (staleness + 1) + 10):  # from any state the run can end
-        for owner in ("g0", "g1"):
-            try_lease(owner)
-            finish(owner)
-            arrive(owner)
-        train(7)
-        install()
-        if made == steps:
-            break
-    assert made == steps
-    assert installed == versions
-    assert admission.exhausted is not by_tokens
+def publish(admission, version, *groups):
+    admission.trained(version, groups)
+    admission.installed(version)
 
 
 def test_staleness_zero_waits_for_the_installation_of_each_step():
     admission = make(max_staleness=0)
-    groups = [admission.lease("g").group_index for _ in range(2)]
-    assert groups == [0, 1]
-    assert not admission.can_lease()
-    assert not admission.can_lease()
-    admission.installed(1, 2)
-    assert admission.lease("g").group_index == 2
+    assert [lease(admission) for _ in range(3)] == [(0, (0, 1)), (1, (0, 1)), None]
+    assert admission.full
+    admission.trained(1, [0, 1])
+    assert lease(admission) is None, "a slot is freed by the installation, not by the step"
+    admission.installed(1)
+    assert not admission.full
+    assert lease(admission, version=1) == (2, (0, 1))
+
+
+def test_an_overtaken_group_keeps_its_slot():
+    admission = make(max_staleness=1, window=3)
+    for _ in range(4):
+        lease(admission)
+    publish(admission, 1, 1, 2)
+    assert admission.slots_taken == 2
+    assert [lease(admission, version=1) for _ in range(3)] == [(4, (0, 1)), (5, (0, 1)), None]
+    assert admission.leases("a") == [0, 3, 4, 5]
+
+
+def test_what_was_not_leased_or_was_consumed_or_is_beyond_the_window_can_not_be_trained():
+    admission = make(max_staleness=3, window=2)
+    for _ in range(4):
+        lease(admission)
+    with pytest.raises(ValueError, match=r"group 2 may not overtake group 0: schedule\.window = 2 lets 1 younger"):
+        admission.trained(1, [1, 2])
+    admission.trained(1, [1, 0, 3])
+    with pytest.raises(ValueError, match="group 1 was consumed already"):
+        admission.trained(1, [2, 1])
+    with pytest.raises(ValueError, match="group 4 was consumed, but only 4 groups were leased"):
+        admission.trained(2, [4])
 
 
 def test_a_lost_lease_is_given_again_for_the_missing_episodes_only_and_first():
     admission = make()
     for _ in range(3):
-        admission.lease("a")
+        lease(admission)
     assert admission.leases("a") == [0, 1, 2]
     assert admission.lose("a", lambda g: [1] if g == 1 else []) == [1]
     assert admission.leases("a") == []
-    again = admission.lease("b")
+    again = admission.lease("b", version=0, room=100)
     assert (again.group_index, again.episode_indices, again.task_seed) == (1, (1,), 1001)
-
-
-def test_a_version_can_not_be_uninstalled():
-    admission = make(max_staleness=3)
-    for _ in range(4):
-        admission.lease("a")
-    admission.installed(2, 4)
-    for version, consumed in [(1, 4), (2, 2)]:
-        with pytest.raises(ValueError, match="after version 2 of 4"):
-            admission.installed(version, consumed)
-    with pytest.raises(ValueError, match="5 groups were consumed, but only 4 leased"):
-        admission.installed(3, 5)
 
 
 def test_a_group_that_was_played_but_never_arrived_is_played_again():
     admission = make()
-    admission.lease("a")  # played to its end, sent, and lost with its sender
+    lease(admission)  # played to its end, sent, and lost with its sender
     assert admission.lose("a", lambda g: [0, 1]) == [0]
-    assert admission.lease("b").episode_indices == (0, 1)
+    assert lease(admission, "b") == (0, (0, 1))
 
 
-def test_a_group_is_nobodys_once_weights_trained_from_it_are_installed():
+def test_what_was_lost_and_yet_arrived_is_not_played_again():
     admission = make()
-    admission.lease("a")
-    admission.lease("b")
-    admission.installed(1, 2)
+    lease(admission)
+    assert admission.lose("a", lambda g: [1]) == [0]
+    admission.trained(1, [0])
+    assert lease(admission) == (1, (0, 1))
+
+
+def test_a_trained_group_is_nobodys():
+    admission = make()
+    lease(admission, "a")
+    lease(admission, "b")
+    admission.trained(1, [0, 1])
     assert admission.leases("a") == admission.leases("b") == []
 
 
-def test_nothing_is_exhausted_before_the_last_weights_are_installed():
+def test_nothing_is_exhausted_before_the_last_group_is_trained():
     admission = make(max_staleness=4, steps=1)
     for _ in range(2):
-        admission.lease("a")
+        lease(admission)
     assert not admission.can_lease()
     assert not admission.exhausted  # "a" may still die, and its groups have to be played again
-    admission.installed(1, 2)
+    admission.trained(1, [0, 1])
     assert admission.exhausted
+
+
+# -- whole groups, and parts ------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_leased_whole_or_when_there_is_room_for_it():
+    admission = make(samples_per_group=8)
+    assert lease(admission, room=7, at_once=16) is None
+    assert lease(admission, room=8, at_once=16) == (0, tuple(range(8)))
+
+
+def test_a_group_larger_than_a_generator_is_leased_in_parts():
+    admission = make(samples_per_group=8)
+    assert lease(admission, "a", room=5, at_once=5) == (0, (0, 1, 2, 3, 4))
+    assert lease(admission, "b", room=2, at_once=5) == (0, (5, 6)), "the rest of a torn group goes where there is room"
+    assert lease(admission, "a", room=1, at_once=5) == (0, (7,))
+    assert admission.leases("a") == admission.leases("b") == [0]
+    assert admission.lose("a", lambda g: [0, 4, 5, 7]) == [0]
+    assert lease(admission, "c", room=8) == (0, (0, 4, 7)), "what b plays stays with b"
+
+
+def test_a_part_may_be_leased_into_any_room_if_so_configured():
+    admission = make(samples_per_group=8, split="room")
+    assert lease(admission, room=3, at_once=16) == (0, (0, 1, 2))
+    assert lease(admission, room=16) == (0, (3, 4, 5, 6, 7))
+
+
+def test_idle_generators_share_a_group_where_there_are_fewer_groups_than_generators():
+    admission = make(max_staleness=0, groups_per_step=1, samples_per_group=8)
+    assert lease(admission, "a", among=3) == (0, (0, 1, 2))
+    assert lease(admission, "b", among=2) == (0, (3, 4, 5))
+    assert lease(admission, "c", among=1) == (0, (6, 7))
+    assert lease(admission, "d", among=1) is None
+    many = make(max_staleness=0, groups_per_step=3, samples_per_group=8)
+    assert lease(many, "a", among=3) == (0, tuple(range(8))), "one whole group for each"
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_behind_the_installed_version_gets_nothing():
+    admission = make()
+    lease(admission)
+    lease(admission)
+    publish(admission, 1, 0, 1)
+    assert lease(admission, "restarted", version=0) is None
+    assert lease(admission, "restarted", version=1) == (2, (0, 1))
+
+
+def test_a_version_counter_never_goes_backwards_across_restarts():
+    admission = make(max_staleness=3)
+    for _ in range(6):
+        lease(admission)
+    publish(admission, 1, 0, 1)
+    old = admission.snapshot()
+    publish(admission, 2, 2, 3)
+    with pytest.raises(ValueError, match="version 1 was installed after version 2"):
+        admission.installed(1)
+    with pytest.raises(ValueError, match="version 3 was installed, but no step has made it"):
+        admission.installed(3)
+    with pytest.raises(ValueError, match="a step made version 2 after version 2"):
+        admission.trained(2, [4])
+    with pytest.raises(ValueError, match="a snapshot of version 1 can not follow version 2"):
+        admission.restore(old)
+    restarted = make(max_staleness=3)
+    restarted.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())))
+    assert restarted.version == 2
+    with pytest.raises(ValueError, match="version 1 was installed after version 2"):
+        restarted.installed(1)
+    assert lease(restarted, version=1) is None
+    assert restarted.snapshot() == admission.snapshot()
+    assert restarted.leases("a") == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "window", "per_version", "bound"),
+    [(0, 1, 4, 0), (0, 9, 4, 0), (1, 1, 4, 1), (1, 2, 4, 2), (1, 5, 4, 2), (1, 6, 4, 3), (2, 4, 1, 5), (3, 4, 2, 5)],
+)
+def test_the_bound_in_closed_form(staleness, window, per_version, bound):
+    assert oldest_age(staleness, window, per_version) == bound

@@ -32,6 +32,9 @@ def test_presets_are_listed_and_shown(tmp_path):
         (["train", "quickstart", "env.name=revers-text"], "did you mean 'reverse-text'"),
         (["train", "quickstart", "model.path=/nowhere"], "`model.path` = '/nowhere' is not a model directory"),
         (["init-model", "."], "exists already"),
+        (["eval", "nowhere"], "RUN_OR_MODEL = 'nowhere' is no model directory"),
+        (["train", "quickstart", "env.name=agent-comand"], "did you mean 'agent-command'"),
+        (["train", "quickstart", "serving.host=0.0.0.0"], "set `token` to a secret"),
     ],
 )
 def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_path):

@@ -12,7 +12,11 @@ from tests.helpers_algorithms import algorithm, distance, kept_tokens, make_samp
 
 
 def kept(
-    ratios: list[list[float]], config: CorrectionConfig, mu: float = 0.3, ages: list[int] | None = None
+    ratios: list[list[float]],
+    config: CorrectionConfig,
+    mu: float = 0.3,
+    ages: list[int] | None = None,
+    max_token_age: int | None = None,
 ) -> list[bool]:
     """Of samples whose tokens have probability `mu`, and these ratios to it."""
     flat = torch.tensor([r for sample in ratios for r in sample], dtype=torch.float64)
@@ -26,6 +30,7 @@ def kept(
         sequence,
         len(ratios),
         config,
+        max_token_age,
     ).tolist()
 
 
@@ -75,7 +80,7 @@ def test_one_far_token_leaves_out_its_sample():
 
 
 def test_age_is_by_token():
-    assert kept([[1.0] * 4], CorrectionConfig(max_token_age=2), ages=[0, 2, 3, 9]) == [True, True, False, False]
+    assert kept([[1.0] * 4], CorrectionConfig(), ages=[0, 2, 3, 9], max_token_age=2) == [True, True, False, False]
 
 
 def test_tokens_that_do_not_count_do_not_judge_their_sample():
@@ -99,7 +104,7 @@ CORRECTIONS = [
     {"geometric_low": 0.9, "geometric_high": 1.1},
     {"product_low": 0.8, "product_high": 1.5},
     {"max_token_kl": 0.05},
-    {"max_token_age": 2},
+    {"max_token_age": 2},  # of the schedule
     {
         "kpop": 0.05,
         "icepop_high": 1.5,
@@ -113,14 +118,15 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 def test_what_is_left_out_leaves_the_policy_loss_only(correction):
-    config = algorithm(correction=correction, entropy_coef=0.1)
+    age = correction.get("max_token_age")
+    config = algorithm(correction={k: v for k, v in correction.items() if k != "max_token_age"}, entropy_coef=0.1)
     samples = make_samples(6, [5, 8, 1, 6, 3, 7], drift=0.3)
-    keeps = [np.asarray(kept_tokens(s, config)) for s in samples]
+    keeps = [np.asarray(kept_tokens(s, config, age)) for s in samples]
     lost = sum(int((s.mask & ~k).sum()) for s, k in zip(samples, keeps, strict=True))
     count = sum(int(s.mask.sum()) for s in samples)
     assert 0 < lost < count
 
-    got = run([samples], config, torch.float64)
+    got = run([samples], config, torch.float64, max_token_age=age)
     assert got.sums.metrics()["rollout_corr/masked_fraction"] == pytest.approx(lost / count)
     for sample, keep, by_logprob, by_entropy in zip(samples, keeps, got.logprob_grads, got.entropy_grads, strict=True):
         out = sample.mask & ~keep

@@ -175,9 +175,9 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
         return PolicyLoss(value, clipped=torch.ones_like(inputs.mask))
 
     module.careless = careless
-    settings = {"correction": {"max_token_age": 3}, "policy_loss": "made_up_losses:careless"}
+    settings = {"policy_loss": "made_up_losses:careless"}
     samples = make_samples(3, [5, 9], masked=0.3)
-    got = run([samples], algorithm(**settings), torch.float64, coef=0.0)
+    got = run([samples], algorithm(**settings), torch.float64, coef=0.0, max_token_age=3)
     keeps = [s.mask & (s.ages <= 3) for s in samples]
     want = [np.where(k, -s.advantages * s.weights, 0) for s, k in zip(samples, keeps, strict=True)]
     assert distance(got.logprob_grads, want) < 1e-12
@@ -213,7 +213,10 @@ def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
         ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),
         ({"correction": {"product_high": 0.5}}, "[algorithm.correction] `product_high` must be at least 1"),
-        ({"correction": {"max_token_age": -1}}, "[algorithm.correction] `max_token_age` must not be negative"),
+        (
+            {"correction": {"max_token_age": 2}},
+            "unknown key `algorithm.correction.max_token_age`: it is `schedule.max_token_age` now",
+        ),
         ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
         ({"reduction": "mean"}, "`algorithm.reduction` = 'mean'"),
         ({"advantage": "gae"}, "`algorithm.advantage` = 'gae'"),

@@ -23,7 +23,7 @@ TERMS = {
     "rollout_kl": {"estimator": "k3"},
     "reference_kl": {"coef": 0.2},
     "entropy_coef": 0.1,
-    "correction": {"icepop_low": 0.5, "icepop_high": 2.0, "max_token_age": 3, "product_low": 0.05},
+    "correction": {"icepop_low": 0.5, "icepop_high": 2.0, "product_low": 0.05},
 }
 LOSSES: list[dict] = [
     *({"policy_loss": name} for name in POLICY_LOSSES),

@@ -20,7 +20,7 @@ TERMS = {
     "entropy_coef": 0.03,
     "reference_kl": {"coef": 0.2},
     "rollout_kl": {"estimator": "k3", "coef": 0.1},
-    "correction": {"icepop_low": 0.6, "icepop_high": 1.6, "max_token_age": 3},
+    "correction": {"icepop_low": 0.6, "icepop_high": 1.6},
 }
 
 

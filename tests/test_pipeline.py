@@ -42,6 +42,13 @@ PROMISED_METRICS = [
     "ratio/ess",
     "staleness/mean",
     "staleness/max",
+    "staleness/bound",
+    "staleness/queue_seconds_max",
+    "staleness/age_0",
+    "lag/learner_p99_ms",
+    "lag/conductor_p99_ms",
+    "lag/generator_p99_ms",
+    "generator/engine_idle_share",
     "routing/recorded_fraction",
     "routing/agreement",
     "batch/tokens",
@@ -103,17 +110,20 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     killed = []
     killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
     killer.start()
-    run_dir, screen = run(model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all")
+    run_dir, screen = run(model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all", "schedule.window=5")
     killer.join(timeout=10)
     assert len(killed) == 1
 
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
-    assert set(PROMISED_METRICS) <= set(METRICS)
+    assert {m for m in PROMISED_METRICS if not m.startswith("lag/")} <= set(METRICS)
+    for row in rows[1:]:
+        assert {"pace/ratio", "learner/idle_share", "generator/idle_share"} <= set(row)
     for row in rows:
         assert set(PROMISED_METRICS) <= set(row)
         assert all(isinstance(row[name], (int, float)) for name in PROMISED_METRICS)
-        assert row["staleness/max"] <= 1
+        assert row["staleness/max"] <= row["staleness/bound"] == 2
+        assert sum(row[f"staleness/age_{age}"] for age in range(3)) == row["batch/trained_tokens"]
         assert row["routing/recorded_fraction"] >= 0.95
         assert row["transport/rejected"] == 0
         assert row["rollout_kl/k3"] < 0.01
@@ -151,7 +161,9 @@ def routes_were_the_engines_own(run_dir, rows):
 
 
 def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(model, tmp_path):
-    run_dir, _ = run(model, tmp_path, "on-policy", "schedule.max_staleness=0", "routing.replay=off", "steps=3")
+    run_dir, _ = run(
+        model, tmp_path, "on-policy", "schedule.max_staleness=0", "schedule.window=3", "routing.replay=off", "steps=3"
+    )
     for row in read_metrics(run_dir / "metrics.jsonl"):
         assert row["staleness/max"] == 0
         assert row["rollout_kl/k3"] < 1e-6

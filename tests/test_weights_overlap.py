@@ -14,7 +14,7 @@ import actors.conductor
 import actors.learner
 from actors.conductor import Conductor
 from actors.delivery import Published
-from actors.fleet import RunFailed
+from actors.fleet import Fleet, RunFailed
 from actors.learner import LearnerActor
 from actors.ranks import LocalLearner
 from r3async.config import load_config, to_dict
@@ -93,10 +93,12 @@ def learner(tmp_path, monkeypatch):
     actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, forget=lambda group: None)
     group = [SimpleNamespace(group_index=0, preview=None)]
     actor.buffer = SimpleNamespace(
-        enough=lambda *args: 1, take=lambda count: ([group], 0), ready_groups=lambda: 0, missing=lambda group: []
+        batch=lambda *args: [0], take=lambda indices: ([group], 0), ready_groups=lambda: 0, missing=lambda group: []
     )
+    monkeypatch.setattr(actors.learner, "check_ages", lambda *args: None)
+    monkeypatch.setattr(actors.learner, "age_metrics", lambda *args: {})
     monkeypatch.setattr(actor, "_train", lambda groups: {"optimizer/skipped": 0})
-    monkeypatch.setattr(actor, "_episode_metrics", lambda trajectories, version: {})
+    monkeypatch.setattr(actor, "_episode_metrics", lambda trajectories: {})
     return actor
 
 
@@ -158,7 +160,9 @@ class RemoteLearner:
             await asyncio.sleep(0.005)
         self.steps += 1
         metrics = {"batch/trained_tokens": 1, "weights/write_seconds": 0.0}
-        return {"version": self.steps, "metrics": metrics, "previews": [], "new_weights": True, "consumed": self.steps}
+        metrics |= {"transport/received": self.steps, "learner/wait_seconds": 0.0}
+        groups = [self.steps - 1]
+        return {"version": self.steps, "metrics": metrics, "previews": [], "new_weights": True, "groups": groups}
 
     async def _write(self, reading):
         version = len(self.written) + 1
@@ -182,11 +186,11 @@ def conductor(tmp_path, monkeypatch):
         installed.append(version)
         return {"weights/update_seconds": 0.02}
 
-    conductor.fleet = SimpleNamespace(
-        reading=[], published=None, deliver=deliver, generated_tokens=0, restarts=0, generators={}
-    )
-    conductor.freed = []
-    monkeypatch.setattr(conductor.admission, "installed", lambda *pair: conductor.freed.append(pair))
+    conductor.fleet = Fleet(conductor.config, conductor.events, {})
+    monkeypatch.setattr(conductor.fleet, "deliver", deliver)
+    conductor.trained, conductor.freed = [], []
+    monkeypatch.setattr(conductor.admission, "trained", lambda *pair: conductor.trained.append(pair))
+    monkeypatch.setattr(conductor.admission, "installed", conductor.freed.append)
     conductor.delivered = installed
     return conductor
 
@@ -205,8 +209,9 @@ async def train(conductor, learner):
 async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, tmp_path):
     assert await train(conductor, RemoteLearner()) == 5
     assert conductor.delivered[-1] == 5
-    assert conductor.freed[-1] == (5, 5)
-    assert all(version == consumed for version, consumed in conductor.freed)
+    assert conductor.trained == [(version, [version - 1]) for version in range(1, 6)]
+    assert conductor.freed == sorted(conductor.freed)
+    assert conductor.freed[-1] == 5
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5]
     assert [r["weights/write_seconds"] for r in rows] == [1, 2, 3, 4, 5]

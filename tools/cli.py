@@ -97,6 +97,58 @@ def inspect(
         _fail(str(error), 2)
 
 
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's name, or a model directory")],
+    overrides: Overrides = None,
+    env: Annotated[str | None, typer.Option(help="the environment, as env.name", show_default="the run's own")] = None,
+    episodes: Annotated[int, typer.Option(help="how many tasks")] = 64,
+    seed: Annotated[int, typer.Option(help="of the tasks; training poses none of them")] = 0,
+    policy: Annotated[str, typer.Option(help="model, or oracle or random for scale")] = "model",
+    preset: Annotated[
+        str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+) -> None:
+    """Play fixed tasks with a trained model; print the mean reward and its standard error."""
+    if policy not in ("model", "oracle", "random"):
+        _fail(f"--policy {policy!r} must be model, oracle or random", 2)
+    from tools.eval import eval_command
+
+    eval_command(
+        target,
+        env,
+        overrides or [],
+        preset=preset,
+        episodes=episodes,
+        seed=seed,
+        policy=policy,  # type: ignore[arg-type]
+        json=json,
+    )
+
+
+@app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
+    ],
+    directory: Annotated[Path, typer.Argument(help="directory to make")],
+    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
+    from r3async.checkpoint import CheckpointError
+    from tools.export import export as write
+
+    named = Path("runs") / source
+    path = Path(source) if Path(source).exists() or not named.exists() else named
+    try:
+        opened = write(path, directory, model=model)
+    except CheckpointError as error:
+        _fail(str(error), 2)
+        return
+    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
+
+
 @app.command()
 def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
@@ -135,28 +187,6 @@ def report(
         typer.echo(write(runs or ["latest"], output))
     except (InspectError, OSError) as error:
         _fail(str(error), 2)
-
-
-@app.command()
-def export(
-    source: Annotated[
-        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
-    ],
-    directory: Annotated[Path, typer.Argument(help="directory to make")],
-    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
-) -> None:
-    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
-    from r3async.checkpoint import CheckpointError
-    from tools.export import export as write
-
-    named = Path("runs") / source
-    path = Path(source) if Path(source).exists() or not named.exists() else named
-    try:
-        opened = write(path, directory, model=model)
-    except CheckpointError as error:
-        _fail(str(error), 2)
-        return
-    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
 
 
 @app.command()

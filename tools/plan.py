@@ -90,9 +90,9 @@ def wire_bytes(routing: RoutingShape | None) -> int:
 
 def make_plan(config: Config) -> Plan:
     """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what can not run."""
-    from r3async.envs.base import environment_factory
+    from r3async.serving.agents import check_environment
 
-    environment_factory(config.env)
+    check_environment(config)
     shape, source = shape_of(config)
     shape.check_divides(config.learner)
     on_gpus = shape.parameters > GPU_PARAMETERS

@@ -93,11 +93,11 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
 
 def train(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
     """Run to the end; returns the run directory. Raises `ConfigError` or `RunFailed` with what to do about it."""
-    from r3async.envs.base import environment_factory
     from r3async.observe.sinks import check_sinks
+    from r3async.serving.agents import check_environment
     from tools.live import LiveView
 
-    environment_factory(config.env)  # a wrong environment is refused before anything starts
+    check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
     console = console or Console(file=sys.stderr)
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():

@@ -47,13 +47,14 @@ def correction_mask(
     sequence: Tensor,
     sequences: int,
     config: CorrectionConfig,
+    max_token_age: int | None = None,
 ) -> Tensor:
     """bool `[M]`: the tokens of `mask` that the policy loss keeps. Arguments as in `TokenBatch`; `logprobs` are pi's.
 
-    Per token: `icepop`, `kpop`, and `age <= max_token_age`. Per sample, over its tokens in `mask`: `geometric`, a band on
-    `e^mean(delta)`, and `product`, on `e^sum(delta)` (Liu, Li et al., "When Speed Kills Stability: Demystifying RL
-    Collapse from the Training-Inference Mismatch", 2025); `max(k3(delta)) <= max_token_kl` (trust region masking, arXiv
-    2512.23075, with k3 for the KL at a token).
+    Per token: `icepop`, `kpop`, and `age <= max_token_age` (`schedule.max_token_age`). Per sample, over its tokens in
+    `mask`: `geometric`, a band on `e^mean(delta)`, and `product`, on `e^sum(delta)` (Liu, Li et al., "When Speed Kills
+    Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025); `max(k3(delta)) <= max_token_kl`
+    (trust region masking, arXiv 2512.23075, with k3 for the KL at a token).
     """
     logprobs, rollout_logprobs = logprobs.detach().double(), rollout_logprobs.double()
     delta = logprobs - rollout_logprobs
@@ -62,8 +63,8 @@ def correction_mask(
         keep &= icepop(delta, config.icepop_low, config.icepop_high)
     if config.kpop is not None:
         keep &= kpop(logprobs, rollout_logprobs, config.kpop)
-    if config.max_token_age is not None:
-        keep &= ages <= config.max_token_age
+    if max_token_age is not None:
+        keep &= ages <= max_token_age
     left_out = torch.zeros(sequences, dtype=torch.bool, device=mask.device)
     if config.geometric_low is not None or config.geometric_high is not None:
         mean = segment_mean(delta, mask, sequence, sequences)

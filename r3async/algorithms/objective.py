@@ -53,13 +53,20 @@ class TokenBatch:
 
 
 def objective(
-    batch: TokenBatch, logprobs: Tensor, entropies: Tensor, config: AlgorithmConfig, *, rollout_kl_coef: float
+    batch: TokenBatch,
+    logprobs: Tensor,
+    entropies: Tensor,
+    config: AlgorithmConfig,
+    *,
+    rollout_kl_coef: float,
+    max_token_age: int | None = None,
 ) -> tuple[Tensor, ObjectiveSums]:
     """Scalar loss of one micro-batch, and its sums.
 
     `logprobs` float32 `[M]`: the learner's log-probs of the tokens. `entropies` float32 `[M]`: of its distributions at
-    them; they need a gradient only if `config.entropy_coef` is not 0. Nothing else receives gradient. Without tokens the
-    loss is a 0 that can be propagated back.
+    them; they need a gradient only if `config.entropy_coef` is not 0. Nothing else receives gradient. Tokens older than
+    `max_token_age` are left out as a correction leaves tokens out. Without tokens the loss is a 0 that can be propagated
+    back.
 
     Raises `ValueError` if log-probs that the configuration needs are missing.
     """
@@ -78,7 +85,9 @@ def objective(
     weights, rollout, entropies = clean(batch.weights), clean(batch.rollout_logprobs), clean(entropies)
     logprobs = clean(logprobs)
 
-    kept = correction_mask(logprobs, rollout, batch.ages, mask, batch.sequence, batch.sequences, config.correction)
+    kept = correction_mask(
+        logprobs, rollout, batch.ages, mask, batch.sequence, batch.sequences, config.correction, max_token_age
+    )
     policy = policy_loss(config.policy_loss)(_loss_inputs(logprobs, rollout, old, batch, kept, config))
     terms = {"policy": torch.where(kept, policy.value, 0.0)}
     if rollout_kl_coef:

@@ -1,12 +1,17 @@
-"""Trajectories that arrived, gathered into groups and handed over in lease order."""
+"""Trajectories that arrived, gathered into groups and handed over in lease order, within a window."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
 from r3async.config import Config
 from r3async.engines.base import RoutingShape
 from r3async.records import SCHEMA, Trajectory
+from r3async.scheduling.admission import slots_of
+from r3async.scheduling.window import Consumed
 
 HEADER_BYTES = 4096
 """Allowed for what is not token data in one trajectory."""
@@ -15,8 +20,8 @@ HEADER_BYTES = 4096
 def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
     """Bytes of all trajectories that the slots allow, each as long as it may be.
 
-    Groups are consumed in lease order. With less credit than this, later groups could hold all of it while the oldest one
-    waits to be sent, and nothing would ever move again.
+    With less credit than this, groups that are not trained yet could hold all of it while the one that is to be trained
+    next waits to be sent, and nothing would ever move again. The window does not matter: who is overtaken keeps a slot.
     """
     sizes = {"layers": routing.layers if routing else 0, "top_k": routing.top_k if routing else 0}
     wide = routing is not None and routing.num_experts > 256
@@ -27,25 +32,29 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
             count *= sizes[dimension]
         per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
     schedule = config.schedule
-    groups = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
+    groups = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
     episodes = groups * schedule.samples_per_group
     return episodes * (config.episode.max_total_tokens * per_token + HEADER_BYTES)
 
 
 class GroupBuffer:
-    """Holds at most what the slots allow: groups `next_group ..`. Pure; the receiver and the learner share it."""
+    """Holds at most what the slots allow. Pure; the receiver and the learner share it."""
 
-    def __init__(self, samples_per_group: int):
+    def __init__(self, samples_per_group: int, window: int = 1):
         self.samples_per_group = samples_per_group
-        self.next_group = 0
-        """The oldest group not taken yet."""
+        self._taken = Consumed(window)
         self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
+
+    @property
+    def next_group(self) -> int:
+        """The oldest group not taken yet: all others that may be taken are within the window from here."""
+        return self._taken.head
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
         """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""
         if not 0 <= trajectory.episode_index < self.samples_per_group:
             raise ValueError(f"episode {trajectory.episode_index} of a group of {self.samples_per_group}")
-        if trajectory.group_index < self.next_group:
+        if trajectory.group_index in self._taken:
             return False
         group = self._groups.setdefault(trajectory.group_index, {})
         if trajectory.episode_index in group:
@@ -55,36 +64,45 @@ class GroupBuffer:
 
     def missing(self, group_index: int) -> list[int]:
         """Episodes of the group that have not arrived; none for a group that was trained."""
-        if group_index < self.next_group:
+        if group_index in self._taken:
             return []
         have = self._groups.get(group_index, {})
         return [i for i in range(self.samples_per_group) if i not in have]
 
-    def enough(self, at_least: int, at_most: int, tokens: int) -> int:
-        """How many of the next groups make a batch: `at_least`, and more until they have `tokens` trainable tokens or are
-        `at_most`. 0 while one of those is not complete."""
+    def _complete(self, group_index: int) -> bool:
+        return not self.missing(group_index)
+
+    def batch(self, at_least: int, at_most: int, tokens: int) -> list[int]:
+        """The groups that make a batch, in order: `at_least`, and more until they have `tokens` trainable tokens or are
+        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them."""
+        chosen: list[int] = []
         held = 0
-        for count in range(1, at_most + 1):
-            if self.missing(self.next_group + count - 1):
-                return 0
-            members = self._groups[self.next_group + count - 1].values()
+        for group in itertools.islice(self._taken.choices(self._complete), at_most):
+            chosen.append(group)
+            members = self._groups[group].values()
             held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if tokens else 0
-            if count >= at_least and held >= tokens:
-                return count
-        return at_most
+            if len(chosen) == at_most or (len(chosen) >= at_least and held >= tokens):
+                return chosen
+        return []
+
+    def lacking(self, groups: int) -> dict[int, list[int]]:
+        """Missing episodes by group, of the oldest `groups` that are not taken."""
+        oldest = itertools.islice(self._taken.outstanding(), groups)
+        return {g: missing for g in oldest if (missing := self.missing(g))}
 
     def ready_groups(self) -> int:
         """Complete groups, in or out of order."""
         return sum(len(g) == self.samples_per_group for g in self._groups.values())
 
-    def take(self, count: int) -> tuple[list[list[Trajectory]], int]:
-        """The next `count` groups, episodes in order, and their bytes on the wire."""
-        if any(self.missing(self.next_group + i) for i in range(count)):
-            raise ValueError(f"groups {self.next_group}..{self.next_group + count - 1} are not complete")
-        groups, nbytes = [], 0
-        for _ in range(count):
-            members = self._groups.pop(self.next_group)
-            groups.append([members[i][0] for i in range(self.samples_per_group)])
-            nbytes += sum(size for _, size in members.values())
-            self.next_group += 1
-        return groups, nbytes
+    def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
+        """Consume these groups, in this order: their episodes in order, and their bytes on the wire.
+
+        Raises `ValueError` if one is not complete, was taken before, or is beyond the window; then nothing is taken.
+        """
+        incomplete = [g for g in groups if self.missing(g)]
+        if incomplete:
+            raise ValueError(f"groups {incomplete} are not complete")
+        self._taken = self._taken.after(groups)
+        members = [self._groups.pop(group) for group in groups]
+        episodes = [[held[i][0] for i in range(self.samples_per_group)] for held in members]
+        return episodes, sum(size for held in members for _, size in held.values())

@@ -50,6 +50,7 @@ from r3async.config.sections import (
     TransportConfig,
     WeightsConfig,
 )
+from r3async.config.serving import EvaluationConfig, ServingConfig, is_loopback
 
 __all__ = [
     "POLICY_LOSSES",
@@ -66,6 +67,7 @@ __all__ = [
     "DecoupledPPOConfig",
     "EnvConfig",
     "EpisodeConfig",
+    "EvaluationConfig",
     "GSPOConfig",
     "GeneratorConfig",
     "InitConfig",
@@ -83,12 +85,14 @@ __all__ = [
     "SAPOConfig",
     "ScheduleConfig",
     "Section",
+    "ServingConfig",
     "SuperviseConfig",
     "TransportConfig",
     "WeightsConfig",
     "config_from_dict",
     "find_config",
     "import_policy_loss",
+    "is_loopback",
     "load_config",
     "parse_override",
     "preset_directory",

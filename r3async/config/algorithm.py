@@ -127,8 +127,6 @@ class CorrectionConfig(Section):
     """A sample is kept if the product of its tokens' ratios is within these."""
     max_token_kl: float | None = None
     """A sample is kept if none of its tokens' k3 is above this."""
-    max_token_age: int | None = None
-    """A token is kept if the learner is at most this many versions ahead of the one that sampled it."""
 
     def __post_init__(self) -> None:
         for name in ("icepop", "geometric", "product"):
@@ -137,7 +135,7 @@ class CorrectionConfig(Section):
                 raise ValueError(f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree")
             if high is not None and high < 1:
                 raise ValueError(f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree")
-        for name in ("kpop", "max_token_kl", "max_token_age"):
+        for name in ("kpop", "max_token_kl"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must not be negative")

@@ -30,6 +30,7 @@ from r3async.config.sections import (
     TransportConfig,
     WeightsConfig,
 )
+from r3async.config.serving import EvaluationConfig, ServingConfig
 
 
 class Config(Section):
@@ -57,6 +58,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
     observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         positive(self, "steps")
@@ -72,6 +75,10 @@ class Config(Section):
             )
 
 
+MOVED = {"algorithm.correction.max_token_age": "schedule.max_token_age"}
+"""Keys that had another name."""
+
+
 def _fields(kind: type) -> dict[str, Any]:
     return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
 
@@ -79,6 +86,8 @@ def _fields(kind: type) -> dict[str, Any]:
 def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     prefix = f"{path}." if path else ""
+    if (moved := MOVED.get(f"{prefix}{key}")) is not None:
+        return ConfigError(f"unknown key `{prefix}{key}`: it is `{moved}` now")
     hint = f"did you mean `{prefix}{near[0]}`?" if near else f"valid here: {', '.join(names)}"
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 

@@ -107,7 +107,10 @@ class EpisodeConfig(Section):
 class GeneratorConfig(Section):
     count: int = 1
     concurrency: int = 64
-    """Episodes that one generator plays at once."""
+    """Episodes that one generator plays at once, at most."""
+    concurrency_min: int = 1
+    """Episodes that it plays at once at least, however full its engine's KV cache is: between the two the number follows
+    the cache. Set it to `concurrency` to keep the number fixed."""
     engine: Literal["vllm"] = "vllm"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     threads: int = 1
@@ -125,14 +128,30 @@ class GeneratorConfig(Section):
     """Passed to vLLM's AsyncEngineArgs as they are, over ours."""
 
     def __post_init__(self) -> None:
-        positive(self, "count", "concurrency", "threads", "kv_cache_gib", "start_timeout")
+        positive(self, "count", "concurrency", "concurrency_min", "threads", "kv_cache_gib", "start_timeout")
+        if self.concurrency_min > self.concurrency:
+            raise ValueError("`concurrency_min` must not be more than `concurrency`")
         if self.max_restarts < 0:
             raise ValueError("`max_restarts` must not be negative")
 
 
 class ScheduleConfig(Section):
     max_staleness: int = 1
-    """Versions that the oldest trained token may lag behind. 0 is exactly on-policy (synchronous) training."""
+    """Versions that the oldest trained token may lag behind, with `window = 1`. 0 is exactly on-policy (synchronous)
+    training, whatever the window."""
+    window: int = 1
+    """1: groups are trained strictly in the order of their leases. Larger: a step takes the oldest complete groups among the
+    `window` oldest that are not trained, so that `window - 1` younger groups may overtake a late one. A token may then be
+    `max_staleness + ceil((window - 1) / (groups_per_step * steps_per_publication))` versions old."""
+    max_token_age: int | None = None
+    """Tokens of which the learner is more versions ahead are left out of the policy loss, one by one. The KL terms keep them,
+    and denominators stay. Unset: none is."""
+    split: Literal["idle", "room"] = "idle"
+    """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
+    leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
+    also whenever a generator has room for a part of one."""
+    pace_seconds: float = 60.0
+    """An event says which side to give more resources when the other one has waited for it for this long."""
     groups_per_step: int = 16
     """Groups that a step trains; with `tokens_per_step`, at least."""
     tokens_per_step: int = 0
@@ -146,6 +165,9 @@ class ScheduleConfig(Section):
 
     def __post_init__(self) -> None:
         positive(self, "groups_per_step", "samples_per_group", "minibatches_per_step", "steps_per_publication")
+        positive(self, "window", "pace_seconds")
+        if self.max_token_age is not None and self.max_token_age < 0:
+            raise ValueError("`max_token_age` must not be negative")
         if self.tokens_per_step < 0:
             raise ValueError("`tokens_per_step` must be 0 (off) or more")
         if self.minibatches_per_step > self.groups_per_step * self.samples_per_group:

@@ -77,6 +77,16 @@ class HasOracle(Protocol):
 
 
 @runtime_checkable
+class HasSize(Protocol):
+    """An environment with `size` tasks: its task seeds are `0 .. size - 1`, and each is posed once an epoch.
+
+    Without this attribute a task seed is any number of 63 bits, and there are no epochs. A `size` of None is none.
+    """
+
+    size: int | None
+
+
+@runtime_checkable
 class HasRandomAnswer(Protocol):
     """An environment that can answer what it asked last as a policy would that knows the format and nothing else; for scale."""
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import os
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +42,7 @@ REWARDS: dict[str, Callable[[str, str], float]] = {"exact": exact, "contains": c
 
 
 class Dataset:
-    """Rows of a JSONL file; a task seed chooses one. Not to be named in a configuration: `dataset:PATH` makes it.
+    """Rows of a JSONL file; a task seed is the number of a row. Not to be named in a configuration: `dataset:PATH` makes it.
 
     `reward`: `exact`, `contains` or `number`, with the answer's text and the row's answer; or `module:function`, with the
     answer's text and the whole row, which may be `async def`. The reward is what it returns.
@@ -58,6 +57,10 @@ class Dataset:
         self._function = None if self._built_in else reward_function(reward)
         self._row: Row = {}
 
+    @property
+    def size(self) -> int:
+        return len(self._rows)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)  # rows are only read
@@ -67,7 +70,7 @@ class Dataset:
         return self.begin(task_seed)
 
     def begin(self, task_seed: int) -> list[Message]:
-        self._row = random.Random(task_seed).choice(self._rows)
+        self._row = self._rows[task_seed % self.size]
         asked = [Message("user", self._row[self._prompt])]
         return [Message("system", self._system), *asked] if self._system else asked
 
@@ -174,4 +177,4 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     dataset = Dataset(**arguments)
     if dataset._function is None or inspect.iscoroutinefunction(dataset._function):
         return lambda: dataset.__deepcopy__({})
-    return pooled("r3async.envs.dataset:BlockingDataset", arguments, config, has_oracle=True)
+    return pooled("r3async.envs.dataset:BlockingDataset", arguments, config, has_oracle=True, size=dataset.size)

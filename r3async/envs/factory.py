@@ -68,7 +68,7 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
     close = getattr(first, "close", None)
     if close is not None:
         close()
-    return pooled(path, arguments, config, has_oracle=hasattr(kind, "oracle"))
+    return pooled(path, arguments, config, has_oracle=hasattr(kind, "oracle"), size=getattr(first, "size", None))
 
 
 def accept_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()) -> None:

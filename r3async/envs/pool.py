@@ -206,8 +206,9 @@ class PooledEnvironment:
     determined by seed and answers.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, size: int | None = None):
         self._pool = pool
+        self.size = size
         self._worker: Worker | None = None
         self._instance = 0
         self._seed: int | None = None
@@ -239,7 +240,7 @@ class PooledEnvironment:
             self._worker = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledEnvironment:
-        other = type(self)(self._pool)
+        other = type(self)(self._pool, self.size)
         other._seed, other._answers, other._oracle = self._seed, list(self._answers), self._oracle
         return other
 
@@ -267,8 +268,10 @@ class PooledOracle(PooledEnvironment):
         return self._oracle
 
 
-def pooled(path: str, arguments: dict[str, Any], config: EnvConfig, *, has_oracle: bool) -> EnvironmentFactory:
-    """Makes environments `path(**arguments)` in one pool. `arguments` must be plain data, as in TOML."""
+def pooled(
+    path: str, arguments: dict[str, Any], config: EnvConfig, *, has_oracle: bool, size: int | None = None
+) -> EnvironmentFactory:
+    """Makes environments `path(**arguments)` in one pool. `arguments` must be plain data, as in TOML. `size`: see `HasSize`."""
     pool = Pool(path, arguments, config)
     kind = PooledOracle if has_oracle else PooledEnvironment
-    return lambda: kind(pool)
+    return lambda: kind(pool, size)

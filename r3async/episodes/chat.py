@@ -125,6 +125,20 @@ class Conversation:
         self._answers: dict[str, _Piece] = {}
         """By text: how the newest answer of that text was sampled."""
 
+    def begin_like(self, others: Sequence[Conversation]) -> None:
+        """Before the first `prompt`: take over the tokens of that one of `others` which shares most with these messages, and of
+        every answer of theirs that is repeated word for word. Among equals the newest counts, which is the last.
+
+        For whoever is handed whole conversations: requests that branch, run beside each other, or edit history.
+        """
+        rendered = self.renderer.render(self.messages, self.tools)
+        furthest = -1
+        for other in others:
+            self._answers |= other._answers
+            kept, at = other._seen(rendered)
+            if at >= furthest:
+                self._pieces, furthest = kept, at
+
     def prompt(self) -> list[int]:
         """Token ids of the prompt for the next answer. Raises `TemplateError` if the template refuses the messages."""
         rendered = self.renderer.render(self.messages, self.tools)

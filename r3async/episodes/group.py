@@ -15,44 +15,52 @@ from r3async.scheduling.admission import GroupLease
 
 
 class GroupPlayer:
-    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries."""
+    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
+
+    `play` plays one episode in place of an environment that `factory` makes.
+    """
 
     def __init__(
         self,
         *,
-        factory: EnvironmentFactory,
+        factory: EnvironmentFactory | None,
         engine: Engine,
         renderer: ChatRenderer,
         settings: EpisodeConfig,
         generator_id: str,
         deliver: Callable[[Trajectory], Awaitable[None]],
         report: Callable[..., object],
+        play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
     ):
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
+        self.playing = 0
+        """Episodes that have begun and not ended. One that waits to be sent has ended."""
+        self._play_episode = play or self._play_environment
 
     async def play(self, lease: GroupLease) -> None:
-        """Returns when every episode of the lease was delivered.
+        """Returns when every episode of the lease was delivered. All of its turns go to this player's engine.
 
         An episode that fails is tried again `episode.retries` times; then the last error is raised and the other
         episodes of the lease are cancelled. A first prompt that is too long is not tried again.
         """
         async with asyncio.TaskGroup() as tasks:
             for index in lease.episode_indices:
-                tasks.create_task(self._episode(EpisodeTask(lease.group_index, index, lease.task_seed)))
+                tasks.create_task(self.play_one(EpisodeTask(lease.group_index, index, lease.task_seed)))
 
-    async def _episode(self, task: EpisodeTask) -> None:
+    async def play_one(self, task: EpisodeTask) -> None:
+        """One episode of a lease, tried again if it fails; see `play`."""
+        self.playing += 1
+        try:
+            trajectory = await self._tried(task)
+        finally:
+            self.playing -= 1
+        await self._deliver(trajectory)
+
+    async def _tried(self, task: EpisodeTask) -> Trajectory:
         for attempt in range(self._settings.retries + 1):
             try:
-                trajectory = await play_episode(
-                    task,
-                    self._factory(),
-                    self._engine,
-                    self._renderer,
-                    self._settings,
-                    generator_id=self._generator_id,
-                )
-                break
+                return await self._play_episode(task)
             except PromptTooLong:
                 raise
             except Exception as error:
@@ -62,4 +70,10 @@ class GroupPlayer:
                         f"episode {task.trajectory_id} failed {attempt + 1} times (episode.retries = "
                         f"{self._settings.retries}); the last time: {error!r}"
                     ) from error
-        await self._deliver(trajectory)
+        raise AssertionError("every try returns or raises")
+
+    async def _play_environment(self, task: EpisodeTask) -> Trajectory:
+        assert self._factory is not None
+        return await play_episode(
+            task, self._factory(), self._engine, self._renderer, self._settings, generator_id=self._generator_id
+        )

@@ -178,7 +178,14 @@ class Step:
             old_logprobs=column("old_logprobs"),
             reference_logprobs=column("reference_logprobs"),
         )
-        loss, sums = objective(batch, logprobs, entropies, self._config.algorithm, rollout_kl_coef=self._coef)
+        loss, sums = objective(
+            batch,
+            logprobs,
+            entropies,
+            self._config.algorithm,
+            rollout_kl_coef=self._coef,
+            max_token_age=self._config.schedule.max_token_age,
+        )
         self._sums = sums if self._sums is None else self._sums + sums
         return loss
 

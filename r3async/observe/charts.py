@@ -30,7 +30,7 @@ class Chart(msgspec.Struct, frozen=True):
     share: bool = False
     """A fraction: the axis ends at 100 %."""
     bound: bool = False
-    """Draw `schedule.max_staleness`."""
+    """Draw the bound on age that the schedule promises."""
 
 
 CHARTS = (
@@ -88,6 +88,16 @@ CHARTS = (
         "per step",
         "s",
         ".2f",
+    ),
+    Chart(
+        "Idle",
+        (
+            Line("learner/idle_share", "learner, for want of groups", "blue"),
+            Line("generator/idle_share", "generators, for want of a slot", "orange"),
+        ),
+        "share of the last 16 steps; who is idle should get less, or the other one more",
+        format=".0%",
+        share=True,
     ),
 )
 

@@ -70,6 +70,17 @@ METRICS: dict[str, Metric] = {
     "entropy/mean": Metric("entropy", "nats", "Mean entropy of the learner's distribution at trained tokens."),
     "staleness/mean": Metric("mean age", "versions", "Mean age of trained tokens: version of the step less their own."),
     "staleness/max": Metric("max age", "versions", "Age of the oldest trained token."),
+    "staleness/bound": Metric("age bound", "versions", "What the schedule promises: no trained token is older."),
+    "staleness/masked_fraction": Metric(
+        "too old", "fraction", "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."
+    ),
+    "staleness/queue_seconds_mean": Metric(
+        "queued", "s", "Mean time from an episode's end to the step that trains it."
+    ),
+    "staleness/queue_seconds_max": Metric("longest queued", "s", "Longest time from an episode's end to its step."),
+    "staleness/age_0": Metric(
+        "tokens of age 0", "tokens", "Trained tokens of that age; so `staleness/age_1`, and on to the bound."
+    ),
     "routing/recorded_fraction": Metric(
         "routes recorded", "fraction", "Share of trained tokens' inputs with recorded routes."
     ),
@@ -99,6 +110,20 @@ METRICS: dict[str, Metric] = {
     "optimizer/broken": Metric("broken", "", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`."),
     "optimizer/skipped": Metric("skipped", "", "1 if the step made no optimizer update."),
     "learner/wait_seconds": Metric("learner waited", "s", "Time the learner waited for a full batch."),
+    "learner/idle_share": Metric(
+        "learner idle", "fraction", "Share of the last 16 steps' time in which the learner waited for groups."
+    ),
+    "generator/idle_share": Metric(
+        "generators idle",
+        "fraction",
+        "Share of the generators' places for episodes that stood empty because every slot was taken, last 16 steps.",
+    ),
+    "generator/engine_idle_share": Metric(
+        "engines idle", "fraction", "Share of the step's time in which an engine had no request at all."
+    ),
+    "pace/ratio": Metric(
+        "pace", "", "Capacity of generation over capacity of training: below 1 generation is the slower side."
+    ),
     "learner/step_seconds": Metric("learner step", "s", "Time of forward, backward and optimizer."),
     "throughput/generated_tokens_per_second": Metric("generated", "tokens/s", "Tokens sampled by all engines."),
     "throughput/trained_tokens_per_second": Metric(
@@ -125,6 +150,15 @@ METRICS: dict[str, Metric] = {
     "transport/rejected": Metric("rejected", "trajectories", "Messages refused because they did not validate."),
     "buffer/ready_groups": Metric("ready groups", "groups", "Complete groups that wait for the next step."),
     "slots/taken": Metric("slots taken", "groups", "Staleness slots in use."),
+    "generator/concurrency": Metric("concurrency", "episodes", "Episodes that all generators may play at once now."),
+    "lag/conductor_p50_ms": Metric(
+        "conductor lag", "ms", "How late the conductor's event loop is, median of a minute; so `_p99_ms` and `_max_ms`."
+    ),
+    "lag/learner_p50_ms": Metric("learner lag", "ms", "The same of the learner's event loop."),
+    "lag/generator_p50_ms": Metric(
+        "generator lag", "ms", "The same of the generators' event loops, the worst of them."
+    ),
+    "data/epochs": Metric("epochs", "", "How often all tasks were leased, where the environment says how many it has."),
     "generator/restarts": Metric("restarts", "", "Generator processes that were restarted so far."),
 }
 """Every metric, in the order in which people look at them. A row may lack some, and may hold more."""

@@ -11,6 +11,7 @@ import msgspec
 
 from r3async.observe.events import read_events
 from r3async.observe.metrics import read_metrics
+from r3async.scheduling.admission import oldest_age
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +44,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
     staleness_mean: float | None = None
     staleness_max: float | None = None
     staleness_bound: int | None = None
-    """`schedule.max_staleness`, which `staleness_max` may not exceed."""
+    """What the schedule promises, and `staleness_max` may not exceed."""
     agreement: float | None = None
     recorded_fraction: float | None = None
     generated_tokens_per_second: float | None = None
@@ -98,6 +99,14 @@ def summarize(run_dir: Path) -> RunSummary:
     return summarize_records(run_dir, rows, events, read_run_config(run_dir))
 
 
+def _age_bound(schedule: dict[str, Any]) -> int | None:
+    """None if the run's configuration is not there."""
+    if "max_staleness" not in schedule:
+        return None
+    per_version = schedule.get("groups_per_step", 1) * schedule.get("steps_per_publication", 1)
+    return oldest_age(schedule["max_staleness"], schedule.get("window", 1), per_version)
+
+
 def summarize_records(
     run_dir: Path, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], config: dict[str, Any]
 ) -> RunSummary:
@@ -126,7 +135,7 @@ def summarize_records(
         drift_max=max(drift, default=None),
         staleness_mean=_mean(_values(rows, "staleness/mean")),
         staleness_max=max(ages, default=None),
-        staleness_bound=config.get("schedule", {}).get("max_staleness"),
+        staleness_bound=_age_bound(config.get("schedule", {})),
         agreement=_mean(_values(rows, "routing/agreement")),
         recorded_fraction=_mean(_values(rows, "routing/recorded_fraction")),
         generated_tokens_per_second=_mean(_values(rows, "throughput/generated_tokens_per_second")),

@@ -73,9 +73,11 @@ def engine_rows(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np
 
 
 def _attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
+    # Calls are numbered as they are asked, and written as they are answered: those of an agent may overtake each other, but
+    # only another attempt uses a number again.
     attempt: list[EngineCall] = []
     for call in calls:
-        if attempt and call.turn <= attempt[-1].turn:
+        if any(call.turn == earlier.turn for earlier in attempt):
             yield attempt
             attempt = []
         attempt.append(call)

@@ -1,25 +1,33 @@
-"""Which group may be leased, and when: the bound on staleness.
+"""Which group may be leased, when, and to whom: the bound on staleness.
 
-A version of the weights is made by `K` steps, each of which consumes at least `P` groups, in lease order. There are
-`(S + 1) * P * K` **slots**. A group takes a slot when it is leased, and its slot is free again only when weights trained
-from it are *installed in the engines*. So a group that is leased while version `v` is installed has fewer than
-`(S + 1) * P * K` groups before it that `v` was not trained from. As every version consumes at least `P * K` of them, the
-group is trained from version `v + S` at the latest: no token trained is older than `S` versions. With `S = 0` training is
-exactly on-policy.
+A version of the weights is made by `K` steps, each of which consumes at least `P` groups, within a window of `W`
+(`scheduling.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
+is free again only when weights trained from it are *installed in the engines*: a group that was overtaken keeps its slot.
+
+No token trained is older than `oldest_age(S, W, P * K)` versions. Proof: let group `g` be leased while version `v` is
+installed, and so none of its tokens be older than `v`. Of the groups before `g`, at most `N - 1` are not part of `v`, for
+they hold slots beside it. Of the groups behind `g`, at most `W - 1` are consumed before it: each must be within the window
+while `g` or an older group is its head. So at most `N + W - 2` groups are consumed between `v` and `g`. As every version
+consumes at least `P * K`, `g` is consumed at version `v + (N + W - 2) // (P * K)` at the latest, and that is
+`v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken into an older age: a version consumes all slots.
 
 A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same version
-would have to wait for groups that can not be leased yet: `most_groups`.
+would have to wait for groups that can not be leased yet: `most_groups`. That a version can always be made with what may be
+in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before.
 
-A lease stays its owner's until weights trained from it are installed: an owner that has finished a group may still die
-with trajectories that the learner never got. Pure: no clock, no sockets. Owners are generators.
+A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
+that the learner never got. Pure: no clock, no sockets. Owners are generators.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
+
+from r3async.config import ScheduleConfig
+from r3async.scheduling.window import Consumed
 
 
 class GroupLease(msgspec.Struct, frozen=True):
@@ -28,6 +36,28 @@ class GroupLease(msgspec.Struct, frozen=True):
     group_index: int
     task_seed: int
     episode_indices: tuple[int, ...]
+
+
+def slots_of(max_staleness: int, groups_per_step: int, steps_per_publication: int) -> int:
+    """`(S + 1) * P * K`: groups that may be leased and not yet be part of the installed weights."""
+    return (max_staleness + 1) * groups_per_step * steps_per_publication
+
+
+def age_bound(schedule: ScheduleConfig) -> int:
+    """Versions that a trained token can be old at most under these settings; see `oldest_age`."""
+    per_version = schedule.groups_per_step * schedule.steps_per_publication
+    return oldest_age(schedule.max_staleness, schedule.window, per_version)
+
+
+def oldest_age(max_staleness: int, window: int, groups_per_version: int) -> int:
+    """Versions that a trained token can be old at most: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
+
+    Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/test_schedule_bound.py`).
+    """
+    if max_staleness == 0:
+        return 0
+    overtaken = -(-(window - 1) // groups_per_version)
+    return max_staleness + overtaken
 
 
 def most_groups(*, slots: int, groups_per_step: int, steps_left: int, consumed_since: int) -> int:
@@ -40,7 +70,10 @@ def most_groups(*, slots: int, groups_per_step: int, steps_left: int, consumed_s
 
 
 class Admission:
-    """Slots and leases. `task_seed(group_index)` names the task of a group. `total_groups`: where leasing ends, if known."""
+    """Slots and leases. `task_seed(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
+
+    `split`: see `schedule.split`.
+    """
 
     def __init__(
         self,
@@ -50,73 +83,161 @@ class Admission:
         samples_per_group: int,
         task_seed: Callable[[int], int],
         steps_per_publication: int = 1,
+        window: int = 1,
         total_groups: int | None = None,
+        split: Literal["idle", "room"] = "idle",
     ):
         if max_staleness < 0 or min(groups_per_step, samples_per_group, steps_per_publication) < 1:
             raise ValueError(
                 "max_staleness must be >= 0; groups_per_step, samples_per_group and steps_per_publication >= 1"
             )
         self.samples_per_group = samples_per_group
-        self.slots = (max_staleness + 1) * groups_per_step * steps_per_publication
+        self.slots = slots_of(max_staleness, groups_per_step, steps_per_publication)
         self.total_groups = total_groups
+        self.version = 0
+        """Version that every live engine has."""
+        self._split = split
         self._task_seed = task_seed
         self._next_group = 0
-        self._consumed = 0
-        self._version = 0
-        self._returned: list[tuple[int, tuple[int, ...]]] = []
-        self._owner: dict[int, str] = {}
+        self._consumed = Consumed(window)
+        self._freed = 0
+        self._uninstalled: dict[int, int] = {}
+        """By version that is not installed yet: groups that it was trained from and its predecessors were not."""
+        self._waiting: dict[int, tuple[int, ...]] = {}
+        """By group that has its slot: episodes that nobody plays."""
+        self._owners: dict[int, dict[str, tuple[int, ...]]] = {}
+        """By group: what each owner was leased of it."""
 
     @property
     def slots_taken(self) -> int:
-        return self._next_group - self._consumed
+        return self._next_group - self._freed
+
+    @property
+    def groups_leased(self) -> int:
+        """Groups of which something was ever leased."""
+        return self._next_group
+
+    @property
+    def full(self) -> bool:
+        """Every slot is taken, and nothing is left to lease of the groups that have them."""
+        return self.slots_taken >= self.slots and not self._waiting
 
     @property
     def exhausted(self) -> bool:
         """Nothing is left to lease, now or later, whoever dies."""
-        return self.total_groups is not None and self._consumed >= self.total_groups
+        return self.total_groups is not None and len(self._consumed) >= self.total_groups
+
+    @property
+    def _untouched(self) -> int:
+        """Groups that may be leased and have no slot yet."""
+        free = self.slots - self.slots_taken
+        return free if self.total_groups is None else min(free, self.total_groups - self._next_group)
 
     def can_lease(self) -> bool:
-        more = self.total_groups is None or self._next_group < self.total_groups
-        return bool(self._returned) or (more and self.slots_taken < self.slots)
+        """There is something to play that nobody plays."""
+        return bool(self._waiting) or self._untouched > 0
 
-    def lease(self, owner: str) -> GroupLease:
-        """Lease the oldest group that waits. Raises `ValueError` if `can_lease()` is False."""
-        if not self.can_lease():
-            raise ValueError("no slot is free")
-        if self._returned:
-            group, episodes = heapq.heappop(self._returned)
-        else:
-            group, episodes = self._next_group, tuple(range(self.samples_per_group))
-            self._next_group += 1
-        self._owner[group] = owner
-        return GroupLease(group, self._task_seed(group), episodes)
+    def lease(
+        self, owner: str, *, version: int, room: int, at_once: int | None = None, among: int = 1
+    ) -> GroupLease | None:
+        """Lease the oldest group that waits, or a part of it. None if there is nothing for this owner now.
+
+        `version` is what the owner's engine has: one that is behind the installed version gets nothing. `room`: episodes
+        it could begin now; `at_once`: those it plays when it is full (default: `room`). `among`: owners without work, and
+        this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than owners
+        `among` can be had. An owner without room for that waits until it has, unless it never will (`at_once`), the rest
+        of the group is elsewhere, or `split` is `room`: then it gets what it has room for.
+        """
+        if version < self.version or room < 1 or not self.can_lease():
+            return None
+        group = min(self._waiting, default=self._next_group)
+        episodes = self._waiting.get(group, tuple(range(self.samples_per_group)))
+        wanted = len(episodes)
+        if len(self._waiting) + self._untouched < among:
+            left = sum(map(len, self._waiting.values())) + self._untouched * self.samples_per_group
+            wanted = min(wanted, -(-left // among))
+        torn = len(episodes) < self.samples_per_group
+        if wanted > room and not torn and self._split == "idle" and wanted <= (at_once or room):
+            return None
+        mine, rest = episodes[: min(wanted, room)], episodes[min(wanted, room) :]
+        self._waiting.pop(group, None)
+        if rest:
+            self._waiting[group] = rest
+        self._next_group = max(self._next_group, group + 1)
+        owners = self._owners.setdefault(group, {})
+        owners[owner] = (*owners.get(owner, ()), *mine)
+        return GroupLease(group, self._task_seed(group), mine)
 
     def leases(self, owner: str) -> list[int]:
-        """Groups leased to `owner` that are not trained and installed yet."""
-        return sorted(g for g, who in self._owner.items() if who == owner)
+        """Groups of which `owner` was leased episodes, and that are not trained yet."""
+        return sorted(g for g, owners in self._owners.items() if owner in owners)
 
     def lose(self, owner: str, missing: Callable[[int], Sequence[int]]) -> list[int]:
-        """The owner died: its leases return, for the episodes that the learner still lacks. Returns those groups."""
+        """The owner died: what it was leased returns, less what the learner has. Returns those groups.
+
+        `missing(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
+        """
         back = []
         for group in self.leases(owner):
-            del self._owner[group]
-            episodes = tuple(missing(group))
-            if episodes:
-                heapq.heappush(self._returned, (group, episodes))
+            lacking = set(missing(group)).intersection(self._owners[group].pop(owner))
+            if lacking:
+                self._waiting[group] = tuple(sorted(lacking.union(self._waiting.get(group, ()))))
                 back.append(group)
         return back
 
-    def installed(self, version: int, consumed: int) -> None:
-        """Every live engine has `version`, which was trained from the first `consumed` groups.
+    def trained(self, version: int, groups: Sequence[int]) -> None:
+        """A step consumed `groups`, in this order; its weights are published as, or within, `version`.
 
-        Raises `ValueError` if versions or groups go backwards, or groups were consumed that nobody leased.
+        Raises `ValueError` if versions go backwards, or a group was not leased, was consumed before, or was beyond the
+        window: the bound on age would not hold.
         """
-        if version < self._version or consumed < self._consumed:
-            raise ValueError(
-                f"version {version} of {consumed} groups installed after version {self._version} of {self._consumed}"
-            )
-        if consumed > self._next_group:
-            raise ValueError(f"{consumed} groups were consumed, but only {self._next_group} leased")
-        self._version, self._consumed = version, consumed
-        for group in [g for g in self._owner if g < consumed]:
-            del self._owner[group]
+        if version <= self.version or version < max(self._uninstalled, default=0):
+            raise ValueError(f"a step made version {version} after version {max((self.version, *self._uninstalled))}")
+        if max(groups, default=-1) >= self._next_group:
+            raise ValueError(f"group {max(groups)} was consumed, but only {self._next_group} groups were leased")
+        self._consumed = self._consumed.after(groups)
+        for group in groups:
+            self._waiting.pop(group, None)  # lost with its owner, and yet arrived
+            self._owners.pop(group, None)
+        self._uninstalled[version] = self._uninstalled.get(version, 0) + len(groups)
+
+    def installed(self, version: int) -> None:
+        """Every live engine has `version`: the slots of the groups that it was trained from are free.
+
+        Raises `ValueError` if versions go backwards, or no step made `version`.
+        """
+        if version < self.version:
+            raise ValueError(f"version {version} was installed after version {self.version}")
+        if version > max(self._uninstalled, default=self.version):
+            raise ValueError(f"version {version} was installed, but no step has made it")
+        self.version = version
+        for older in [v for v in self._uninstalled if v <= version]:
+            self._freed += self._uninstalled.pop(older)
+
+    # -- for a checkpoint ----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data; `restore` reads it."""
+        return {
+            "version": self.version,
+            "next_group": self._next_group,
+            "freed": self._freed,
+            "consumed": [self._consumed.head, sorted(self._consumed.beyond)],
+            "uninstalled": sorted(self._uninstalled.items()),
+            "waiting": sorted(self._waiting.items()),
+            "owners": [[group, sorted(owners.items())] for group, owners in sorted(self._owners.items())],
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on as the one that made the snapshot, whose settings must be this one's. Leases stay with their owners: `lose`
+        those that did not live on. Raises `ValueError` if the snapshot is of an older version than is installed here."""
+        if snapshot["version"] < self.version:
+            raise ValueError(f"a snapshot of version {snapshot['version']} can not follow version {self.version}")
+        self.version, self._next_group, self._freed = (snapshot[k] for k in ("version", "next_group", "freed"))
+        head, beyond = snapshot["consumed"]
+        self._consumed = Consumed(self._consumed.window, head, beyond)
+        self._uninstalled = dict(snapshot["uninstalled"])
+        self._waiting = {group: tuple(episodes) for group, episodes in snapshot["waiting"]}
+        self._owners = {
+            group: {owner: tuple(episodes) for owner, episodes in owners} for group, owners in snapshot["owners"]
+        }

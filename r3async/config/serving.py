@@ -1,0 +1,70 @@
+"""Sections `serving` (the OpenAI-compatible endpoint of a generator) and `evaluation`."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+
+from r3async.config.section import Section, positive
+from r3async.config.sections import EnvConfig
+
+
+class ServingConfig(Section):
+    """An environment `agent:…` or `agent-command` has its endpoint in any case, for its own episodes; `enabled` opens the door
+    to agents that others start."""
+
+    enabled: bool = False
+    """Whether who has the token may begin sessions. Address and token of each generator are in `runs/NAME/serving-*.json`."""
+    host: str = "127.0.0.1"
+    """Interface of the endpoint. Loopback unless named; any other needs a `token`."""
+    port: int = 0
+    """0: a free one. A number fits one generator a host only."""
+    token: str = ""
+    """What beginning a session takes. Empty: a random one a generator. Kept out of `config.toml` if given as `$NAME`, the name
+    of an environment variable of the generator."""
+    model_name: str = "policy"
+    """What `/v1/models` calls the model. Requests may name any."""
+    max_sessions: int = 64
+    """Sessions that may be open at once for agents that others start."""
+    unrewarded: float | None = None
+    """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
+
+    def __post_init__(self) -> None:
+        positive(self, "max_sessions")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"`port` must be in 0..65535, got {self.port}")
+        if not is_loopback(self.host) and not self.token:
+            raise ValueError(
+                f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class EvaluationConfig(Section):
+    """Episodes that are played beside the training, and are never trained."""
+
+    every: int = 0
+    """Steps between two evaluations; one more follows the last step. 0: none."""
+    at_start: bool = False
+    """Also before the first step."""
+    episodes: int = 32
+    env: EnvConfig = msgspec.field(default_factory=lambda: EnvConfig(name=""))
+    """Which environment. An empty name: the one that is trained, with its arguments."""
+    seed: int = 0
+    """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
+    timeout: float = 1800.0
+    """Seconds after which an evaluation is given up."""
+
+    def __post_init__(self) -> None:
+        positive(self, "episodes", "timeout")
+        if self.every < 0:
+            raise ValueError(f"`every` must be 0 (off) or more, got {self.every}")
+        if not self.env.name and self.env.args:
+            raise ValueError("`env.args` without `env.name`: name the environment that they are for")

@@ -1,0 +1,50 @@
+"""How late an event loop is: blocking work on it shows here, and nowhere else before everything is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+INTERVAL = 0.05
+SAMPLES = 1200
+"""Samples that are looked at together: a minute."""
+
+
+class LagMeter:
+    """Measures how much later than asked a sleeping task wakes up. Figures are of the last minute."""
+
+    NAMES = ("p50_ms", "p99_ms", "max_ms")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lags: deque[float] = deque(maxlen=SAMPLES)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Measure on the running event loop until `stop`. Idempotent."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._measure(), name="lag-meter")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _measure(self) -> None:
+        while True:
+            due = self._clock() + INTERVAL
+            await asyncio.sleep(INTERVAL)
+            self.add(self._clock() - due)
+
+    def add(self, seconds: float) -> None:
+        self._lags.append(max(0.0, seconds))
+
+    def figures(self) -> dict[str, float]:
+        """`p50_ms`, `p99_ms`, `max_ms`; zeros before the first measurement."""
+        lags = sorted(self._lags) or [0.0]
+
+        def quantile(q: float) -> float:
+            return 1000 * lags[round(q * (len(lags) - 1))]
+
+        return {"p50_ms": quantile(0.5), "p99_ms": quantile(0.99), "max_ms": 1000 * lags[-1]}

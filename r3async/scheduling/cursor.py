@@ -1,0 +1,41 @@
+"""Which task a group poses: the data cursor. Pure, and without state: a group's index says everything."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import numpy as np
+
+from r3async.scheduling.seeds import training_seed
+
+
+class Cursor:
+    """Tasks of a run, for ever. The same `seed` and `size` name the same tasks, whatever was played before.
+
+    Without a `size`, every group has a random task seed of 63 bits. With one (an environment that knows how many tasks
+    it has), group `g` is of epoch `g // size`, and its task seed is an index `0 .. size - 1`: every epoch poses every task
+    once, in an order of its own. Groups of two epochs may be played at once; nothing waits for an epoch's end.
+    """
+
+    def __init__(self, seed: int, size: int | None = None):
+        if size is not None and size < 1:
+            raise ValueError(f"an environment with `size` = {size} has no task")
+        self.seed, self.size = seed, size
+        # Two epochs overlap in flight, or a few if they are short.
+        self._order = lru_cache(maxsize=8)(self._shuffled)
+
+    def task_seed(self, group_index: int) -> int:
+        if self.size is None:
+            return training_seed(self.seed, group_index)
+        epoch, position = divmod(group_index, self.size)
+        return int(self._order(epoch)[position])
+
+    def epochs(self, groups: int) -> float:
+        """How often all tasks were posed by the first `groups` groups; 0 without a size."""
+        return groups / self.size if self.size else 0.0
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        assert self.size is not None
+        seed = random.Random(f"{self.seed}/epoch {epoch}").getrandbits(64)
+        return np.random.default_rng(seed).permutation(self.size)

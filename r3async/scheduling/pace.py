@@ -1,0 +1,148 @@
+"""Whether generation and training are as fast as each other, and which side to give more to.
+
+Over the last steps: the learner was idle while it waited for groups (the buffer ran dry), and a generator's places were
+idle while they stood empty because no slot was free (the buffer was full); places that slots could never fill
+(`useful_places`) are none. What a side would do if it never waited is what
+it did over the share of time that it worked:
+
+    ratio = (episodes finished / (1 - idle share of generation)) / (episodes trained / (1 - idle share of training))
+
+Below 1 generation is the slower side, above 1 training. Pure; time comes with what is observed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from r3async.config import ScheduleConfig
+
+STEPS = 16
+"""Steps that are looked at together."""
+IDLE = 0.3
+"""Idle share from which a side is said to wait."""
+SIDED = 2.0
+"""One side waits for the other, and not both for a slot, if it is idle so many times as long."""
+
+
+def useful_places(schedule: ScheduleConfig, generators: int) -> float:
+    """Episodes that slots let each of so many generators play while the groups of one version are being trained.
+
+    `max(S, 1) * P * K * G / generators`: more places can not be filled for long, and do not count as idle.
+    """
+    groups = max(schedule.max_staleness, 1) * schedule.groups_per_step * schedule.steps_per_publication
+    return groups * schedule.samples_per_group / generators
+
+
+class StepPace(msgspec.Struct, frozen=True):
+    """What one step tells. Times in seconds, and for generation summed over all places for episodes."""
+
+    seconds: float
+    """From the end of the step before to the end of this one."""
+    waited: float
+    """Of these, how long the learner waited for groups."""
+    finished: int
+    """Episodes that arrived."""
+    trained: int
+    """Episodes that were trained."""
+    idle_share: float
+    """Of generation: places times time that stood empty because no slot was free, over all places times time."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """An event that says who is waited for: its name, and numbers and advice for the person."""
+
+    event: str
+    facts: dict[str, float | str]
+
+
+class IdleShare:
+    """Of something that every generator has (places for episodes, an engine): how much of it was idle."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._idle = self._all = 0.0
+
+    def report(self, owner: str, idle: float, total: float) -> None:
+        """An owner's counters, in seconds since its process began, times how many. Smaller than before: a new process."""
+        before = self._seen.get(owner, (0.0, 0.0))
+        if total < before[1]:
+            before = (0.0, 0.0)
+        self._idle += idle - before[0]
+        self._all += total - before[1]
+        self._seen[owner] = (idle, total)
+
+    def take(self) -> float:
+        """Share that was idle, since the last call."""
+        share = self._idle / self._all if self._all > 0 else 0.0
+        self._idle = self._all = 0.0
+        return min(1.0, max(0.0, share))
+
+
+class Pace:
+    """Observes steps. `patience` seconds must have been looked at before a verdict, which is given once until it changes."""
+
+    def __init__(self, patience: float):
+        self._patience = patience
+        self._steps: deque[StepPace] = deque(maxlen=STEPS)
+        self._said = ""
+
+    def observe(self, step: StepPace) -> tuple[dict[str, float], Verdict | None]:
+        """Metrics as of this step, and a verdict if there is a new one."""
+        self._steps.append(step)
+        metrics = self.metrics()
+        verdict = self._verdict(metrics)
+        said, self._said = self._said, verdict.event if verdict else ""
+        return metrics, verdict if verdict and verdict.event != said else None
+
+    def metrics(self) -> dict[str, float]:
+        """`pace/ratio`, `learner/idle_share`, `generator/idle_share` of the steps that are looked at."""
+        seconds = max(sum(s.seconds for s in self._steps), 1e-9)
+        learner = min(1.0, sum(s.waited for s in self._steps) / seconds)
+        generator = min(1.0, sum(s.idle_share * s.seconds for s in self._steps) / seconds)
+        generation = sum(s.finished for s in self._steps) / max(1 - generator, 1e-3)
+        training = sum(s.trained for s in self._steps) / max(1 - learner, 1e-3)
+        return {
+            "pace/ratio": generation / max(training, 1e-9),
+            "learner/idle_share": learner,
+            "generator/idle_share": generator,
+        }
+
+    def _verdict(self, metrics: dict[str, float]) -> Verdict | None:
+        seconds = sum(s.seconds for s in self._steps)
+        if len(self._steps) < STEPS // 2 or seconds < self._patience:
+            return None
+        ratio = metrics["pace/ratio"]
+        learner, generator = metrics["learner/idle_share"], metrics["generator/idle_share"]
+        if learner >= IDLE and learner >= SIDED * generator:
+            event, hint = (
+                "pace_generation_bound",
+                (
+                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s: give generation more (generator.count, "
+                    f"generator.concurrency, faster engines), about {1 / max(ratio, 1e-3):.1f} times what it has, or the "
+                    "learner less"
+                ),
+            )
+        elif generator >= IDLE and generator >= SIDED * learner:
+            event, hint = (
+                "pace_training_bound",
+                (
+                    f"{generator:.0%} of the generators' places stood empty for the last {seconds:.0f} s because every slot was "
+                    f"taken: give the learner more (learner.parallel, learner.threads), about {max(ratio, 1e-3):.1f} times what "
+                    "it has, or generation less"
+                ),
+            )
+        elif min(generator, learner) >= IDLE:
+            event, hint = (
+                "pace_slots_bound",
+                (
+                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s, and {generator:.0%} of the generators' "
+                    "places stood empty because every slot was taken: more resources help neither; a larger "
+                    "schedule.window (if single episodes are late) or schedule.max_staleness does"
+                ),
+            )
+        else:
+            return None
+        numbers = {name: round(value, 3) for name, value in metrics.items()}
+        return Verdict(event, {**numbers, "seconds": round(seconds, 1), "hint": hint})

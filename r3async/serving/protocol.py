@@ -1,0 +1,274 @@
+"""What the endpoint reads and writes: requests, answers and errors in the shape of OpenAI's API.
+
+What would change how tokens are sampled, and can not be granted, is refused and never ignored: an episode is trained with the
+log-probs of the distribution that `episode.temperature` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r3async.config import EpisodeConfig
+from r3async.envs.base import Message
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what there is room for."""
+
+
+class Refused(Exception):
+    """A request that is answered with an error, in OpenAI's shape. `again`: whether asking again may help."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        again: bool = False,
+    ):
+        super().__init__(message)
+        self.status, self.again = status, again
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """One answer. `text` leaves the stop token out; `finish` is `stop` or `length`; `turn` counts the answers of the session."""
+
+    turn: int
+    prompt_tokens: int
+    token_ids: list[int]
+    logprobs: np.ndarray
+    text: str
+    finish: str
+
+    @property
+    def usage(self) -> dict[str, int]:
+        n = len(self.token_ids)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": n,
+            "total_tokens": self.prompt_tokens + n,
+        }
+
+
+class ChatRequest(msgspec.Struct):
+    """What is honoured of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(msgspec.Struct):
+    """What is honoured of `/v1/completions`."""
+
+    prompt: str | list[Any]
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: int | None = None
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        """Text or token ids; a list of one of them is that one. Raises `Refused` for several."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+            if len(prompt) > 1:
+                raise Refused("one prompt a request", param="prompt")
+            prompt = prompt[0]
+        if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+            raise Refused("a prompt must be text or a list of token ids", param="prompt")
+        return prompt
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "suffix": ("",),
+    "echo": (False,),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+}
+"""Parameters that can not be granted, and the values with which they ask for nothing. None is one for all."""
+
+
+def read_request(kind: Any, body: Any, settings: EpisodeConfig) -> Any:
+    """`body` as a `kind`. Raises `Refused` for what is ill-formed or can not be granted."""
+    if not isinstance(body, Mapping):
+        raise Refused("the body must be a JSON object")
+    for name, values in _NEUTRAL.items():
+        asked = body.get(name)
+        if asked is not None and asked not in values:
+            raise Refused(
+                f"{name} = {asked!r} is not supported: episodes are trained on what the policy itself samples. Leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    temperature = body.get("temperature")
+    if temperature is not None and (
+        not isinstance(temperature, (int, float)) or not math.isclose(temperature, settings.temperature, rel_tol=1e-6)
+    ):
+        raise Refused(
+            f"temperature = {temperature!r}: this episode is sampled at episode.temperature = {settings.temperature}. Leave it "
+            "out, or change that setting of the run.",
+            param="temperature",
+            code="unsupported_value",
+        )
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise Refused(str(error)) from error
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages of the API as templates take them: text parts are joined, arguments of tool calls are objects.
+
+    Raises `Refused` for what is not text.
+    """
+    if not messages:
+        raise Refused("messages is empty", param="messages")
+    return [_message(i, m) for i, m in enumerate(messages)]
+
+
+def _message(index: int, message: Mapping[str, Any]) -> Message:
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise Refused(f"messages[{index}] has role {role!r}", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise Refused(f"messages[{index}]: only text is supported", param="messages")
+        content = "".join(part for part in parts if part)
+    if content is not None and not isinstance(content, str):
+        raise Refused(f"messages[{index}].content must be text", param="messages")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
+    ):
+        raise Refused(f"messages[{index}].tool_calls must be a list of function calls", param="messages")
+    return Message(
+        role="system" if role == "developer" else role,
+        content=content or "",
+        tool_calls=[_structured(call) for call in calls],
+        tool_call_id=str(message.get("tool_call_id") or ""),
+        name=str(message.get("name") or ""),
+    )
+
+
+def _structured(call: Mapping[str, Any]) -> dict[str, Any]:
+    """With arguments as an object, which is what templates write best; where they are none, as they are."""
+    arguments = call["function"].get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            arguments = msgspec.json.decode(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+# -- answers -----------------------------------------------------------------------------------------------------
+
+
+def chat_answer(
+    answer_id: str, model: str, sampled: Sampled, message: dict[str, Any], logprobs: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The body of an answer to `/v1/chat/completions`."""
+    finish = "tool_calls" if message.get("tool_calls") else sampled.finish
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": finish,
+        "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
+    }
+    return _body(answer_id, "chat.completion", model, [choice]) | {"usage": sampled.usage}
+
+
+def chat_chunks(body: Mapping[str, Any], usage: bool) -> list[dict[str, Any]]:
+    """The same answer as a stream: the role, the content, tool calls, the end; then `usage`, if it was asked for."""
+    (choice,) = body["choices"]
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if message["content"]:
+        deltas.append({"content": message["content"]})
+    if calls := message.get("tool_calls"):
+        deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+    choices = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
+    choices[-1]["logprobs"] = choice["logprobs"]
+    choices.append({"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None})
+    head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    return _chunks(head, choices, body["usage"] if usage else None)
+
+
+def completion_answer(answer_id: str, model: str, sampled: Sampled, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """The body of an answer to `/v1/completions`."""
+    choice = {"index": 0, "text": sampled.text, "finish_reason": sampled.finish, "logprobs": logprobs}
+    return _body(answer_id, "text_completion", model, [choice]) | {"usage": sampled.usage}
+
+
+def completion_chunks(body: Mapping[str, Any], usage: bool) -> list[dict[str, Any]]:
+    (choice,) = body["choices"]
+    head = {key: body[key] for key in ("id", "created", "model", "object")}
+    return _chunks(
+        head,
+        [{**choice, "finish_reason": None}, {**choice, "text": "", "logprobs": None}],
+        body["usage"] if usage else None,
+    )
+
+
+def _chunks(
+    head: dict[str, Any], choices: Sequence[dict[str, Any]], usage: dict[str, int] | None
+) -> list[dict[str, Any]]:
+    chunks = [{**head, "choices": [choice]} for choice in choices]
+    return chunks if usage is None else [*chunks, {**head, "choices": [], "usage": usage}]
+
+
+def _body(answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
+
+
+def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> list[dict[str, Any]]:
+    """Of each sampled token; `top`: with itself as its only alternative, since no other was recorded."""
+    said = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        entry = {"token": token, "logprob": float(logprob), "bytes": list(token.encode())}
+        said.append({**entry, "top_logprobs": [entry] if top else []})
+    return said
+
+
+def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> dict[str, Any]:
+    offsets = [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    values = [float(logprob) for logprob in logprobs]
+    return {
+        "tokens": list(tokens),
+        "token_logprobs": values,
+        "top_logprobs": [{t: v} for t, v in zip(tokens, values, strict=True)] if top else None,
+        "text_offset": offsets[:-1],
+    }

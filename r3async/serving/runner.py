@@ -1,0 +1,105 @@
+"""Episodes played by an agent, for whoever plays leases or evaluates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
+from r3async.engines.base import Engine
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.loop import EpisodeError, EpisodeTask
+from r3async.records import Trajectory
+from r3async.serving.agents import Agent, is_agent, make_agent
+from r3async.serving.server import AgentServer
+
+Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
+
+
+class AgentRunner:
+    """Opens a session for each episode and lets the agent play it."""
+
+    def __init__(self, agent: Agent, server: AgentServer):
+        self._agent, self._server = agent, server
+
+    async def play(self, task: EpisodeTask) -> Trajectory:
+        """Until the agent ends, or `episode.timeout` is over.
+
+        An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
+        Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
+        if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
+        """
+        session = self._server.open(task)
+        settings, reason = self._server.settings, "stop"
+        reward: float | None = None
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(settings.timeout) as limit:
+                reward = await self._agent(self._server, session)
+        except Exception as raised:
+            if isinstance(raised, TimeoutError) and limit.expired():
+                reason = "timeout"
+            else:
+                error = raised
+        finally:
+            self._server.close(session)
+        if session.failure is not None:
+            raise session.failure
+        if error is not None and not (session.limit and session.worth_known):
+            raise error
+        if reward is not None:
+            try:
+                session.reward(reward)
+            except ValueError as wrong:
+                raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
+        if reason == "timeout" and not session.worth_known:
+            raise EpisodeError(
+                f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
+                f"agent had {session.turns} answers"
+            )
+        return session.trajectory((session.limit or reason) if reason == "stop" else reason)
+
+
+@asynccontextmanager
+async def agent_player(
+    env: EnvConfig,
+    engine: Engine,
+    renderer: ChatRenderer,
+    episode: EpisodeConfig,
+    serving: ServingConfig,
+    *,
+    generator_id: str = "",
+    report: Callable[..., object] = lambda event, **fields: None,
+    directory: Path | None = None,
+) -> AsyncIterator[Play | None]:
+    """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
+    environment if `serving.enabled`; then its address and token are in `directory/serving-ID.json`, for its owner only.
+    """
+    agent = make_agent(env) if is_agent(env) else None
+    if agent is None and not serving.enabled:
+        yield None
+        return
+    server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report)
+    await server.start()
+    try:
+        if serving.enabled and directory is not None:
+            _write_private(
+                directory / f"serving-{generator_id}.json",
+                msgspec.json.encode({"base_url": server.base_url, "token": server.token}),
+            )
+        yield AgentRunner(agent, server).play if agent is not None else None
+    finally:
+        await server.stop()
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    scratch.replace(path)

@@ -1,0 +1,92 @@
+"""Agents as a person would write them, each with a fault or a virtue of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+import time
+
+import openai
+
+from docs.examples.calculator_agent import CALL, alike
+from r3async.envs.base import Message, StepResult
+
+
+def _ask(base_url, api_key, text="hi"):
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        return client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+
+def counts(base_url, api_key, task_seed, worth=1.0):
+    """Rewarded by what it returns."""
+    assert threading.current_thread() is not threading.main_thread()
+    return worth * len(_ask(base_url, api_key, str(task_seed)).choices[0].message.content)
+
+
+async def counts_async(base_url, api_key, task_seed):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        asked = [
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(i)}]) for i in range(3)
+        ]
+        answers = await asyncio.gather(*asked)
+        return float(sum(len(a.choices[0].message.content) for a in answers))
+
+
+def rewards_by_call(base_url, api_key, task_seed):
+    _ask(base_url, api_key)
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        client.post("/r3async/reward", body={"reward": 0.25, "done": True}, cast_to=object)
+
+
+def forgets(base_url, api_key, task_seed):
+    _ask(base_url, api_key)
+
+
+def says_nan(base_url, api_key, task_seed):
+    _ask(base_url, api_key)
+    return float("nan")
+
+
+def crashes(base_url, api_key, task_seed):
+    _ask(base_url, api_key)
+    raise RuntimeError("the agent's own fault")
+
+
+def leaves(base_url, api_key, task_seed):
+    sys.exit("enough")
+
+
+def goes_on_and_on(base_url, api_key, task_seed):
+    """Until it is refused, which it does not expect."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            client.post("/r3async/reward", body={"reward": 1, "id": answer.id}, cast_to=object)
+
+
+def sleeps(base_url, api_key, task_seed):
+    _ask(base_url, api_key)
+    time.sleep(60)
+
+
+def asks_too_much(base_url, api_key, task_seed, wrong):
+    """Has an argument that nobody gives."""
+
+
+class CalculatorFormat:
+    """The game of docs/examples/calculator_agent.py as an environment with an oracle: to warm a new model up for it."""
+
+    async def reset(self, task_seed):
+        chance = random.Random(task_seed)
+        self.a, self.b, self.turn = chance.randint(1, 9), chance.randint(1, 9), 0
+        return [Message("user", f"{self.a}+{self.b}")]
+
+    def oracle(self):
+        return [CALL.format(a=self.a, b=self.b), str(self.a + self.b)][self.turn]
+
+    async def step(self, action):
+        reward = alike(action.text, self.oracle()) / 2
+        self.turn += 1
+        return StepResult(reward, [] if self.turn == 2 else [Message("tool", str(self.a + self.b))], self.turn == 2)

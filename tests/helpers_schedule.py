@@ -1,0 +1,253 @@
+"""A run without engines, sockets and torch: the real scheduler, with generators and a learner that only keep books."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from r3async.buffer.groups import GroupBuffer
+from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
+from r3async.scheduling.admission import Admission, most_groups, oldest_age
+from r3async.scheduling.age import check_ages, token_ages
+from r3async.scheduling.cursor import Cursor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One configuration. `tokens`: of a batch; 0 is off."""
+
+    staleness: int = 1
+    per_step: int = 2
+    per_version: int = 1
+    samples: int = 2
+    window: int = 1
+    versions: int = 4
+    tokens: int = 0
+    split: str = "idle"
+    tasks: int | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.versions * self.per_version
+
+    @property
+    def bound(self) -> int:
+        return oldest_age(self.staleness, self.window, self.per_step * self.per_version)
+
+
+@dataclass
+class Player:
+    """A generator. Episodes are (group, episode), each with the version that sampled its first token."""
+
+    alive: bool = True
+    version: int = 0
+    reviving: int | None = None
+    """The version that a restarted process is loading."""
+    playing: dict[tuple[int, int], int] = field(default_factory=dict)
+    outbox: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
+    """Two tokens, of which the second is trained."""
+    columns = {name: column.filled(2) for name, column in SCHEMA.columns.items() if not column.optional}
+    columns["loss_mask"] = np.array([False, True])
+    columns["policy_version"] = np.array([-1, version], np.int32)
+    name = f"g{group}e{index}"
+    return Trajectory(name, group, index, seed, "", "env_done", [], [Sample(name, TokenTable(columns))])
+
+
+class Run:
+    """All that happens between a lease and an installation, one event at a time. Checks what must always hold."""
+
+    def __init__(self, shape: Shape, players: int = 2, admission: type[Admission] = Admission, buffer=GroupBuffer):
+        self.shape, self.kind = shape, admission
+        self.cursor = Cursor(0, shape.tasks)
+        self.admission = self._admission()
+        self.buffer = buffer(shape.samples, shape.window)
+        self.players = {f"p{i}": Player() for i in range(players)}
+        self.steps, self.learner_version, self.published = 0, 0, 0
+        """Steps made; versions made; the newest that is written where engines find it."""
+        self.since = [0, 0]
+        self.trained: list[int] = []
+        self.oldest = 0
+
+    def _admission(self) -> Admission:
+        shape = self.shape
+        return self.kind(
+            max_staleness=shape.staleness,
+            groups_per_step=shape.per_step,
+            samples_per_group=shape.samples,
+            steps_per_publication=shape.per_version,
+            window=shape.window,
+            split=shape.split,
+            total_groups=None if shape.tokens else shape.steps * shape.per_step,
+            task_seed=self.cursor.task_seed,
+        )
+
+    @property
+    def done(self) -> bool:
+        return self.steps == self.shape.steps
+
+    # -- generators ----------------------------------------------------------------------------------------------
+
+    def lease(self, name: str, at_once: int, among: int = 1) -> bool:
+        player = self.players[name]
+        room = at_once - len(player.playing)
+        if not player.alive or room < 1 or self.done:
+            return False
+        got = self.admission.lease(name, version=player.version, room=room, at_once=at_once, among=among)
+        if got is None:
+            return False
+        assert 1 <= len(got.episode_indices) <= room
+        assert got.task_seed == self.cursor.task_seed(got.group_index)
+        for index in got.episode_indices:
+            key = (got.group_index, index)
+            assert all(key not in p.playing and key not in p.outbox for p in self.players.values()), "two live owners"
+            player.playing[key] = player.version
+        return True
+
+    def finish(self, name: str, pick: int = 0) -> bool:
+        """An episode of the player's ends."""
+        player = self.players[name]
+        if not player.playing:
+            return False
+        key = list(player.playing)[pick % len(player.playing)]
+        player.outbox[key] = player.playing.pop(key)
+        return True
+
+    def arrive(self, name: str, pick: int = 0) -> bool:
+        """Something that was sent reaches the learner."""
+        player = self.players[name]
+        if not player.outbox:
+            return False
+        key = list(player.outbox)[pick % len(player.outbox)]
+        self.buffer.add(episode(*key, player.outbox.pop(key), self.cursor.task_seed(key[0])), 1)
+        return True
+
+    def die(self, name: str) -> None:
+        """The process dies, and with it what it played and what it had not delivered."""
+        player = self.players[name]
+        last_words = dict(list(player.outbox.items())[:1])  # on the wire: arrives after the learner was asked
+        player.playing, player.outbox, player.alive, player.reviving = {}, {}, False, None
+        lacking = {g: self.buffer.missing(g) for g in self.admission.leases(name)}
+        for key, version in last_words.items():
+            self.buffer.add(episode(*key, version, 0), 1)
+        self.admission.lose(name, lambda g: lacking[g])
+        assert self.admission.leases(name) == []
+
+    def begin_revival(self, name: str) -> bool:
+        player = self.players[name]
+        if player.alive or player.reviving is not None:
+            return False
+        player.reviving = self.published
+        return True
+
+    def end_revival(self, name: str) -> bool:
+        """It has loaded what was the newest version when it began to; the conductor then brings it up to date, or later."""
+        player = self.players[name]
+        if player.reviving is None:
+            return False
+        player.version, player.reviving, player.alive = player.reviving, None, True
+        return True
+
+    # -- learner and conductor -----------------------------------------------------------------------------------
+
+    def batch(self) -> list[int]:
+        shape = self.shape
+        at_most = shape.per_step
+        if shape.tokens:
+            at_most = most_groups(
+                slots=(shape.staleness + 1) * shape.per_step * shape.per_version,
+                groups_per_step=shape.per_step,
+                steps_left=shape.per_version - self.since[0],
+                consumed_since=self.since[1],
+            )
+            assert at_most >= shape.per_step
+        return [] if self.done else self.buffer.batch(shape.per_step, at_most, shape.tokens)
+
+    def train(self) -> bool:
+        indices = self.batch()
+        if not indices:
+            return False
+        groups, _ = self.buffer.take(indices)
+        check_ages(groups, self.learner_version, self.shape.bound)
+        self.oldest = max(self.oldest, *(int(token_ages(t, self.learner_version).max()) for g in groups for t in g))
+        assert [sorted(t.episode_index for t in g) for g in groups] == [list(range(self.shape.samples))] * len(groups)
+        assert not set(indices) & set(self.trained), "consumed twice"
+        self.trained += indices
+        self.admission.trained(self.learner_version + 1, indices)
+        self.steps += 1
+        self.since = [self.since[0] + 1, self.since[1] + len(indices)]
+        if self.since[0] == self.shape.per_version:
+            self.learner_version, self.since = self.learner_version + 1, [0, 0]
+        return True
+
+    def publish(self) -> bool:
+        if self.published == self.learner_version:
+            return False
+        self.published = self.learner_version
+        return True
+
+    def install(self) -> bool:
+        """Every live player gets the newest published version."""
+        live = [p for p in self.players.values() if p.alive]
+        behind = [p for p in live if p.version < self.published]
+        if not live or not (behind or self.admission.version < self.published):
+            return False
+        for player in behind:
+            player.version = self.published
+        self.admission.installed(self.published)
+        return True
+
+    def restart_conductor(self) -> None:
+        """From what it wrote down. Its generators are new, too."""
+        state = msgspec.json.decode(msgspec.json.encode(self.admission.snapshot()))
+        version = self.admission.version
+        self.admission = self._admission()
+        self.admission.restore(state)
+        assert self.admission.version == version
+        for name in self.players:
+            self.die(name)
+
+    # -- what must hold ------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        assert self.admission.slots_taken <= self.admission.slots
+        assert len(set(self.trained)) == len(self.trained)
+        held = [key for p in self.players.values() for key in (*p.playing, *p.outbox)]
+        assert len(held) == len(set(held)), "an episode has two live owners"
+        assert len({g for g, _ in held}) <= self.admission.slots
+
+    def can_progress(self) -> bool:
+        """Something can happen that brings the run nearer to its end, and no death is needed for it."""
+        if self.done or self.batch() or self.published < self.learner_version:
+            return True
+        players = self.players.values()
+        if any(p.playing or p.outbox or not p.alive for p in players):
+            return True
+        if self.admission.version < self.published or any(p.version < self.published for p in players):
+            return True
+        return self.admission.can_lease()
+
+    def finish_run(self, at_once: int) -> None:
+        """From here every player does what it can, in turn, until the last step is made. Fails if that does not come."""
+        limit = 50 + 40 * (len(self.players) + 1) * (self.shape.samples + 2) * (self.shape.steps + 2) * 4
+        for _ in range(limit):
+            if self.done:
+                break
+            for name in self.players:
+                self.begin_revival(name)
+                self.end_revival(name)
+                while self.lease(name, at_once):
+                    pass
+                self.finish(name)
+                self.arrive(name)
+            self.train()
+            self.publish()
+            self.install()
+        assert self.done, "the run can not be finished from here"
+        if not self.shape.tokens:
+            assert sorted(self.trained) == list(range(self.shape.steps * self.shape.per_step)), "a group was lost"
+            assert self.admission.exhausted

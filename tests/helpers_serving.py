@@ -1,0 +1,105 @@
+"""A session's endpoint before a scripted engine, for tests that talk to it as an agent would."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import openai
+
+from r3async.config import EpisodeConfig, ServingConfig
+from r3async.engines.scripted import ScriptedEngine
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.loop import EpisodeTask
+from r3async.serving.server import AgentServer
+from r3async.weights.manifest import WeightManifest
+from tools.init_model import byte_tokenizer
+
+SETTINGS = EpisodeConfig(max_turns=8, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20)
+TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
+HERMES = (
+    "{% if tools %}<|system|>tools: {{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m['role'] }}|>"
+    "{{ m['content'] }}{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Writes calls in its own way: not as any model would sample them."""
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
+}
+
+
+def renderer(template: str | None = None) -> ChatRenderer:
+    tokenizer = byte_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    return ChatRenderer(tokenizer)
+
+
+def said(chat: ChatRenderer, *texts: str, end: bool = True) -> list[list[int]]:
+    """Answers for a script."""
+    return [[*chat.encode(text), *([chat.end_id] if end else [])] for text in texts]
+
+
+async def ready(script, **options) -> ScriptedEngine:
+    engine = ScriptedEngine(script, **options)
+    await engine.start()
+    await engine.install(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
+    return engine
+
+
+@asynccontextmanager
+async def serving(engine, chat, settings=SETTINGS, **values):
+    server = AgentServer(engine, chat, settings, ServingConfig(**values))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def talking(script, template=None, settings=SETTINGS, options=None, **values):
+    """`server, session, client` of one episode; `script` may be texts."""
+    chat = renderer(template)
+    if not callable(script) and script and isinstance(script[0], str):
+        script = said(chat, *script)
+    engine = await ready(script, **(options or {}))
+    async with serving(engine, chat, settings, **values) as server:
+        session = server.open(TASK)
+        async with client_of(server, session.key) as client:
+            yield server, session, client
+
+
+def client_of(server: AgentServer, key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=10)
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def merging_renderer(template: str | None = None) -> ChatRenderer:
+    """Of a tokenizer that writes `ab`, `ba` and `aa` as one token each; a policy may well sample them as two."""
+    from tokenizers import models
+
+    tokenizer = byte_tokenizer()
+    pairs = [("a", "b"), ("b", "a"), ("a", "a")]
+    vocabulary = dict(tokenizer.get_vocab())
+    for left, right in pairs:
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer.backend_tokenizer.model = models.BPE(vocab=vocabulary, merges=pairs)
+    if template is not None:
+        tokenizer.chat_template = template
+    chat = ChatRenderer(tokenizer)
+    assert len(chat.encode("abaa")) == 2
+    return chat
+
+
+async def until(true, seconds: float = 5.0) -> None:
+    """Wait until `true()`."""
+    for _ in range(int(seconds / 0.01)):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError(f"it did not become true within {seconds} s")

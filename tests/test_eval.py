@@ -1,0 +1,362 @@
+"""Evaluation: tasks that training never poses, figures that are right, and nothing of it in what is trained."""
+
+import asyncio
+import json
+import math
+import types
+
+import msgspec
+import numpy as np
+import pytest
+
+import actors.generator
+from actors.evaluation import Evaluator
+from actors.fleet import Fleet, RunFailed
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
+from r3async.envs.base import environment_factory
+from r3async.scheduling.admission import GroupLease
+from r3async.scheduling.seeds import evaluation_seed, training_seed
+from r3async.serving.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
+from tests.helpers_serving import ready, renderer, said
+from tools.eval import Target, check_target, describe, find_target, run_evaluation
+
+EPISODE = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, retries=0)
+REVERSE = EnvConfig(name="reverse-text", args={"letters": 4, "turns": 3})
+
+
+def test_training_and_evaluation_never_pose_one_task_also_where_a_seed_is_used_modulo_a_power_of_two():
+    training = {training_seed(run, group) for run in range(20) for group in range(500)}
+    evaluated = {evaluation_seed(seed, index) for seed in range(20) for index in range(500)}
+    assert len(training) == len(evaluated) == 10_000
+    assert all(0 <= s < 2**63 for s in training | evaluated)
+    for bits in (63, 31, 16, 1):
+        assert not {s % 2**bits for s in training} & {s % 2**bits for s in evaluated}
+    assert training_seed(1, 2) == training_seed(1, 2) != training_seed(2, 1)
+
+
+def test_the_figures_of_an_evaluation():
+    outcomes = [
+        Outcome(1.0, 2, "env_done", 10, 3, 4),
+        Outcome(0.0, 4, "length", 30, 4, 5),
+        Outcome(0.5, 3, "env_done", 20, 4, 4),
+    ]
+    result = summarize_outcomes(outcomes, 2.0)
+    assert (result.episodes, result.reward_mean, result.turns_mean, result.tokens_mean) == (3, 0.5, 3, 20)
+    assert result.reward_error == pytest.approx(0.5 / math.sqrt(3))
+    assert (result.version_min, result.version_max) == (3, 5)
+    assert result.stop_reasons == {"env_done": (2, 0.75), "length": (1, 0.0)}
+    assert summarize_outcomes(outcomes[:1], 1).reward_error is None
+    assert "mean reward 0.5000 ± 0.2887" in describe(result, "m", REVERSE)[0]
+
+
+async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_all_play_the_same_tasks():
+    factory = environment_factory(REVERSE)
+    oracle = await evaluate_without_model("reverse-text", factory, "oracle", episodes=5, seed=1, max_turns=9)
+    assert (oracle.reward_mean, oracle.turns_mean, oracle.stop_reasons) == (
+        pytest.approx(1.0),
+        3,
+        {"env_done": (5, pytest.approx(1.0))},
+    )
+    cut = await evaluate_without_model("reverse-text", factory, "oracle", episodes=2, seed=1, max_turns=2)
+    assert (cut.turns_mean, list(cut.stop_reasons)) == (2, ["turns"])
+
+    chat, seeds, said_so_far = renderer(), [], []
+
+    class Watched:
+        def __init__(self):
+            self.env = factory()
+
+        async def reset(self, task_seed):
+            seeds.append(task_seed)
+            return await self.env.reset(task_seed)
+
+        async def step(self, action):
+            return await self.env.step(action)
+
+    engine = await ready(said(chat, "zzzz"))
+    values = {"episodes": 5, "seed": 1, "concurrency": 2, "progress": said_so_far.append}
+    result = await evaluate(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), **values)
+    assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
+    assert len(said_so_far) == result.episodes == 5
+    assert 0.2 <= result.reward_mean < 0.5  # the end of each answer is right
+    assert (result.version_min, result.version_max, result.tokens_mean) == (5, 5, 15)
+
+
+async def test_an_environment_without_such_a_policy_is_named():
+    class Mute:
+        async def reset(self, task_seed):
+            return []
+
+    with pytest.raises(ConfigError, match=r"--policy oracle.*'mine' has not got an oracle\(\)"):
+        await evaluate_without_model("mine", Mute, "oracle", episodes=1, seed=0, max_turns=1)
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def make_run(root, name, **files):
+    run = root / name
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(
+        'seed = 7\n[env]\nname = "reverse-text"\nargs = { letters = 2 }\n'
+        "[episode]\nmax_prompt_tokens = 64\nmax_total_tokens = 128\n"
+    )
+    for part in files:
+        (run / part).mkdir()
+        (run / part / "config.json").write_text('{"max_position_embeddings": 256}')
+    return run
+
+
+def test_a_runs_newest_model_is_evaluated_as_the_run_played(tmp_path):
+    run = make_run(tmp_path, "a", model=1, init=1)
+    target = find_target("a", None, None, [], tmp_path)
+    assert target.model == run / "model"
+    assert (target.config.env.args, target.config.seed) == ({"letters": 2}, 7)
+    assert find_target(str(run), None, "reverse-text", ["env.args.turns=2"]).config.env.args == {
+        "letters": 2,
+        "turns": 2,
+    }
+    # Arguments of the run's environment are not those of another.
+    assert find_target(str(run), None, "guess", []).config.env.args == {}
+    make_run(tmp_path, "young", init=1)
+    assert find_target("young", None, None, [], tmp_path).model == tmp_path / "young" / "init"
+    assert find_target(str(run / "model"), None, "guess", []).config.env.name == "guess"
+    assert find_target(str(run / "model"), "quickstart", None, []).config.episode.max_total_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "overrides", "message"),
+    [
+        (
+            "nowhere",
+            None,
+            [],
+            r"RUN_OR_MODEL = 'nowhere' is no model directory .* and no run 'nowhere'; there are: empty, run",
+        ),
+        ("empty", None, [], "has no model yet"),
+        ("run/model", None, [], "say which environment it is to play, with --env"),
+        ("run", None, ["env.nam=x"], r"did you mean `env\.name`"),
+    ],
+)
+def test_what_can_not_be_evaluated_is_named(tmp_path, monkeypatch, name, env, overrides, message):
+    make_run(tmp_path, "runs/run", model=1)
+    make_run(tmp_path, "runs/empty")
+    monkeypatch.chdir(tmp_path / "runs")
+    with pytest.raises(ConfigError, match=message):
+        find_target(name, None, env, overrides, tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "message"),
+    [
+        (
+            ["episode.max_total_tokens=512"],
+            "model",
+            r"`episode\.max_total_tokens` = 512 is more than the 256 positions",
+        ),
+        (["env.name=agent-outside", "env.args={}"], "model", "agent-outside"),
+        (["env.name=agent:tests.agents_for_tests:counts", "env.args={}"], "oracle", "is an agent, which asks a model"),
+    ],
+)
+def test_what_can_not_be_played_is_refused_before_the_engine_starts(tmp_path, overrides, policy, message):
+    make_run(tmp_path, "run", model=1)
+    with pytest.raises(ConfigError, match=message):
+        check_target(find_target("run", None, None, overrides, tmp_path), policy)
+
+
+async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_model, monkeypatch):
+    config = load_config("quickstart", ["episode.retries=0"])
+    chat = renderer()
+    engine = await ready(said(chat, "abcd"))
+    monkeypatch.setattr("tools.eval.ChatRenderer.from_model", lambda *a: chat)
+    target = Target(tiny_model, config)
+    phases, outcomes = [], []
+    values = {"episodes": 3, "seed": 0, "make_engine": lambda target: engine}
+    result = await run_evaluation(target, **values, phase=phases.append, progress=outcomes.append)
+    assert (result.episodes, len(outcomes), phases) == (3, 3, ["loading the model", "playing"])
+    with pytest.raises(Exception, match="not running"):
+        await engine.score(np.array([1, 2]))
+
+    class Broken:
+        async def start(self):
+            raise RuntimeError("no memory")
+
+        async def stop(self):
+            pass
+
+    with pytest.raises(RunFailed, match="no memory"):
+        await run_evaluation(target, **{**values, "make_engine": lambda target: Broken()})
+
+
+# -- inside a run -------------------------------------------------------------------------------------------------
+
+
+class Remote:
+    """An actor's method, as its caller sees it."""
+
+    def __init__(self, function):
+        self.remote = function
+
+
+class Events:
+    def __init__(self):
+        self.said = []
+
+    def __getattr__(self, level):
+        return lambda event, **fields: self.said.append((event, fields))
+
+
+def evaluator(tmp_path, answer, state="healthy", **settings):
+    config = config_from_dict({"evaluation": {"every": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
+    events = Events()
+    fleet = Fleet(config, events, {"g": types.SimpleNamespace(evaluate=Remote(answer))})
+    fleet["g"].state = state
+    return Evaluator(config, tmp_path, events, lambda: fleet), events
+
+
+def lines(tmp_path):
+    file = tmp_path / "evaluation.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def settle(it):
+    await asyncio.wait_for(it._wait(lambda: False), 5)
+
+
+async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_path):
+    async def answer():
+        return {"reward_mean": 0.5, "version_min": 3, "version_max": 4, "episodes": 32}
+
+    it, _ = evaluator(tmp_path, answer, at_start=True)
+    for step in range(6):
+        it.after(step)
+        await settle(it)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
+    await it.finish(5, lambda: False)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4, 5]
+    await it.finish(5, lambda: False)
+    assert len(lines(tmp_path)) == 4
+    assert lines(tmp_path)[0]["evaluation/reward_mean"] == 0.5
+    assert {"step", "time", "evaluation/version_min", "evaluation/version_max", "evaluation/episodes"} <= set(
+        lines(tmp_path)[0]
+    )
+
+
+async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
+    async def answer():
+        raise RuntimeError("the environment is away")
+
+    it, events = evaluator(tmp_path, answer)
+    it.after(2)
+    await settle(it)
+    await it.finish(2, lambda: False)
+    assert [(e, f["step"]) for e, f in events.said] == [("evaluation_failed", 2)]
+    assert "the environment is away" in events.said[0][1]["error"]
+    it, events = evaluator(tmp_path, answer, state="dead")
+    it.after(2)
+    await settle(it)
+    assert events.said[0][1]["error"] == "no generator is alive"
+    assert lines(tmp_path) == []
+
+
+async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits_no_longer_than_its_grace(tmp_path):
+    async def answer():
+        await asyncio.sleep(60)
+
+    it, events = evaluator(tmp_path, answer)
+    it.after(2)
+    it.after(4)
+    assert events.said == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
+    await asyncio.wait_for(it.finish(4, lambda: True), 3)
+    assert events.said[-1][0] == "evaluation_given_up"
+    await it.finish(4, lambda: True)
+    assert len(events.said) == 2
+
+
+async def test_a_run_without_evaluations_asks_for_none(tmp_path):
+    it, events = evaluator(tmp_path, None, every=0)
+    for step in range(5):
+        it.after(step)
+    await it.finish(4, lambda: False)
+    await it.cancel()
+    assert (events.said, it._task) == ([], None)
+
+
+class Learner:
+    """Where a generator's sender would send to."""
+
+    def __init__(self):
+        self.got = {}
+
+    async def send(self, trajectory):
+        self.got[trajectory.trajectory_id] = trajectory
+
+    async def flush(self, timeout):
+        pass
+
+    async def close(self):
+        pass
+
+
+async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
+    """What a generator delivers of `groups` leases at S = 0, with evaluations beside each or without."""
+    monkeypatch.setattr(actors.generator, "begin", lambda log: None)
+    settings = {"every": 1 if evaluations else 0, "episodes": 6, "seed": 0}
+    config = load_config("quickstart", ["schedule.samples_per_group=2", "schedule.max_staleness=0"])
+    config = msgspec.structs.replace(config, evaluation=config_from_dict({"evaluation": settings}).evaluation)
+    actor = actors.generator.GeneratorActor("g", "run", to_dict(config), "nowhere", str(tmp_path))
+    chat = renderer()
+
+    def answer(request, index):  # of the request alone, as greedy sampling would be
+        return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.end_id]
+
+    actor.engine, actor.renderer, actor.sender = await ready(answer), chat, Learner()
+    results = []
+
+    async def lease(generator_id, room, stats):
+        played = len(actor.sender.got) // 2
+        if evaluations and len(results) <= played < groups:
+            results.append(asyncio.create_task(actor.evaluate()))
+        free = len(actor.sender.got) == 2 * played and played not in lease.given and played < groups
+        leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and room else []
+        lease.given |= {g.group_index for g in leases}
+        return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
+
+    lease.given = set()
+    await asyncio.wait_for(actor.run(types.SimpleNamespace(lease=Remote(lease))), 30)
+    evaluated = await asyncio.gather(*results)
+    await actor.stop()
+    return actor.sender.got, evaluated, actor.engine
+
+
+async def test_training_data_is_the_same_with_and_without_evaluation_and_no_evaluation_is_sent_to_the_learner(
+    tmp_path, monkeypatch
+):
+    plain, none, _ = await play_run(tmp_path / "a", monkeypatch, evaluations=False)
+    beside, evaluated, engine = await play_run(tmp_path / "b", monkeypatch, evaluations=True)
+    assert none == []
+    assert len(evaluated) == 3
+    assert all(e["episodes"] == 6 for e in evaluated)
+    assert len({e["reward_mean"] for e in evaluated}) == 1  # the same tasks each time
+    assert sorted(plain) == sorted(beside) == [f"g{g:08d}e{i:04d}" for g in range(3) for i in range(2)]
+    for name, trajectory in plain.items():
+        other = beside[name]
+        assert trajectory.task_seed == other.task_seed
+        assert trajectory.turns == other.turns
+        assert [s.table for s in trajectory.samples] == [s.table for s in other.samples]
+    asked = [call.request_id for call in engine.calls]
+    assert sum(name.startswith("evaluation") for name in asked) == 3 * 6 * 3
+    assert len(asked) == 3 * 6 * 3 + 3 * 2 * 3
+
+
+async def test_a_generator_that_stops_gives_its_evaluations_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(actors.generator, "begin", lambda log: None)
+    config = load_config("quickstart", [])
+    actor = actors.generator.GeneratorActor("g", "run", to_dict(config), "nowhere", str(tmp_path))
+    never = asyncio.Event()
+    actor.engine, actor.renderer = await ready([[1]], pace=never.wait), renderer()
+    evaluating = asyncio.create_task(actor.evaluate())
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(actor.stop(), 5)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(evaluating, 5)

@@ -1,0 +1,228 @@
+"""`r3async eval`: play fixed tasks with a model, or with an environment's own policies, without Ray and without training."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from actors.fleet import RunFailed
+from r3async.config import Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
+from r3async.config.read import parse_override
+from r3async.engines.base import Engine
+from r3async.envs.base import environment_factory
+from r3async.episodes.chat import ChatRenderer, TemplateError
+from r3async.serving.agents import OUTSIDE, is_agent, make_agent
+from r3async.serving.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model
+
+STOP_SECONDS = 30.0
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What to evaluate. `model` is a directory; `config` says how to play."""
+
+    model: Path
+    config: Config
+
+
+def find_target(
+    name: str, preset: str | None, env: str | None, overrides: list[str], root: Path = Path("runs")
+) -> Target:
+    """A model directory, or a run, whose newest model it is and whose configuration counts; `overrides` over that.
+
+    A model directory is played with the defaults, or with a `preset`. Raises `ConfigError` for what is neither.
+    """
+    from tools.inspect_run import InspectError, find_run
+
+    if (Path(name) / "config.json").is_file():
+        if env is None and preset is None and not any(text.startswith("env.name") for text in overrides):
+            raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME")
+        model, base = Path(name), load_config(preset) if preset else Config()
+    else:
+        try:
+            run = find_run(name, root)
+        except InspectError as error:
+            raise ConfigError(
+                f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
+            ) from error
+        base = load_config(preset or str(run / "config.toml"))
+        made = [run / "model", Path(base.model.path) if base.model.path else run / "init"]
+        found = next((path for path in made if (path / "config.json").is_file()), None)
+        if found is None:
+            raise ConfigError(f"{run} has no model yet: neither {made[0]} nor {made[1]} has a config.json")
+        model = found
+    return Target(model.absolute(), _override(base, env, overrides))
+
+
+def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
+    data = to_dict(base)
+    if env is not None and env != base.env.name:
+        data["env"] = {"name": env}  # arguments of another environment are not this one's
+    for text in overrides:
+        keys, value = parse_override(text)
+        section = data
+        for key in keys[:-1]:
+            section = section.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"override {text!r}: `{key}` is not a section")
+        section[keys[-1]] = value
+    return config_from_dict(data)
+
+
+def check_target(target: Target, policy: str) -> None:
+    """Raise `ConfigError` for an environment that can not be played, or not so."""
+    env, episode = target.config.env, target.config.episode
+    positions = json_module.loads((target.model / "config.json").read_text()).get("max_position_embeddings")
+    if positions is not None and episode.max_total_tokens > positions:
+        raise ConfigError(
+            f"`episode.max_total_tokens` = {episode.max_total_tokens} is more than the {positions} positions of the model: add "
+            f"episode.max_total_tokens={positions} episode.max_prompt_tokens={positions // 2}"
+        )
+    if env.name == OUTSIDE:
+        raise ConfigError(
+            f'`env.name` = "{OUTSIDE}" can not be evaluated: name something that plays by itself, with --env'
+        )
+    if is_agent(env):
+        make_agent(env)
+        if policy != "model":
+            raise ConfigError(
+                f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only environments have policies"
+            )
+
+
+async def run_evaluation(
+    target: Target,
+    *,
+    episodes: int,
+    seed: int,
+    policy: Literal["model", "oracle", "random"] = "model",
+    phase: Callable[[str], object] = lambda text: None,
+    progress: Callable[[Outcome], object] = lambda outcome: None,
+    report: Callable[..., object] = lambda event, **fields: None,
+    make_engine: Callable[[Target], Engine] | None = None,
+) -> Evaluation:
+    """Raises `ConfigError` for what can be mended beforehand, and `RunFailed` with what an episode or the engine failed with."""
+    check_target(target, policy)
+    config = target.config
+    factory = None if is_agent(config.env) else environment_factory(config.env)
+    if policy != "model":
+        assert factory is not None
+        phase(f"playing the {policy} policy")
+        return await evaluate_without_model(
+            config.env.name,
+            factory,
+            policy,
+            episodes=episodes,
+            seed=seed,
+            max_turns=config.episode.max_turns,
+            progress=progress,
+        )
+    phase("loading the model")
+    try:
+        renderer = ChatRenderer.from_model(target.model, config.episode.template_args)
+        engine = (make_engine or vllm_engine)(target)
+    except (TemplateError, ValueError, OSError) as error:
+        raise ConfigError(f"the model in {target.model} can not be used: {error}") from error
+    try:
+        await engine.start()
+        phase("playing")
+        return await evaluate(
+            config.env,
+            factory,
+            engine,
+            renderer,
+            config.episode,
+            config.serving,
+            episodes=episodes,
+            seed=seed,
+            concurrency=config.generator.concurrency,
+            generator_id="eval",
+            report=report,
+            progress=progress,
+        )
+    except Exception as error:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, ConfigError):
+            raise error from None
+        raise RunFailed(str(error)) from error
+    finally:
+        await asyncio.wait_for(engine.stop(), STOP_SECONDS)
+
+
+def vllm_engine(target: Target) -> Engine:
+    from r3async.engines.vllm import VllmEngine
+
+    settings = target.config.generator
+    return VllmEngine(
+        str(target.model),
+        dtype=settings.dtype,
+        concurrency=settings.concurrency,
+        max_model_len=target.config.episode.max_total_tokens,
+        threads=settings.threads,
+        kv_cache_gib=settings.kv_cache_gib,
+        engine_args={"seed": target.config.seed, **settings.engine_args},
+    )
+
+
+def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
+    """Lines for a person."""
+    error = "" if result.reward_error is None else f" ± {result.reward_error:.4f}"
+    lines = [
+        f"{name} on {env.name}: mean reward {result.reward_mean:.4f}{error}  "
+        f"({result.episodes} episodes, {result.reward_min:.3g} to {result.reward_max:.3g}, {result.seconds:.1f} s)",
+        f"  of an episode: {result.turns_mean:.2f} turns, {result.tokens_mean:.1f} sampled tokens",
+    ]
+    for reason, (count, mean) in result.stop_reasons.items():
+        lines.append(f"  ended by {reason:<10} {count:>5}  mean reward {mean:.4f}")
+    return lines
+
+
+def eval_command(
+    target: str,
+    env: str | None,
+    overrides: list[str],
+    *,
+    preset: str | None,
+    episodes: int,
+    seed: int,
+    policy: Literal["model"] | Policy,
+    json: bool,
+    root: Path = Path("runs"),
+) -> Evaluation:
+    """Progress on stderr, the result on stdout; with `json`, one object as its last line."""
+    if episodes < 1:
+        raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
+    what = find_target(target, preset, env, overrides, root)
+    screen = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
+    )
+    with bar:
+        task = bar.add_task("starting", total=episodes)
+        result = asyncio.run(
+            run_evaluation(
+                what,
+                episodes=episodes,
+                seed=seed,
+                policy=policy,
+                phase=lambda text: bar.update(task, description=text),
+                progress=lambda outcome: bar.advance(task),
+                report=lambda event, **fields: bar.console.print(event, fields, markup=False, highlight=False),
+            )
+        )
+    out = Console()
+    name = what.model.name if policy == "model" else policy
+    for line in describe(result, name, what.config.env):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    if json:
+        data: dict[str, Any] = msgspec.to_builtins(result)
+        about = {"model": str(what.model), "env": what.config.env.name, "policy": policy, "seed": seed}
+        print(json_module.dumps({**about, **data}))
+    return result

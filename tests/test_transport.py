@@ -184,12 +184,12 @@ async def test_any_answer_may_be_lost():
             else:
                 super()._send(identity, message)
 
-    trajectories = [make_trajectory(i) for i in range(30)]
+    trajectories = [make_trajectory(i) for i in range(90)]
     config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * memory_size(trajectories[0]))
     inbox = Inbox()
-    async with receiving(inbox, config, Lossy) as (receiver, endpoint), sending(endpoint, config) as sender:
-        await send_all(sender, trajectories)
-        assert await sender.flush(LIMIT) == 0
+    async with receiving(inbox, config, Lossy, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
+        await asyncio.wait_for(send_all(sender, trajectories), 4 * LIMIT)
+        assert await sender.flush(4 * LIMIT) == 0
         assert inbox.once({t.trajectory_id for t in trajectories})
         assert lost["Ack"]
         assert lost["Grant"]

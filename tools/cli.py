@@ -99,7 +99,14 @@ def inspect(
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's name, or a model directory")],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN_OR_MODEL]",
+            help="a run's name, or a model directory; with --policy oracle or random not needed",
+            show_default="latest",
+        ),
+    ] = None,
     overrides: Overrides = None,
     env: Annotated[str | None, typer.Option(help="the environment, as env.name", show_default="the run's own")] = None,
     episodes: Annotated[int, typer.Option(help="how many tasks")] = 64,

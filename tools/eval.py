@@ -25,9 +25,9 @@ STOP_SECONDS = 30.0
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What to evaluate. `model` is a directory; `config` says how to play."""
+    """What to evaluate. `model` is a directory, or None where a policy plays that needs none; `config` says how to play."""
 
-    model: Path
+    model: Path | None
     config: Config
 
 
@@ -75,15 +75,17 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
     return config_from_dict(data)
 
 
+def without_model(preset: str | None, env: str | None, overrides: list[str]) -> Target:
+    """What an environment's own policy plays: the defaults', or a `preset`'s, with `overrides` over that."""
+    return Target(None, _override(load_config(preset) if preset else Config(), env, overrides))
+
+
 def check_target(target: Target, policy: str) -> None:
     """Raise `ConfigError` for an environment that can not be played, or not so."""
     env, episode = target.config.env, target.config.episode
-    positions = json_module.loads((target.model / "config.json").read_text()).get("max_position_embeddings")
-    if positions is not None and episode.max_total_tokens > positions:
-        raise ConfigError(
-            f"`episode.max_total_tokens` = {episode.max_total_tokens} is more than the {positions} positions of the model: add "
-            f"episode.max_total_tokens={positions} episode.max_prompt_tokens={positions // 2}"
-        )
+    if policy == "model":
+        assert target.model is not None
+        _check_positions(target.model, episode.max_total_tokens)
     if env.name == OUTSIDE:
         raise ConfigError(
             f'`env.name` = "{OUTSIDE}" can not be evaluated: name something that plays by itself, with --env'
@@ -94,6 +96,15 @@ def check_target(target: Target, policy: str) -> None:
             raise ConfigError(
                 f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only environments have policies"
             )
+
+
+def _check_positions(model: Path, tokens: int) -> None:
+    positions = json_module.loads((model / "config.json").read_text()).get("max_position_embeddings")
+    if positions is not None and tokens > positions:
+        raise ConfigError(
+            f"`episode.max_total_tokens` = {tokens} is more than the {positions} positions of the model: add "
+            f"episode.max_total_tokens={positions} episode.max_prompt_tokens={positions // 2}"
+        )
 
 
 async def run_evaluation(
@@ -124,6 +135,7 @@ async def run_evaluation(
             progress=progress,
         )
     phase("loading the model")
+    assert target.model is not None
     try:
         renderer = ChatRenderer.from_model(target.model, config.episode.template_args)
         engine = (make_engine or vllm_engine)(target)
@@ -185,7 +197,7 @@ def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
 
 
 def eval_command(
-    target: str,
+    target: str | None,
     env: str | None,
     overrides: list[str],
     *,
@@ -199,7 +211,10 @@ def eval_command(
     """Progress on stderr, the result on stdout; with `json`, one object as its last line."""
     if episodes < 1:
         raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
-    what = find_target(target, preset, env, overrides, root)
+    if target is None and policy != "model":
+        what = without_model(preset, env, overrides)
+    else:
+        what = find_target(target or "latest", preset, env, overrides, root)
     screen = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
@@ -218,11 +233,11 @@ def eval_command(
             )
         )
     out = Console()
-    name = what.model.name if policy == "model" else policy
+    name = what.model.name if what.model is not None and policy == "model" else policy
     for line in describe(result, name, what.config.env):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if json:
         data: dict[str, Any] = msgspec.to_builtins(result)
-        about = {"model": str(what.model), "env": what.config.env.name, "policy": policy, "seed": seed}
+        about = {"model": str(what.model or ""), "env": what.config.env.name, "policy": policy, "seed": seed}
         print(json_module.dumps({**about, **data}))
     return result

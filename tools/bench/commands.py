@@ -143,6 +143,35 @@ def weights(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="overlap")
+def overlap(
+    json: Json = False,
+    staleness: Annotated[str, typer.Option(help="bounds to compare, the first with all others")] = "0,1,2,4,8",
+    steps: Annotated[int, typer.Option(help="steps of each run")] = 24,
+    window: Annotated[int, typer.Option(help="schedule.window of each run")] = 1,
+    median: Annotated[float, typer.Option(help="median latency of a tool call, seconds")] = 0.4,
+    sigma: Annotated[float, typer.Option(help="spread of its logarithm: larger is a heavier tail")] = 1.0,
+    quick: Annotated[bool, typer.Option("--quick", help="two short runs: the path, not the figures")] = False,
+) -> None:
+    """What asynchrony buys with slow tools: steps a second, idle shares, ages and reward, by the bound on staleness."""
+    from tools.bench.overlap import Plan, print_table, run
+
+    plan = Plan(_seeds(staleness), steps=steps, window=window, latency_median=median, latency_sigma=sigma)
+    if quick:
+        plan = msgspec.structs.replace(
+            plan, staleness=[0, 2], steps=5, settle=2, groups_per_step=4, samples_per_group=4, latency_median=0.1
+        )
+    try:
+        report = run(plan, say_on_stderr)
+    except BenchError as error:
+        typer.echo(f"the benchmark failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    if json:
+        typer.echo(msgspec.json.encode(report))
+    else:
+        print_table(report)
+
+
 def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -184,12 +185,12 @@ async def test_any_answer_may_be_lost():
             else:
                 super()._send(identity, message)
 
-    trajectories = [make_trajectory(i) for i in range(30)]
+    trajectories = [make_trajectory(i) for i in range(90)]
     config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * memory_size(trajectories[0]))
     inbox = Inbox()
-    async with receiving(inbox, config, Lossy) as (receiver, endpoint), sending(endpoint, config) as sender:
-        await send_all(sender, trajectories)
-        assert await sender.flush(LIMIT) == 0
+    async with receiving(inbox, config, Lossy, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
+        await asyncio.wait_for(send_all(sender, trajectories), 4 * LIMIT)
+        assert await sender.flush(4 * LIMIT) == 0
         assert inbox.once({t.trajectory_id for t in trajectories})
         assert lost["Ack"]
         assert lost["Grant"]
@@ -463,3 +464,33 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
         await send_all(sender, [make_trajectory(0, 10), make_trajectory(1, 20_000)])
         assert await sender.flush(LIMIT) == 0
     assert here == {"encode": [True, False], "decode": [True, False]}
+
+
+async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_together(monkeypatch):
+    """Each encodes for half a millisecond, on the loop; others have their turn in between."""
+    encode = sender_module.encode_trajectory
+    turns: list[int] = []
+    encoded = 0
+
+    def slow(*args: Any) -> Any:
+        nonlocal encoded
+        encoded += 1
+        end = time.perf_counter() + 0.0005
+        while time.perf_counter() < end:
+            pass
+        return encode(*args)
+
+    async def watch() -> None:
+        while True:
+            turns.append(encoded)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(sender_module, "encode_trajectory", slow)
+    inbox = Inbox()
+    async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
+        watching = asyncio.create_task(watch())
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*(sender.send(make_trajectory(i)) for i in range(100)))
+        watching.cancel()
+        assert max(b - a for a, b in itertools.pairwise(turns)) <= 10
+        assert await sender.flush(LIMIT) == 0

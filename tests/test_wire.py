@@ -190,6 +190,22 @@ def test_runs_can_not_grow_beyond_what_arrived():
             decode_trajectory(forge(frames, change))
 
 
+@FAST
+@given(data=st.data(), length=st.integers(codec.FOLDED, codec.FOLDED + 30_000), seed=st.integers(0, 99))
+def test_the_checksum_of_a_large_frame_sees_every_small_change(data, length, seed):
+    whole = np.random.default_rng(seed).bytes(length)
+    before = codec.checksum([b"head", whole, b"tail"])
+    assert before == codec.checksum([b"head", memoryview(b"x" + whole)[1:], b"tail"])  # Wherever it lies.
+    at = data.draw(st.integers(0, length - 1))
+    flipped = whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at + 1 :]
+    block = 4096 * data.draw(st.integers(0, length // 4096 - 2))
+    moved = whole[:block] + whole[block + 4096 : block + 8192] + whole[block : block + 4096] + whole[block + 8192 :]
+    torn = whole[: length - 4096] + bytes(4096)
+    for other in (flipped, moved, torn, whole[:-1], whole + b"\0", whole[8:] + whole[:8]):
+        assert codec.checksum([b"head", other, b"tail"]) != before
+    assert codec.checksum([whole, b"head", b"tail"]) != before
+
+
 def test_payload_is_raw_and_not_copied():
     sent = make_trajectory(tables=[make_table(0, 1000, 8)])
     frames = encode_trajectory(sent)

@@ -1,4 +1,4 @@
-"""Columns that are nearly constant, as runs of equal values. Pure.
+"""Columns that are nearly constant, as runs of equal values; and the checksum. Pure.
 
 Runs are `n` lengths (uint32) and then `n` values (the column's dtype), little-endian. Values are compared by their bits, so
 every NaN and the sign of zero come back as they were.
@@ -6,12 +6,21 @@ every NaN and the sign of zero come back as they were.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
 WORTH = 4
 """A column becomes runs if that takes at most a fourth of its bytes. Log-probs of a sample that is mostly sampled never
 do, so they are not copied; it costs one pass over one value a token to find out."""
 LENGTH = np.dtype("<u4")
+
+LANES = 1021
+"""A prime, so that blocks of a disk or a network that change places do not stay in their lanes."""
+FOLDED = 2**16
+"""Bytes from which a buffer is folded first."""
 
 
 class WireError(ValueError):
@@ -53,3 +62,28 @@ def from_runs(runs: bytes, dtype: np.dtype, rows: int, column: str) -> np.ndarra
     array = np.repeat(values, lengths)
     array.flags.writeable = False
     return array
+
+
+def checksum(buffers: Iterable[Any]) -> int:
+    """CRC-32 of all bytes in order, where a buffer of `FOLDED` bytes or more counts as its `fold`.
+
+    CRC-32 alone took two thirds of the processor time of a large trajectory, both ends and ZeroMQ included.
+    """
+    value = 0
+    for buffer in buffers:
+        view = memoryview(buffer)
+        value = zlib.crc32(fold(view) if view.nbytes >= FOLDED else view, value)
+    return value
+
+
+def fold(view: memoryview) -> bytes:
+    """The sums, modulo 2**64, of every `LANES`-th word of 8 bytes; then the words and bytes that are left, and the length.
+
+    Any change within one word shows. Changes of several words go unseen only if they cancel in every lane: by chance once
+    in 2**64, or when whole words change places at a multiple of 8168 bytes.
+    """
+    rows = view.nbytes // (8 * LANES)
+    size = rows * 8 * LANES
+    words = np.frombuffer(view, "<u8", rows * LANES).reshape(rows, LANES)
+    sums = np.add.reduce(words, axis=0, dtype=np.uint64)
+    return sums.astype("<u8", copy=False).tobytes() + bytes(view[size:]) + view.nbytes.to_bytes(8, "little")

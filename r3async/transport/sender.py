@@ -19,6 +19,7 @@ from r3async.transport.gate import Knock
 from r3async.transport.keys import ClientKeys, load_client
 from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
 from r3async.transport.sockets import (
+    TURN_SECONDS,
     LoopSocket,
     TransportError,
     TransportRefused,
@@ -102,6 +103,8 @@ class Sender:
         self._session = ""
         self._welcomed = False
         self._offering = False
+        self._encoding = asyncio.Lock()
+        self._turn_ends = 0.0
         self._heard_at = 0.0
         self._backoff = 1
         self._context: zmq.Context[Any] | None = None
@@ -138,7 +141,11 @@ class Sender:
         """
         self._raise_error()
         nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
-        frames = await off_loop(nbytes, encode_trajectory, trajectory, self._schema)
+        async with self._encoding:  # many episodes may end at once: their encoding must not hold up the loop together
+            frames = await off_loop(nbytes, encode_trajectory, trajectory, self._schema)
+            if time.perf_counter() > self._turn_ends:
+                await asyncio.sleep(0)
+                self._turn_ends = time.perf_counter() + TURN_SECONDS
         self._raise_error()  # Things may have changed while it was encoded.
         nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id

@@ -14,7 +14,7 @@ from r3async.transport.wire import MAX_CONTROL, MAX_HEADER, Frame
 
 OFFLOAD_BYTES = 256 * 2**10
 """Larger payloads are encoded, checksummed and decoded in a thread. Smaller ones take less than the hop there."""
-TURN_SECONDS = 0.002
+TURN_SECONDS = 0.001
 """How long one socket may keep the event loop before others have their turn."""
 
 P = ParamSpec("P")

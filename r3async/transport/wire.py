@@ -14,8 +14,7 @@ is large.
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -23,7 +22,7 @@ import numpy as np
 from msgspec import Meta
 
 from r3async.records import SCHEMA, Schema, TokenTable, Trajectory, dtype_name
-from r3async.transport.codec import WireError, from_runs, raw_bytes, to_runs
+from r3async.transport.codec import WireError, checksum, from_runs, raw_bytes, to_runs
 
 WIRE_VERSION = 2
 """Changes when an older peer would misread a message. Both ends must have the same."""
@@ -53,7 +52,7 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
-    """First frame of a trajectory. `crc32` covers the body and then every column frame, in order."""
+    """First frame of a trajectory. `crc32` covers the body and then every column frame, in order (`codec.checksum`)."""
 
     wire: int
     schema: str
@@ -213,14 +212,6 @@ def _check_finite(value: float | np.ndarray, what: str) -> None:
     # Several times as fast for a plain number; an environment's NumPy scalar is one.
     if not (np.isfinite(value).all() if isinstance(value, np.ndarray) else math.isfinite(value)):
         raise WireError(f"{what} is not finite")
-
-
-def checksum(buffers: Iterable[Frame]) -> int:
-    """CRC-32 of all bytes in order."""
-    value = 0
-    for buffer in buffers:
-        value = zlib.crc32(buffer, value)
-    return value
 
 
 def _view(frame: Frame) -> memoryview:

@@ -20,6 +20,7 @@ from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.steps import StepBook
+from r3async.observe.timeline import Timeline
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.scheduling.cursor import Cursor
 from r3async.scheduling.pace import IdleShare, Pace, StepPace
@@ -33,6 +34,7 @@ class Conductor:
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir = run_id, Path(run_dir)
         self.events = open_events(self.run_dir, "conductor")
+        self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline)
         self.book = StepBook(self.run_dir, self.events.error)
         schedule = self.config.schedule
         self.admission = Admission(
@@ -310,7 +312,8 @@ class Conductor:
             behind = any(g.state == "healthy" and g.version < version for g in self.fleet)
             if not behind and not self.book.waits_for(version):
                 continue
-            figures = await self.fleet.deliver()
+            with self.timeline.span("deliver", version=version):
+                figures = await self.fleet.deliver()
             if figures is None:
                 continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
             self.admission.installed(version)

@@ -24,6 +24,7 @@ from r3async.episodes.group import GroupPlayer
 from r3async.episodes.loop import close_environment
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
+from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
@@ -78,6 +79,7 @@ class GeneratorActor:
         self.config = config_from_dict(config)
         self.model_path, self.run_dir = model_path, Path(run_dir)
         self.events = open_events(self.run_dir, generator_id)
+        self.timeline = Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline)
         self.engine: Engine | None = None
         self.sender: Sender | None = None
         self.weights: WeightReceiver | None = None
@@ -146,6 +148,10 @@ class GeneratorActor:
         self.events.error("trajectory_rejected", trajectory_id=trajectory_id, reason=reason)
         self._rejection = f"the learner rejected trajectory {trajectory_id}: {reason}"
 
+    async def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> None:
+        with self.timeline.span("play"):
+            await player.play(lease)
+
     async def install(self, publication: Publication) -> InstallReport:
         """Fetch and install published weights while episodes go on."""
         assert self.engine is not None
@@ -154,6 +160,8 @@ class GeneratorActor:
         self._manifest = await asyncio.to_thread(self.weights.fetch, publication.manifest, publication.parts, limit)
         fetched = time.monotonic() - before
         report = await self.engine.install(self._manifest, max(0.0, limit - fetched))
+        ended = time.time()
+        self.timeline.add("pause", ended - report.pause_seconds, ended, version=self._manifest.version)
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
     async def cached_from_older(self, token_ids: list[int]) -> int:
@@ -222,7 +230,7 @@ class GeneratorActor:
                 answer = await conductor.lease.remote(self.generator_id, room, {**stats, **load})
                 more = answer["more"]
                 for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
-                    playing.add(asyncio.create_task(player.play(lease)))
+                    playing.add(asyncio.create_task(self._play_lease(player, lease)))
                 finished: set[asyncio.Task[None]] = set()
                 if playing:
                     finished, playing = await asyncio.wait(

@@ -30,6 +30,7 @@ from r3async.learners.prepare import prepare
 from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
+from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import StepTracer
 from r3async.records import Trajectory
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
@@ -51,6 +52,7 @@ class LearnerActor:
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
         self.events = open_events(self.run_dir, "learner")
+        self.timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline)
         self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
         schedule = self.config.schedule
         self.buffer = GroupBuffer(schedule.samples_per_group, schedule.window)
@@ -155,8 +157,9 @@ class LearnerActor:
         assert self.backend is not None
         began, scores = time.monotonic(), self._scores
         try:
-            writing = asyncio.get_running_loop().run_in_executor(self._writer, self.backend.write, reading)
-            publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
+            with self.timeline.span("write", version=self.version):
+                writing = asyncio.get_running_loop().run_in_executor(self._writer, self.backend.write, reading)
+                publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
         finally:
             self._nothing_to_write.set()  # whatever became of it, no step waits for it any more
         return Published(publication, scores, time.monotonic() - began)
@@ -177,7 +180,9 @@ class LearnerActor:
         `supervise.stall_seconds`, and `AgeError`, without training, if a token is older than the schedule allows.
         """
         waited_from = time.monotonic()
-        if not (indices := await self._wait_for_groups()):
+        with self.timeline.span("wait", step=self.steps + 1):
+            indices = await self._wait_for_groups()
+        if not indices:
             return None
         waited = time.monotonic() - waited_from
         groups, _ = self.buffer.take(indices)
@@ -186,7 +191,8 @@ class LearnerActor:
         check_ages(groups, version, self.age_bound)
         ages = age_metrics(groups, version, self.age_bound, time.time(), self.config.schedule.max_token_age)
         step_from = time.monotonic()
-        metrics = await self._in_torch(self._train, groups)
+        with self.timeline.span("train", step=self.steps + 1):
+            metrics = await self._in_torch(self._train, groups)
         trained = time.monotonic()
         self.steps += 1
         self._since = [self._since[0] + 1, self._since[1] + len(indices)]
@@ -198,7 +204,8 @@ class LearnerActor:
         if due:
             self.version += 1
             self._since = [0, 0]
-            await self._snapshot()
+            with self.timeline.span("snapshot", step=self.steps, version=self.version):
+                await self._snapshot()
         metrics |= self._episode_metrics(trajectories) | ages
         metrics |= {f"lag/learner_{name}": value for name, value in self.lag.figures().items()}
         metrics |= {

@@ -12,6 +12,8 @@ SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class ObserveConfig(Section):
+    timeline: bool = True
+    """Write who did what when into `timeline.jsonl`: a few lines a step and one a group. The report draws them."""
     sinks: list[SinkName] = msgspec.field(default_factory=list)
     """Where each step's row goes too. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
     project: str = "r3async"

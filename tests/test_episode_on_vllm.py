@@ -13,7 +13,7 @@ from tests.helpers_engine import Reference
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}assistant:"
-SETTINGS = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=256, temperature=0.8)
+SETTINGS = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=200, max_total_tokens=256, temperature=0.8)
 
 
 async def test_three_turns_on_vllm_are_recorded_as_transformers_would_compute_them(vllm_engine, tiny_model):

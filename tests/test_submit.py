@@ -192,7 +192,18 @@ def wait_for_cluster(address, log, head):
 def jobs(cluster, monkeypatch):
     for name, value in cluster.items():
         monkeypatch.setenv(name, value)
-    return Jobs()
+    forget_authentication()
+    yield Jobs()
+    monkeypatch.undo()
+    forget_authentication()
+
+
+def forget_authentication():
+    """Ray reads the mode and the token once a process, and tests before these have started a Ray without."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def job(tmp_path, entrypoint):

@@ -233,11 +233,14 @@ def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
 def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
     monkeypatch.setattr("actors.learner.begin", lambda log: None)  # or the suite would write there
     config = settings()
-    actor = LearnerActor("run", to_dict(config), str(model_path), str(tmp_path))
+    plain = to_dict(config)
+    plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0
+    actor = LearnerActor("run", plain, str(model_path), str(tmp_path))
     given = [batches[0], shifted(batches[1]), batches[1]]
 
     async def run() -> list[dict[str, Any]]:
         await actor.start()
+        await actor.publish_through("shared_memory", None)
         try:
             steps = []
             for index, samples in enumerate(given):
@@ -245,6 +248,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
                     actor._arrive(trajectory, 100)
                 step = await asyncio.wait_for(actor.train_step(), 60)
                 assert step is not None
+                await asyncio.wait_for(actor.write(), 60)  # as the conductor asks for, beside the next step
                 assert isinstance(actor.backend, LocalLearner)
                 steps.append(step | {"updates": actor.backend._backend.version})
             return steps

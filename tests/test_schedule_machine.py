@@ -137,7 +137,7 @@ CHECKS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 def test_the_bound_holds_nothing_is_lost_or_trained_twice_and_every_state_can_progress():
-    run_state_machine_as_test(Machine, settings=settings(max_examples=150, stateful_step_count=60, **CHECKS))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=80, stateful_step_count=60, **CHECKS))
 
 
 # -- the machine sees what is wrong -----------------------------------------------------------------------------------

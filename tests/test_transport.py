@@ -387,7 +387,7 @@ async def test_malformed_messages():
             assert await peer.answer() == wire.Refusal("session", "unknown session: say HELLO", False)
             await peer.send(HELLO)
             await peer.send(wire.Deliver("session", "x", 0), *frames)
-            assert await peer.answer() == wire.Reject("x", f"{size} bytes were not granted")
+            # No answer: a grant may be withdrawn while its payload is on its way, and a rejection would be for ever.
             for n, (reason, payload) in enumerate(payloads.items()):
                 await peer.send(wire.Offer("session", [wire.Parcel(f"x{n}", 0, size)]))
                 assert await peer.answer() == wire.Grant("session", [f"x{n}"])
@@ -399,7 +399,7 @@ async def test_malformed_messages():
             # An old session's leftovers are neither taken nor answered.
             await peer.send(wire.Deliver("before", "x", 0), *frames)
             assert await peer.answer(0.3) is None
-        assert receiver.rejected == len(garbage) + 2 + 1 + len(payloads)
+        assert receiver.rejected == len(garbage) + 2 + len(payloads)
         assert receiver._pool.used == 0
         async with sending(endpoint) as sender:
             await send_all(sender, [nan])

@@ -303,7 +303,12 @@ class Receiver:
             return
         nbytes = self._pool.arrive(identity, trajectory_id)
         wire_bytes = sum(map(len, frames))
-        if nbytes is None or wire_bytes > nbytes:
+        if nbytes is None:
+            # Its grant was withdrawn on its way (a newer offer left it out). Its sender keeps it, and offers it again:
+            # to reject it would end the run over a matter of timing.
+            logger.info("trajectory %r came without a grant; it will be offered again", trajectory_id)
+            return
+        if wire_bytes > nbytes:
             self._pool.release(trajectory_id)
             self._reject(identity, trajectory_id, f"{wire_bytes} bytes were not granted")
             self._grant()

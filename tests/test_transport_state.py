@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from r3async.transport import Ledger, wire
 from r3async.transport.credit import CreditPool, Offered
-from r3async.transport.outbox import Outbox, Pending
+from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
 
 
 def offered(messages: dict[str, int], group: int = 10**6) -> dict[str, Offered]:
@@ -221,6 +221,36 @@ def test_outbox_offers_the_oldest_groups_first():
     for i in range(100):
         outbox.add(Pending(wire.Parcel(f"{i}", 100 - i, 1), []))
     assert [p.group_index for p in outbox.offers()] == list(range(1, 65))
+
+
+def test_a_later_offer_repeats_what_an_earlier_one_listed():
+    """An offer replaces the one before it, so leaving a message out would withdraw a grant that is on its way for it: its
+    payload would come without one."""
+    outbox = Outbox()
+    for i in range(OFFERED_AT_ONCE):
+        outbox.add(Pending(wire.Parcel(f"new{i}", 1000 + i, 1), []))
+    first = {p.trajectory_id for p in outbox.offers()}
+    for i in range(OFFERED_AT_ONCE):
+        outbox.add(Pending(wire.Parcel(f"old{i}", i, 1), []))
+    second = [p.trajectory_id for p in outbox.offers()]
+    assert first < set(second)
+    assert second[:OFFERED_AT_ONCE] == [f"old{i}" for i in range(OFFERED_AT_ONCE)]
+    outbox.mark_sent("new0", 0.0)
+    assert {p.trajectory_id for p in outbox.offers()} == set(second) - {"new0"}
+    outbox.reset()  # Grants belong to a session.
+    assert {p.trajectory_id for p in outbox.offers()} == set(second[:OFFERED_AT_ONCE])
+
+
+def test_an_offer_as_long_as_it_can_be_is_a_message_that_can_be_read():
+    outbox = Outbox()
+    for i in reversed(range(wire.MAX_PARCELS + 1)):
+        outbox.add(Pending(wire.Parcel(f"{i:03}".ljust(wire.MAX_ID, "\U0001f40c"), 2**62 + i, 2**62), []))
+        offered = outbox.offers()
+    assert len(offered) == wire.MAX_PARCELS
+    assert min(p.group_index for p in offered) == 2**62
+    message = wire.decode_control(wire.encode_control(wire.Offer("s" * 64, offered)))
+    assert isinstance(message, wire.Offer)
+    assert message.parcels == offered
 
 
 def test_what_the_receiver_has_in_hand_is_not_overdue():

@@ -437,8 +437,8 @@ def test_control_messages_have_limits_and_may_grow():
         wire.Hello("s" * 65, "g0", "run", "schema"),
         wire.Deliver("s", "x" * 257, 0),
         wire.Offer("s", [wire.Parcel("x", 0, -1)]),
-        wire.Offer("s", [wire.Parcel("x", 0, 1)] * 65),
-        wire.Ack(["x" * 200] * 400),
+        wire.Offer("s", [wire.Parcel("x", 0, 1)] * (wire.MAX_PARCELS + 1)),
+        wire.Ack(["x" * 1000] * (wire.MAX_CONTROL // 1000)),
     ):
         with pytest.raises(WireError):
             decode_control(wire.encode_control(bad))

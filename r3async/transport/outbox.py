@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from r3async.transport.wire import Frame, Parcel
+from r3async.transport.wire import MAX_PARCELS, Frame, Parcel
 
 OFFERED_AT_ONCE = 64
-"""As many as one OFFER may list: on a machine that is busy the answer takes long, and what is not offered waits for it."""
+"""As many as one OFFER adds: on a machine that is busy the answer takes long, and what is not offered waits for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +31,8 @@ class Outbox:
     def __init__(self) -> None:
         self.waiting: dict[str, Pending] = {}
         self.flying: dict[str, Pending] = {}
+        self._offered: set[str] = set()
+        """Of those that wait: a grant may be on its way for each."""
         self._sent = 0
         self._last_acked = -1
         self._progress_at = -math.inf
@@ -54,14 +56,21 @@ class Outbox:
         pending = self.waiting.get(trajectory_id)
         if pending is not None and pending.order < 0:
             del self.waiting[trajectory_id]
+            self._offered.discard(trajectory_id)
 
     def offers(self) -> list[Parcel]:
-        """What to ask credit for: the oldest groups first, so that one the learner waits for is never left out."""
-        first = heapq.nsmallest(OFFERED_AT_ONCE, self.waiting.values(), key=lambda p: p.parcel.group_index)
-        return [p.parcel for p in first]
+        """What to ask credit for: the oldest groups, so that one the learner waits for is never left out, and whatever was
+        offered before. An offer replaces the one before it, so to leave that out would withdraw a grant that is on its way."""
+        oldest = heapq.nsmallest(OFFERED_AT_ONCE, self.waiting.values(), key=lambda p: p.parcel.group_index)
+        self._offered.update(p.parcel.trajectory_id for p in oldest)
+        again = (p for name, p in self.waiting.items() if name in self._offered)
+        listed = heapq.nsmallest(MAX_PARCELS, again, key=lambda p: p.parcel.group_index)
+        self._offered = {p.parcel.trajectory_id for p in listed}
+        return [p.parcel for p in listed]
 
     def mark_sent(self, trajectory_id: str, now: float) -> None:
         pending = self.waiting.pop(trajectory_id)
+        self._offered.discard(trajectory_id)
         pending.sent_at, pending.order = now, self._sent
         self._sent += 1
         self.flying[trajectory_id] = pending
@@ -69,6 +78,7 @@ class Outbox:
     def settle(self, trajectory_id: str, now: float) -> Pending | None:
         """The receiver has answered for good. None if there is no such trajectory (an answer that came twice)."""
         pending = self.flying.pop(trajectory_id, None) or self.waiting.pop(trajectory_id, None)
+        self._offered.discard(trajectory_id)
         if pending is not None:
             self._last_acked = max(self._last_acked, pending.order)
             self._progress_at = now
@@ -95,4 +105,5 @@ class Outbox:
         count = len(self.flying)
         self.waiting = {**self.flying, **self.waiting}
         self.flying = {}
+        self._offered.clear()
         return count

@@ -28,8 +28,10 @@ WIRE_VERSION = 2
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
-MAX_CONTROL = 64 * 2**10
+MAX_CONTROL = 512 * 2**10
 MAX_ID = 256
+MAX_PARCELS = 256
+"""In one OFFER, which stays below `MAX_CONTROL` however long their ids are."""
 MAX_DIM = 2**24
 """Size of one dimension of a column."""
 
@@ -284,7 +286,7 @@ class Offer(Control):
     """Sender: all it wants to send next, in order, replacing its earlier offers. Empty: a sign of life."""
 
     session: Session
-    parcels: Annotated[list[Parcel], Meta(max_length=64)]
+    parcels: Annotated[list[Parcel], Meta(max_length=MAX_PARCELS)]
 
 
 class Grant(Control):

@@ -12,9 +12,13 @@ import msgspec
 
 from actors.delivery import choose_backend
 from actors.evaluation import Evaluator
-from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed, no_delivery
+from actors.fleet import RPC_SECONDS, Fleet, Generator, ProcessDied, RunFailed, is_death, no_delivery
 from actors.process import begin
+from actors.saving import RECORDS, Books
 from r3async.buffer.groups import largest_buffer
+from r3async.checkpoint import Due, RunState
+from r3async.checkpoint.books import decode_state
+from r3async.checkpoint.lock import RunLock
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
@@ -23,14 +27,17 @@ from r3async.observe.steps import StepBook
 from r3async.observe.timeline import Timeline
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.pace import IdleShare, Pace, StepPace
+from r3async.scheduling.pace import Pacing
 
 
 class Conductor:
     """Serves generators (`lease`) and the driver (`run`, `status`, `stop`). One event loop; no blocking work."""
 
-    def __init__(self, run_id: str, config: dict[str, Any], run_dir: str):
+    def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b""):
+        """`state`: of the checkpoint that the run goes on from (`encode_state`); empty if it begins."""
         begin(Path(run_dir) / "logs" / "conductor.log")
+        self._lock = RunLock(Path(run_dir))
+        self._lock.shared()
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir = run_id, Path(run_dir)
         self.events = open_events(self.run_dir, "conductor")
@@ -50,10 +57,7 @@ class Conductor:
         )
         self.cursor = Cursor(self.config.seed)
         self.lag = LagMeter()
-        self.places, self.engines, self.pace = IdleShare(), IdleShare(), Pace(schedule.pace_seconds)
-        self._step_ended: float | None = None
-        self._received = 0
-        """Trajectories that the learner had received when the last step ended."""
+        self.pacing = Pacing(schedule, self.events.warning)
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
         self.fleet = Fleet(self.config, self.events, {})
@@ -66,7 +70,15 @@ class Conductor:
         self._failure: BaseException | None = None
         self._stopping = False
         self._phase = "starting"
-        self._started = time.time()
+        self._state = decode_state(state) if state else None
+        self._steps = self._state.steps if self._state else 0
+        """Steps made."""
+        self._due = Due(self.config.checkpoint)
+        self._due.done(self._steps)
+        self._saved = self._steps if self._state else -1
+        """Steps made when the last checkpoint was begun."""
+        self._tokens_before = self._state.generated_tokens if self._state else 0
+        self._started = time.time() - (self._state.elapsed if self._state else 0.0)
 
     # -- called by generators ------------------------------------------------------------------------------------
 
@@ -76,8 +88,7 @@ class Conductor:
         generator = self.fleet[generator_id]
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
-        self.places.report(generator_id, stats["places_empty"], stats["places_all"])
-        self.engines.report(generator_id, stats["engine_idle"], stats["engine_all"])
+        self.pacing.heard(generator_id, stats)
         self._loads[generator_id] = stats
         leases: list[GroupLease] = []
         while not self._stopping:
@@ -114,12 +125,20 @@ class Conductor:
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": self.fleet.describe(),
-            "generated_tokens": self.fleet.generated_tokens,
-            "elapsed": time.time() - self._started,
+            "generated_tokens": self._generated_tokens,
+            "elapsed": self._elapsed,
         }
 
+    @property
+    def _generated_tokens(self) -> int:
+        return self._tokens_before + self.fleet.generated_tokens
+
+    @property
+    def _elapsed(self) -> float:
+        return time.time() - self._started
+
     async def stop(self) -> None:
-        """Finish the running step, then end the run. Returns at once."""
+        """Finish the running step, write a checkpoint, end the run. Returns at once."""
         if not self._stopping:
             self._stopping = True
             self.events.warning("stop_requested")
@@ -139,13 +158,20 @@ class Conductor:
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
             background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
-            self.evaluator.after(0)
+            self.evaluator.after(self._steps)
             steps = await self._train_steps(list(background))
+            if steps and self._saved != steps:
+                self._phase = "writing a checkpoint"
+                await self._while_well(self._save(), background)
             await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
             if steps:
                 await asyncio.wait_for(learner.save.remote(model), self.config.learner.start_timeout)
+                self._phase = "writing a checkpoint"
+                await asyncio.wait_for(
+                    learner.finish_checkpoint.remote(), self.config.checkpoint.write_timeout + RPC_SECONDS
+                )
             self._phase = "evaluating"
             await self.evaluator.finish(steps, lambda: self._stopping)
             self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
@@ -153,7 +179,7 @@ class Conductor:
         except Exception as error:
             cause = self._root_cause(error)
             self.events.error("run_failed", error=cause)
-            raise RunFailed(cause) from error
+            raise (ProcessDied if is_death(error) else RunFailed)(cause) from error
         finally:
             self._stopping = True
             self._phase = "ending the actors"
@@ -193,7 +219,9 @@ class Conductor:
         info, infos = await asyncio.gather(learner, loading)
         hosts = {i["host"] for i in infos} | {info["host"]}
         self.fleet.backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
-        await self.fleet.connect(info["endpoint"])
+        self._routing = infos[0]["routing"]
+        heard = await self.learner.listen.remote(self._routing)
+        await self.fleet.connect(heard["endpoint"])
         sizes = {i["tasks"] for i in infos}
         if len(sizes) > 1:
             raise RunFailed(
@@ -201,8 +229,6 @@ class Conductor:
                 "same data"
             )
         self.cursor = Cursor(self.config.seed, *sizes)
-        self._routing = infos[0]["routing"]
-        await self.learner.expect_routes.remote(self._routing)
         need = largest_buffer(self.config, RoutingShape(**self._routing) if self._routing else None)
         if need > self.config.transport.credit_bytes:
             raise RunFailed(
@@ -211,28 +237,42 @@ class Conductor:
             )
         if self._routing is None and self.config.routing.replay == "rollout":
             raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
+        if self._state is not None:
+            await self._go_on(self._state, heard["newest_group"])
+
+    async def _go_on(self, state: RunState, newest: int) -> None:
+        """Where the checkpoint left off; what the learner has of groups that were not trained is not played again."""
+        self.admission.restore(state.admission)
+        self.admission.installed(state.version)  # of what follows, every engine has it first of all
+        groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest + 1))
+        missing = await self.learner.missing.remote(list(groups))
+        again = self.admission.adopt(newest, lambda g: missing.get(g, []))
+        self.book.restore(state.pending_rows, state.generated_tokens)
+        self._made = state.version
+        self.events.warning("resumed", step=state.steps, version=state.version, groups_played_again=again)
 
     async def _probe(self) -> None:
         self._phase = "delivering weights"
         await self.learner.publish_through.remote(self.fleet.backend, await self.fleet.probe_tokens())
-        await self.fleet.begin(await self.learner.publish.remote())
-        self.admission.installed(0)
+        published = await self.learner.publish.remote()
+        await self.fleet.begin(published)
+        self.admission.installed(published.version)
+        self._delivered(published.version, no_delivery())  # of a resumed run's last step
 
     async def _train_steps(self, background: list[asyncio.Task[None]]) -> int:
-        """One optimizer step after the other, until all are done or a stop is requested. Returns how many were made.
+        """One optimizer step after the other, until all are done or a stop is requested. Returns how many the run has made.
 
         A version is written, and then delivered, beside the steps that follow it.
         """
-        steps = 0
         publishing: asyncio.Task[None] | None = None
-        while steps < self.config.steps and not self._stopping:
+        while (steps := self._steps) < self.config.steps and not self._stopping:
             last = steps + 1 == self.config.steps
             result = await self._while_well(self.learner.train_step.remote(last=last), background)
             if result is None:
                 break
-            steps += 1
+            self._steps = steps = steps + 1
             self.admission.trained(result["version"], result["groups"])
-            result["metrics"] |= self._observe_pace(steps, result)
+            result["metrics"] |= self.pacing.stepped(steps, len(result["groups"]), result["metrics"])
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
             self.evaluator.after(steps)
             self._made = result["version"]
@@ -241,34 +281,21 @@ class Conductor:
                     await self._while_well(publishing, background)
                 publishing = asyncio.create_task(self._publish(self._made))
                 background.append(publishing)
+                if self._due(steps):
+                    await self._while_well(self._save(), background)
         if publishing is not None:
             await publishing
-        return steps
+        return self._steps
 
-    def _observe_pace(self, step: int, result: dict[str, Any]) -> dict[str, float]:
-        """Metrics of who waits for whom; an event if that lasts. The first step, which waited for the beginning, is left out."""
-        now, before = time.monotonic(), self._step_ended
-        received, known = int(result["metrics"]["transport/received"]), self._received
-        self._step_ended, self._received = now, received
-        idle_share, engines = self.places.take(), {"generator/engine_idle_share": self.engines.take()}
-        if before is None:
-            return engines
-        metrics, verdict = self.pace.observe(
-            StepPace(
-                seconds=now - before,
-                waited=result["metrics"]["learner/wait_seconds"],
-                finished=received - known,
-                trained=len(result["groups"]) * self.config.schedule.samples_per_group,
-                idle_share=idle_share,
-            )
-        )
-        # Without staleness the two sides take turns: that is what was asked for.
-        expected = (
-            self.config.schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
-        )
-        if verdict is not None and not expected:
-            self.events.warning(verdict.event, step=step, **verdict.facts)
-        return metrics | engines
+    async def _save(self) -> None:
+        """Begin a checkpoint of the run as it is between two steps."""
+        self._due.done(self._steps)
+        self._saved = self._steps
+        sizes = {name: path.stat().st_size for name in RECORDS if (path := self.run_dir / name).exists()}
+        books = Books(self.admission.snapshot(), sizes, self.book.pending, self._elapsed, self._generated_tokens)
+        with self.timeline.span("checkpoint", step=self._steps):
+            seconds = await self.learner.checkpoint.remote(books)
+        self.events.info("checkpoint_begun", step=self._steps, training_waited_seconds=round(seconds, 4))
 
     async def _while_well(self, call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
         """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""
@@ -329,7 +356,7 @@ class Conductor:
         }
         if self.cursor.size:
             figures["data/epochs"] = self.cursor.epochs(self.admission.groups_leased)
-        self.book.delivered(version, self.fleet.generated_tokens, figures)
+        self.book.delivered(version, self._generated_tokens, figures)
 
     def _worst(self, stat: str) -> float:
         return max((load[stat] for load in self._loads.values()), default=0.0)

@@ -23,6 +23,10 @@ class RunFailed(RuntimeError):
     """The run can not go on; the message is for the person who started it."""
 
 
+class ProcessDied(RunFailed):
+    """A process that the run can not do without died. From the newest checkpoint, it can begin again."""
+
+
 class Generator(msgspec.Struct):
     """What the conductor knows of one generator. `version` is -1 until weights are installed (STALE)."""
 

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,22 +18,27 @@ import numpy as np
 from actors.delivery import Published
 from actors.process import begin
 from actors.ranks import LocalLearner, RankedLearner
+from actors.saving import Books, Progress, Saver, Trained
 from r3async.batching.cost import Cost, cost_model
 from r3async.batching.packing import pack_for_ranks
 from r3async.buffer.groups import GroupBuffer
+from r3async.buffer.spool import Spool
 from r3async.buffer.validation import validate_trajectory
+from r3async.checkpoint import RunState, open_checkpoint
+from r3async.checkpoint.lock import RunLock
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
-from r3async.episodes.loop import ENDINGS
 from r3async.learners.prepare import prepare
 from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import StepTracer
+from r3async.observe.trained import TrainedFile, episode_metrics, previews, trained_step
 from r3async.records import Trajectory
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
 from r3async.scheduling.age import age_metrics, check_ages
+from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse
 
 CLOSE_SECONDS = 5.0
@@ -47,8 +51,18 @@ class LearnerActor:
     per thread. New weights are only copied there; another thread writes the copy while the next step runs.
     """
 
-    def __init__(self, run_id: str, config: dict[str, Any], model_path: str, run_dir: str, gpus_per_rank: float = 0.0):
+    def __init__(
+        self,
+        run_id: str,
+        config: dict[str, Any],
+        model_path: str,
+        run_dir: str,
+        gpus_per_rank: float = 0.0,
+        checkpoint: str = "",
+    ):
         begin(Path(run_dir) / "logs" / "learner.log")
+        self._lock = RunLock(Path(run_dir))
+        self._lock.shared()
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
         self.events = open_events(self.run_dir, "learner")
@@ -56,6 +70,7 @@ class LearnerActor:
         self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
         schedule = self.config.schedule
         self.buffer = GroupBuffer(schedule.samples_per_group, schedule.window)
+        self._slots = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
         self.age_bound = age_bound(schedule)
         self.lag = LagMeter()
         self.routing: RoutingShape | None = None
@@ -67,6 +82,13 @@ class LearnerActor:
         self.steps = 0
         self._since = [0, 0]
         """Steps made, and groups consumed, since the last version was published."""
+        self._checkpoint = Path(checkpoint) if checkpoint else None
+        """Where a resumed run goes on from."""
+        self._saver = Saver(self.config, run_id, Path(model_path), self.run_dir, self.events)
+        self._spool: Spool | None = None
+        self._trained = Trained()
+        self._trained_file = TrainedFile(self.run_dir, self.events.warning)
+        self._committing: set[asyncio.Task[None]] = set()
         self._vocab_size = 0
         self._cost = Cost()
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
@@ -82,15 +104,37 @@ class LearnerActor:
         return await asyncio.get_running_loop().run_in_executor(self._torch, call, *args)
 
     async def start(self) -> dict[str, Any]:
-        """Load the model and bind the socket. Returns the endpoint and whereabouts."""
+        """Load the model, and the checkpoint if the run is resumed. Returns whereabouts."""
         self.lag.start()
         await self._in_torch(self._load)
-        self.receiver = Receiver(self.run_id, self.config.transport, self._arrive)
-        endpoint = await self.receiver.start()
-        self.events.info("learner_started", endpoint=endpoint, pid=os.getpid(), backend=self.config.learner.backend)
         assert self.backend is not None
         gpus = await self._in_torch(self.backend.gpus)
-        return {"endpoint": endpoint, "pid": os.getpid(), "host": socket.gethostname(), "gpus": gpus}
+        self.events.info("learner_started", pid=os.getpid(), backend=self.config.learner.backend, step=self.steps)
+        return {"pid": os.getpid(), "host": socket.gethostname(), "gpus": gpus}
+
+    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
+        """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
+        on arrival. Returns the endpoint, and the newest group that something is here of (-1: none)."""
+        self.routing = RoutingShape(**routing) if routing else None
+        schedule, buffer = self.config.schedule, self.config.buffer
+        if buffer.durability == "disk":
+            self._spool = Spool(self.run_dir / "spool", buffer, report=self.events.warning)
+        taken = self.buffer.taken
+        self.receiver = Receiver(
+            self.run_id,
+            self.config.transport,
+            self._arrive,
+            validate=self._validate,
+            store=self._spool,
+            # A step may wait for that many groups, counted from the oldest that is not trained.
+            window=(self._slots if schedule.tokens_per_step else schedule.groups_per_step) + schedule.window - 1,
+            ledger=Ledger.over(taken.head, sorted(taken.beyond)),
+            on_reject=self._rejected,
+        )
+        endpoint = await self.receiver.start()
+        if self.receiver.recovered:
+            self.events.info("spool_recovered", trajectories=self.receiver.recovered)
+        return {"endpoint": endpoint, "newest_group": self.buffer.newest_group}
 
     def _load(self) -> None:
         path = Path(self.model_path)
@@ -100,12 +144,19 @@ class LearnerActor:
         else:
             self.backend = RankedLearner(self.config, path, self.run_dir, self._gpus_per_rank)
         self._vocab_size = self.backend.vocab_size
+        if self._checkpoint is not None:
+            self._go_on(open_checkpoint(self._checkpoint, check_tensors=False).state)
+            self.backend.restore(self._checkpoint)
 
-    def expect_routes(self, routing: dict[str, int] | None) -> None:
-        """The routes that engines record; checked on arrival."""
-        self.routing = RoutingShape(**routing) if routing else None
+    def _go_on(self, state: RunState) -> None:
+        schedule = self.config.schedule
+        self.steps, self.version, self._since = state.steps, state.version, list(state.since_publication)
+        self.buffer = GroupBuffer(
+            schedule.samples_per_group, schedule.window, head=state.consumed, beyond=state.consumed_beyond
+        )
 
-    def _arrive(self, trajectory: Trajectory, nbytes: int) -> None:
+    def _validate(self, trajectory: Trajectory) -> None:
+        """Off the event loop, if the trajectory is long."""
         try:
             validate_trajectory(
                 trajectory,
@@ -114,13 +165,24 @@ class LearnerActor:
                 max_tokens=self.config.learner.max_tokens_per_micro_batch,
                 routing=self.routing,
             )
+        except ValueError as error:
+            raise Refuse(str(error)) from error
+
+    def _arrive(self, trajectory: Trajectory, nbytes: int) -> None:
+        beyond = len(self.buffer.taken) + self._slots
+        if trajectory.group_index >= beyond:
+            # After a resume: it was made when more steps had been, which are taken back.
+            raise Refuse(f"group {trajectory.group_index} can not have a slot: only groups before {beyond} can")
+        try:
             fresh = self.buffer.add(trajectory, nbytes)
         except ValueError as error:
-            self.events.error("trajectory_refused", trajectory_id=trajectory.trajectory_id, reason=str(error))
             raise Refuse(str(error)) from error
         if not fresh:
             self.receiver.release(trajectory.trajectory_id)
         self._arrived.set()
+
+    def _rejected(self, trajectory_id: str, reason: str) -> None:
+        self.events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
 
     async def publish_through(self, backend: str, watched: list[int] | None) -> None:
         """By which transport versions go out, and which text is scored with each of them; see `actors.delivery`."""
@@ -200,13 +262,15 @@ class LearnerActor:
             self.events.warning("step_skipped", step=self.steps, grad_norm=metrics["grad_norm"])
         for index in indices:
             self.receiver.forget(index)
+        self._trained.add(indices)
+        self._trained_file.append(trained_step(self.steps, version, groups))
         due = last or self._since[0] == self.config.schedule.steps_per_publication
         if due:
             self.version += 1
             self._since = [0, 0]
             with self.timeline.span("snapshot", step=self.steps, version=self.version):
                 await self._snapshot()
-        metrics |= self._episode_metrics(trajectories) | ages
+        metrics |= episode_metrics(trajectories) | ages
         metrics |= {f"lag/learner_{name}": value for name, value in self.lag.figures().items()}
         metrics |= {
             "transport/received": self.receiver.received,
@@ -219,17 +283,12 @@ class LearnerActor:
             "buffer/ready_groups": self.buffer.ready_groups(),
             "batch/groups": len(indices),
         }
-        previews = [
-            {"group": t.group_index, "reward": t.reward, "messages": t.preview, "rewards": [x.reward for x in t.turns]}
-            for t in trajectories
-            if t.preview
-        ]
         return {
             "metrics": metrics,
             "new_weights": due,
             "version": version + 1,
             "groups": indices,
-            "previews": previews[:2],
+            "previews": previews(trajectories),
         }
 
     async def _wait_for_groups(self) -> list[int]:
@@ -283,18 +342,35 @@ class LearnerActor:
         self.tracer.write(self.steps + 1, samples, result)
         return result.metrics | metrics
 
-    @staticmethod
-    def _episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-        played = [t for t in trajectories if t.turns]
-        rewards = [t.reward for t in played] or [0.0]
-        endings = Counter(t.stop_reason for t in trajectories)
-        return {
-            "reward/mean": float(np.mean(rewards)),
-            "reward/max": float(np.max(rewards)),
-            "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or [0])),
-            "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or [0])),
-            **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
-        }
+    async def checkpoint(self, books: Books) -> float:
+        """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step
+        had to wait for that, in seconds. See `Saver.save`, also for what it raises."""
+        assert self.backend is not None
+        began, loop, groups = time.monotonic(), asyncio.get_running_loop(), self._trained.now()
+        taken = self.buffer.taken
+        progress = Progress(
+            self.steps, self.version, taken.head, sorted(taken.beyond), (self._since[0], self._since[1])
+        )
+
+        def commit() -> None:
+            task = loop.create_task(self._commit(groups))
+            self._committing.add(task)
+            task.add_done_callback(self._committing.discard)
+
+        def written() -> None:  # in the writer's thread
+            loop.call_soon_threadsafe(commit)
+
+        await self._in_torch(self._saver.save, self.backend, books, progress, written)
+        return time.monotonic() - began
+
+    async def _commit(self, groups: list[int]) -> None:
+        if self._spool is not None:
+            await self._spool.commit(groups)
+        self._trained.committed(groups)
+
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""
+        await self._in_torch(self._saver.finish)
 
     async def save(self, directory: str) -> str:
         """Export the current weights as a Hugging Face model directory."""
@@ -312,6 +388,10 @@ class LearnerActor:
         self.lag.stop()
         if hasattr(self, "receiver"):
             await self.receiver.close()
+        if self._spool is not None:
+            if self._committing:
+                await asyncio.wait(self._committing, timeout=CLOSE_SECONDS)
+            await self._spool.close()
         if self.backend is not None:
             # Published files that a running step keeps from being removed now go when the next run starts.
             with contextlib.suppress(TimeoutError):

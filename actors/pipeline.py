@@ -12,6 +12,8 @@ from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.process import environment
+from r3async.checkpoint import Opened
+from r3async.checkpoint.books import encode_state
 from r3async.config import Config, to_dict
 
 STATUS_SECONDS = 10.0
@@ -23,10 +25,13 @@ class Pipeline:
     The driver polls `status` and `finished`, asks for an orderly end with `stop`, and always calls `shutdown`.
     """
 
-    def __init__(self, config: Config, model_path: Path, run_dir: Path):
+    def __init__(self, config: Config, model_path: Path, run_dir: Path, resume: Opened | None = None):
+        """`resume`: the checkpoint that the run goes on from."""
+        self._resume = resume
         self.config, self.model_path, self.run_dir = config, model_path, run_dir
         self.run_id = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
         self._conductor: Any = None
+        self._actors: list[Any] = []
         self._result: Any = None
         self._owns_ray = False
 
@@ -46,7 +51,7 @@ class Pipeline:
             self._owns_ray = True
         gpus = ray.cluster_resources().get("GPU", 0)
         share = min(1.0, gpus / (self.config.generator.count + world)) if gpus else 0.0
-        plain = to_dict(self.config)
+        plain, resume = to_dict(self.config), self._resume
         directory = str(self.run_dir.absolute())
 
         def remote(kind: type, threads: int, share: float, **options: Any) -> Any:
@@ -59,7 +64,7 @@ class Pipeline:
 
         # With several ranks the learner actor only receives and packs; its ranks compute, in processes of their own.
         learner = remote(LearnerActor, self.config.learner.threads, share if world == 1 else 0.0).remote(
-            self.run_id, plain, str(self.model_path), directory, share
+            self.run_id, plain, str(self.model_path), directory, share, str(resume.path.absolute()) if resume else ""
         )
         generators = {}
         for index in range(self.config.generator.count):
@@ -72,7 +77,10 @@ class Pipeline:
                 max_task_retries=0,
             )
             generators[name] = kind.remote(name, self.run_id, plain, str(self.model_path), directory)
-        self._conductor = remote(Conductor, 1, 0.0, max_concurrency=1000).remote(self.run_id, plain, directory)
+        self._conductor = remote(Conductor, 1, 0.0, max_concurrency=1000).remote(
+            self.run_id, plain, directory, encode_state(resume.state) if resume else b""
+        )
+        self._actors = [self._conductor, learner, *generators.values()]
         self._result = self._conductor.run.remote(learner, generators)
 
     def status(self, since: int = 0) -> dict[str, Any] | None:
@@ -92,26 +100,32 @@ class Pipeline:
         return bool(ready)
 
     def result(self) -> dict[str, Any]:
-        """What the conductor returned. Raises `RunFailed` with the reason."""
+        """What the conductor returned. Raises `RunFailed` with the reason, and `ProcessDied` if the run may go on from its
+        newest checkpoint."""
         import ray
 
-        from actors.fleet import RunFailed
+        from actors.fleet import ProcessDied, RunFailed
 
         try:
             return ray.get(self._result, timeout=STATUS_SECONDS)
         except ray.exceptions.RayTaskError as error:
-            raise RunFailed(str(getattr(error, "cause", error))) from None
+            cause = getattr(error, "cause", error)
+            raise (ProcessDied if isinstance(cause, ProcessDied) else RunFailed)(str(cause)) from None
         except ray.exceptions.RayActorError as error:
-            raise RunFailed(f"the conductor process died: {error}") from None
+            raise ProcessDied(f"the conductor process died: {error}") from None
 
     def stop(self) -> None:
-        """Ask for an orderly end: the running step is finished and the model saved."""
+        """Ask for an orderly end: the running step is finished, a checkpoint written and the model saved."""
         self._conductor.stop.remote()
 
     def shutdown(self) -> None:
-        """Leave Ray, ending the local cluster if this started it."""
+        """End the actors' processes and leave Ray, ending the local cluster if this started it."""
         import ray
 
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+        self._actors = []
         if self._owns_ray and ray.is_initialized():
             ray.shutdown()
             time.sleep(0.1)

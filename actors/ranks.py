@@ -16,12 +16,14 @@ from actors.delivery import sender
 from actors.process import begin, environment
 from r3async.algorithms.policy_loss import needs_old_logprobs
 from r3async.batching.packing import MicroBatch
+from r3async.checkpoint import FileRecord, open_checkpoint
+from r3async.checkpoint.tensors import LearnerState, write_part
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.transport import Publication, WeightSender
 
-RANK_THREADS: dict[str, Any] = {"max_concurrency": 1, "concurrency_groups": {"write": 1}}
-"""Options of a rank's actor: one thread makes every call but `write`, which has its own."""
+RANK_THREADS: dict[str, Any] = {"max_concurrency": 1, "concurrency_groups": {"write": 1, "checkpoint": 1}}
+"""Options of a rank's actor: one thread makes every call but `write` and `write_state`, which have their own."""
 
 
 def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence[np.ndarray]) -> list[MicroBatch]:
@@ -30,7 +32,8 @@ def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence
 
 
 class LocalLearner:
-    """A backend and the sender of its weights. Every call but `write` must come from the thread that made it."""
+    """A backend and the sender of its weights. All calls must come from the thread that made it, but for `write` and
+    `write_state`."""
 
     def __init__(self, config: Config, model_path: Path):
         import torch
@@ -44,6 +47,7 @@ class LocalLearner:
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._writing = threading.Lock()
+        self._held: LearnerState | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -101,6 +105,21 @@ class LocalLearner:
             finally:
                 self._snapshot = None
 
+    def hold(self) -> None:
+        """Copy what a checkpoint needs to host memory, for `write_state`; see `LearnerBackend.state`."""
+        self._held = self._backend.state()
+
+    def write_state(self, directory: Path) -> list[FileRecord]:
+        """Write what is held into `directory` and let go of it, whatever comes of it. From any thread, beside a step."""
+        held, self._held = self._held, None
+        if held is None:
+            raise LearnerError("nothing is held for a checkpoint")
+        return [write_part(directory, held)]
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint that has been verified; see `LearnerBackend.restore`."""
+        self._backend.restore(open_checkpoint(checkpoint, check_tensors=False).learner())
+
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
         self._backend.save(directory)
@@ -155,6 +174,11 @@ class RankActor:
         """See `LocalLearner.write`. Belongs to the concurrency group `write`, which has a thread of its own."""
         assert self._learner is not None
         return self._learner.write(reading)
+
+    def write_state(self, directory: Path) -> list[FileRecord]:
+        """See `LocalLearner.write_state`. Belongs to the concurrency group `checkpoint`."""
+        assert self._learner is not None
+        return self._learner.write_state(directory)
 
 
 class RankedLearner:
@@ -241,6 +265,19 @@ class RankedLearner:
         """See `LocalLearner.write`: the first rank does it, on this host."""
         write = self._ranks[0].write.options(concurrency_group="write")
         return self._wait([write.remote(reading)], self._config.weights.write_timeout)[0]
+
+    def hold(self) -> None:
+        """See `LocalLearner.hold`."""
+        self._all("hold")
+
+    def write_state(self, directory: Path) -> list[FileRecord]:
+        """See `LocalLearner.write_state`: each rank writes its own file."""
+        calls = [r.write_state.options(concurrency_group="checkpoint").remote(directory) for r in self._ranks]
+        return [record for records in self._wait(calls, self._config.checkpoint.write_timeout) for record in records]
+
+    def restore(self, checkpoint: Path) -> None:
+        """See `LocalLearner.restore`."""
+        self._all("restore", checkpoint)
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""

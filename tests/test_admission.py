@@ -183,3 +183,29 @@ def test_a_version_counter_never_goes_backwards_across_restarts():
 )
 def test_the_bound_in_closed_form(staleness, window, per_version, bound):
     assert oldest_age(staleness, window, per_version) == bound
+
+
+def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
+    """Groups 0 and 1 are trained. Of 2 one episode is here; 3 is whole; 4 and 5, leased after the checkpoint, in part."""
+    admission = make(max_staleness=3, groups_per_step=1, samples_per_group=2, window=4, steps=9)
+    for _ in range(4):
+        lease(admission, "dead")
+    publish(admission, 1, 0)
+    publish(admission, 2, 1)
+    resumed = make(max_staleness=3, groups_per_step=1, samples_per_group=2, window=4, steps=9)
+    resumed.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())))
+    here = {2: [1], 3: [0, 1], 5: [0]}
+    back = resumed.adopt(5, lambda g: [i for i in range(2) if i not in here.get(g, [])])
+    assert back == [2, 4, 5]
+    assert resumed.slots_taken == 4
+    assert [lease(resumed, version=2) for _ in range(4)] == [(2, (0,)), (4, (0, 1)), (5, (1,)), None]
+    assert resumed.leases("dead") == []
+
+
+def test_a_resumed_run_never_has_more_slots_than_it_was_given():
+    admission = make(max_staleness=1, groups_per_step=2)
+    back = admission.adopt(100, lambda g: [0])
+    assert back == [0, 1, 2, 3]
+    assert admission.slots_taken == admission.slots == 4
+    assert admission.adopt(-1, lambda g: []) == []  # All of them are here, and wait to be trained.
+    assert admission.full

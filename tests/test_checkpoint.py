@@ -30,11 +30,11 @@ def value(opened) -> float:
 
 def test_what_is_written_is_read_back(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    path = write_checkpoint(checkpoints, 10, ledger={"live": [[3, ["a"]]], "forgotten": [[0, 3]]})
+    path = write_checkpoint(checkpoints, 10, admission={"waiting": [[3, [0, 2]]]})
     assert path == tmp_path / "checkpoints" / "step-00000010"
     assert names(path) == ["config.toml", "learner-00000-of-00001.safetensors", "manifest.json", "run.json"]
     opened = checkpoints.newest()
-    assert opened.state == run_state(10, ledger={"live": [[3, ["a"]]], "forgotten": [[0, 3]]})
+    assert opened.state == run_state(10, admission={"waiting": [[3, [0, 2]]]})
     assert value(opened) == 10
     assert opened.learner().facts.trust_region == {"coef": 0.5, "error": None}
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.config import ConfigError, load_config
-from tools.train import StopRequest, make_run_dir, stop_signals
+from tools.train import StopRequest, stop_signals
 
 
 def cli(*words, cwd):
@@ -43,16 +42,6 @@ def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_pa
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_run_directory_is_new_holds_the_configuration_and_is_the_latest(tmp_path):
-    first = make_run_dir(load_config("quickstart", ["name=a"]), "quickstart", tmp_path)
-    second = make_run_dir(load_config("quickstart"), "quickstart", tmp_path)
-    assert second.name.startswith("quickstart-")
-    assert (tmp_path / "latest").resolve() == second.resolve()
-    assert load_config(str(first / "config.toml")).name == "a"
-    with pytest.raises(ConfigError, match="exists already"):
-        make_run_dir(load_config("quickstart", ["name=a"]), "quickstart", tmp_path)
 
 
 def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():

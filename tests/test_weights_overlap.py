@@ -98,7 +98,8 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.learner, "check_ages", lambda *args: None)
     monkeypatch.setattr(actors.learner, "age_metrics", lambda *args: {})
     monkeypatch.setattr(actor, "_train", lambda groups: {"optimizer/skipped": 0})
-    monkeypatch.setattr(actor, "_episode_metrics", lambda trajectories: {})
+    monkeypatch.setattr(actors.learner, "episode_metrics", lambda trajectories: {})
+    monkeypatch.setattr(actors.learner, "trained_step", lambda *args: {})
     return actor
 
 
@@ -217,10 +218,10 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
     assert [r["weights/write_seconds"] for r in rows] == [1, 2, 3, 4, 5]
 
 
-async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor):
-    for version in (2, 5):
-        with pytest.raises(OSError, match=f"version {version} could not be written"):
-            await train(conductor, RemoteLearner(fails=version))
+@pytest.mark.parametrize("version", [2, 5])
+async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor, version):
+    with pytest.raises(OSError, match=f"version {version} could not be written"):
+        await train(conductor, RemoteLearner(fails=version))
 
 
 async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor):

@@ -246,9 +246,13 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
-        if type(error).__name__ != "RunFailed":
-            raise
-        _fail(f"the run failed: {error}", 1)
+        # By name: to import what defines them takes seconds.
+        match type(error).__name__:
+            case "RunFailed" | "ProcessDied":
+                _fail(f"the run failed: {error}", 1)
+            case "CheckpointError":
+                _fail(f"checkpoint error: {error}", 2)
+        raise
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -74,6 +74,12 @@ class LiveView:
             self.say(f"[{time.strftime('%H:%M:%S')}] {text}")
             self._shown_phase, self._shown_at = text, now
 
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step`, which was shown already, or from before it."""
+        self.step, self._restarts = step, 0
+        if self._progress:
+            self._progress.update(self._task, completed=step)
+
     def show(self, status: dict[str, Any]) -> None:
         """A status of the conductor."""
         restarts = sum(g["restarts"] for g in status["generators"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import sys
@@ -16,24 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
-from r3async.config import Config, ConfigError, to_dict, to_toml
+from r3async.config import Config, ConfigError, to_dict
+from tools.live import LiveView
+from tools.run_dir import RunDir, begin_again, open_run
 
 POLL_SECONDS = 0.5
-
-
-def make_run_dir(config: Config, preset: str, root: Path = Path("runs")) -> Path:
-    """`runs/NAME`, new, with the resolved configuration in it; `runs/latest` points at it."""
-    name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = root / name
-    if directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"`name` = {name!r}: {directory} exists already; choose another name or remove it")
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    (directory / "config.toml").write_text(to_toml(config))
-    latest = root / "latest"
-    scratch = root / f".latest-{os.getpid()}"
-    scratch.symlink_to(name)
-    scratch.replace(latest)
-    return directory
 
 
 class Outlets:
@@ -92,31 +78,40 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
 
 
 def train(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
-    """Run to the end; returns the run directory. Raises `ConfigError` or `RunFailed` with what to do about it."""
+    """Run to the end; returns the run directory. Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about
+    it."""
     from r3async.observe.sinks import check_sinks
     from r3async.serving.agents import check_environment
-    from tools.live import LiveView
 
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
     console = console or Console(file=sys.stderr)
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"`model.path` = {config.model.path!r} is not a model directory (no config.json in it)")
-    run_dir = make_run_dir(config, preset, root)
     with LiveView(console, config.steps) as view:
-        view.say(f"run directory: {run_dir}")
+        run = open_run(config, preset, view.say, root, _reporter(view))
+        view.say(f"run directory: {run.path}")
+        view.rewind(run.resume.state.steps if run.resume else 0)
         try:
-            model_path = _model(config, run_dir, view)
-            with Outlets(config, run_dir, view.say) as outlets:
-                _run(config, model_path, run_dir, view, outlets)
+            model_path = run.model_path(config) or _model(config, run.path, view)
+            with Outlets(config, run.path, view.say) as outlets:
+                _run_on(config, model_path, run, view, outlets)
         finally:
-            _report(run_dir, view)
-    return run_dir
+            run.lock.close()
+            _report(run.path, view)
+    return run.path
 
 
-def _model(config: Config, run_dir: Path, view) -> Path:
-    if config.model.path:
-        return Path(config.model.path).absolute()
+def _reporter(view: LiveView) -> Callable[..., None]:
+    """Tells the person what was found among the checkpoints."""
+
+    def report(event: str, /, **facts: object) -> None:
+        view.say(f"{event.replace('_', ' ')}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
+
+    return report
+
+
+def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
     from tools.init_model import init_model
 
     directory = run_dir / "init"
@@ -124,12 +119,31 @@ def _model(config: Config, run_dir: Path, view) -> Path:
     return directory.absolute()
 
 
-def _run(config: Config, model_path: Path, run_dir: Path, view, outlets: Outlets) -> None:
+def _run_on(config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets) -> None:
+    """The run, and again from its newest checkpoint if a process that it can not do without dies."""
+    from actors.fleet import ProcessDied
+
+    restarts, request = 0, StopRequest()
+    while True:
+        try:
+            return _run(config, model_path, run, view, outlets, request)
+        except ProcessDied as error:
+            if request.requested or restarts == config.supervise.max_run_restarts:
+                raise
+            restarts += 1
+            allowed = config.supervise.max_run_restarts
+            view.say(f"{error}; the run begins again ({restarts} of {allowed}, supervise.max_run_restarts)")
+            run = begin_again(config, run, view.say, _reporter(view))
+            step = run.resume.state.steps if run.resume else 0
+            view.say(f"going on from step {step}")
+            view.rewind(step)
+
+
+def _run(config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets, request: StopRequest) -> None:
     from actors.pipeline import Pipeline
 
     view.phase("starting Ray and the actors")
-    pipeline = Pipeline(config, model_path, run_dir)
-    request = StopRequest()
+    pipeline = Pipeline(config, model_path, run.path, run.resume)
     try:
         pipeline.start()
         with stop_signals(request):
@@ -141,7 +155,7 @@ def _run(config: Config, model_path: Path, run_dir: Path, view, outlets: Outlets
                     view.show(status)
                 if request.requested and not told:
                     told = time.monotonic()
-                    view.say("stopping: the running step is finished and the model saved (again to stop at once)")
+                    view.say("stopping: the running step is finished and a checkpoint written (again to stop at once)")
                     pipeline.stop()
                 if told and time.monotonic() - told > 4 * config.supervise.stop_grace_seconds:
                     view.say("the actors did not end in time; ending them")
@@ -152,12 +166,15 @@ def _run(config: Config, model_path: Path, run_dir: Path, view, outlets: Outlets
                 view.show(status)
             result = pipeline.result()
             if result["model"]:
-                view.say(f"trained model: {run_dir / 'model'}")
+                view.say(f"trained model: {run.path / 'model'}")
+            if result["stopped"] and result["steps"]:
+                done = f"{result['steps']} of {config.steps} steps"
+                view.say(f"stopped after {done}; to go on: the same command with name={run.path.name}")
     finally:
         pipeline.shutdown()
 
 
-def _report(run_dir: Path, view) -> None:
+def _report(run_dir: Path, view: LiveView) -> None:
     from r3async.observe.report import write_report
     from r3async.observe.summary import format_summary, summarize
 

@@ -40,15 +40,26 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
 class GroupBuffer:
     """Holds at most what the slots allow. Pure; the receiver and the learner share it."""
 
-    def __init__(self, samples_per_group: int, window: int = 1):
+    def __init__(self, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
+        """`head`, `beyond`: what a run that is resumed has trained already, see `Consumed`."""
         self.samples_per_group = samples_per_group
-        self._taken = Consumed(window)
+        self._taken = Consumed(window, head, beyond)
         self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
 
     @property
     def next_group(self) -> int:
         """The oldest group not taken yet: all others that may be taken are within the window from here."""
         return self._taken.head
+
+    @property
+    def taken(self) -> Consumed:
+        """The groups that were taken, to be looked at."""
+        return self._taken
+
+    @property
+    def newest_group(self) -> int:
+        """Of those that something has arrived of and that are not taken; -1 if there is none."""
+        return max(self._groups, default=-1)
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
         """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""

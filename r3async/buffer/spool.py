@@ -201,5 +201,6 @@ class Spool:
                 except WireError as error:
                     damage.append(Damage(path, record.offset, str(error)))
                 else:
-                    found.setdefault((group, stored.trajectory.trajectory_id), stored)
+                    # The last: one before it may be of steps that a resume took back, and was refused then.
+                    found[group, stored.trajectory.trajectory_id] = stored
         return list(found.values()), files, damage

@@ -12,14 +12,6 @@ STATE_SCHEMA = 1
 """Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
 
 
-class SpooledTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trajectory that was accepted and not trained yet: the spool has to have it, or its episode is played again."""
-
-    group_index: int
-    episode_index: int
-    trajectory_id: str
-
-
 class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A run between two steps.
 
@@ -41,16 +33,13 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     version: int
     """Published last. Engines are given the checkpoint's weights under this number again."""
     consumed: int
-    """Groups trained so far. They are consumed in order, so this is the data cursor: the next step begins with that group."""
+    """The data cursor: every group before this one has been trained."""
+    consumed_beyond: list[int] = []
+    """Groups that overtook it, and have been trained too (`schedule.window`)."""
     since_publication: tuple[int, int] = (0, 0)
     """Steps made and groups consumed since `version` was published."""
-    consumed_by_version: dict[int, int] = {}
-    """By published version: the groups that it and all earlier ones were trained from."""
     admission: dict[str, Any] = {}
-    """Slots and leases. Who held a lease is of no use later: nobody who plays outlives the run."""
-    ledger: dict[str, Any] = {}
-    """`Ledger.snapshot()`: ids that were accepted, and groups that are over."""
-    spooled: list[SpooledTrajectory] = []
+    """`Admission.snapshot()`: slots and leases. Nobody who held a lease outlives the run; see `Admission.adopt`."""
 
     record_bytes: dict[str, int] = {}
     """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
@@ -63,10 +52,8 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if min(self.steps, self.version, self.consumed, *self.since_publication) < 0:
             raise ValueError("steps, version and groups are counts, and never negative")
-        if self.version not in self.consumed_by_version and self.consumed_by_version:
-            raise ValueError(f"`consumed_by_version` has no version {self.version}")
-        if any(t.group_index < self.consumed for t in self.spooled):
-            raise ValueError(f"a spooled trajectory is of a group before {self.consumed}, which was trained")
+        if any(group <= self.consumed for group in self.consumed_beyond):
+            raise ValueError(f"`consumed_beyond` names a group before {self.consumed}, or that group itself")
 
 
 class _Schema(msgspec.Struct):

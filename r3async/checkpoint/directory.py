@@ -99,6 +99,11 @@ class Checkpoints:
         names = [p.name for p in self.directory.iterdir()] if self.directory.is_dir() else []
         return sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
 
+    @property
+    def empty(self) -> bool:
+        """There is no checkpoint, and none that could not be read."""
+        return not self.steps() and not self._bad()
+
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 

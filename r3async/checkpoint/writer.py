@@ -75,21 +75,30 @@ class CheckpointWriter:
             raise _failure(step, error) from error
         self._pending = None
 
-    def save(self, state: RunState, parts: WriteParts, texts: Mapping[str, bytes] | None = None) -> float:
+    def save(
+        self,
+        state: RunState,
+        parts: WriteParts,
+        texts: Mapping[str, bytes] | None = None,
+        then: Callable[[], object] = lambda: None,
+    ) -> float:
         """Begin to write the checkpoint of `state.steps`; returns the seconds that it had to wait for the one before.
 
         `parts` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
-        `checkpoint.asynchronous` off it has been written when this returns.
+        `checkpoint.asynchronous` off it has been written when this returns. `then` is called in that thread too, once the
+        checkpoint is visible and on the disk.
         """
         began = time.monotonic()
         self.wait()
         waited = time.monotonic() - began
-        self._pending = state.steps, self._thread.submit(self._write, state, parts, texts)
+        self._pending = state.steps, self._thread.submit(self._write, state, parts, texts, then)
         if not self._asynchronous:
             self.wait()
         return waited
 
-    def _write(self, state: RunState, parts: WriteParts, texts: Mapping[str, bytes] | None) -> None:
+    def _write(
+        self, state: RunState, parts: WriteParts, texts: Mapping[str, bytes] | None, then: Callable[[], object]
+    ) -> None:
         began = time.monotonic()
         try:
             partial = self._checkpoints.begin(state.steps)
@@ -102,6 +111,7 @@ class CheckpointWriter:
         except BaseException as error:
             self._report("checkpoint_failed", step=state.steps, error=f"{type(error).__name__}: {error}")
             raise
+        then()
         self._report(
             "checkpoint_written",
             step=state.steps,

@@ -256,6 +256,9 @@ class TransportConfig(Section):
 class SuperviseConfig(Section):
     stall_seconds: float = 600.0
     """The run stops with the reason if no group arrives for this long."""
+    max_run_restarts: int = 3
+    """How often the run begins again from its newest checkpoint when the learner's or the conductor's process has died. A
+    generator that dies is restarted by itself (`generator.max_restarts`)."""
     stop_grace_seconds: float = 30.0
     max_failed_fraction: float = 0.1
     """Share of a generator's last 100 episodes that may fail for good (after `episode.retries`) before the run stops with what
@@ -264,6 +267,8 @@ class SuperviseConfig(Section):
 
     def __post_init__(self) -> None:
         positive(self, "stall_seconds", "stop_grace_seconds")
+        if self.max_run_restarts < 0:
+            raise ValueError("`max_run_restarts` must be 0 (the run ends) or more")
         if not 0 <= self.max_failed_fraction <= 1:
             raise ValueError("`max_failed_fraction` must be in 0..1")
 

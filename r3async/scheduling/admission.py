@@ -21,6 +21,7 @@ that the learner never got. Pure: no clock, no sockets. Owners are generators.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -118,6 +119,11 @@ class Admission:
         return self._next_group
 
     @property
+    def oldest_group(self) -> int:
+        """The first group that has not been trained."""
+        return self._consumed.head
+
+    @property
     def full(self) -> bool:
         """Every slot is taken, and nothing is left to lease of the groups that have them."""
         return self.slots_taken >= self.slots and not self._waiting
@@ -184,6 +190,17 @@ class Admission:
                 self._waiting[group] = tuple(sorted(lacking.union(self._waiting.get(group, ()))))
                 back.append(group)
         return back
+
+    def adopt(self, newest: int, missing: Callable[[int], Sequence[int]]) -> list[int]:
+        """A resumed run begins: nobody who had leases lives on, and the learner kept trajectories of groups up to `newest` (-1:
+        of none). Groups that were first leased after the checkpoint take their slots again. Returns the groups to be played,
+        as a whole or in part; `missing(group)`: episodes of it that the learner lacks."""
+        if self._untouched > 0:
+            self._next_group = max(self._next_group, min(newest + 1, self._next_group + self._untouched))
+        held = itertools.takewhile(lambda g: g < self._next_group, self._consumed.outstanding())
+        self._owners = {}
+        self._waiting = {group: lacking for group in held if (lacking := tuple(missing(group)))}
+        return list(self._waiting)
 
     def trained(self, version: int, groups: Sequence[int]) -> None:
         """A step consumed `groups`, in this order; its weights are published as, or within, `version`.

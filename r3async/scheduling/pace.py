@@ -7,12 +7,14 @@ it did over the share of time that it worked:
 
     ratio = (episodes finished / (1 - idle share of generation)) / (episodes trained / (1 - idle share of training))
 
-Below 1 generation is the slower side, above 1 training. Pure; time comes with what is observed.
+Below 1 generation is the slower side, above 1 training. Pure; time comes with what is observed, or from an injected clock.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -146,3 +148,45 @@ class Pace:
             return None
         numbers = {name: round(value, 3) for name, value in metrics.items()}
         return Verdict(event, {**numbers, "seconds": round(seconds, 1), "hint": hint})
+
+
+class Pacing:
+    """Gathers what generators and steps tell, and says who waits for whom. `warn(event, **facts)` hears of it if that lasts."""
+
+    def __init__(
+        self, schedule: ScheduleConfig, warn: Callable[..., object], clock: Callable[[], float] = time.monotonic
+    ):
+        self._schedule, self._warn, self._clock = schedule, warn, clock
+        self._places, self._engines, self._pace = IdleShare(), IdleShare(), Pace(schedule.pace_seconds)
+        self._ended: float | None = None
+        self._received = 0
+        """Trajectories that the learner had received when the last step ended."""
+
+    def heard(self, generator_id: str, stats: Mapping[str, float]) -> None:
+        """Counters of a generator's places and of its engine."""
+        self._places.report(generator_id, stats["places_empty"], stats["places_all"])
+        self._engines.report(generator_id, stats["engine_idle"], stats["engine_all"])
+
+    def stepped(self, step: int, groups: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step that has ended just now and consumed so many groups, with what the learner reported of it. The
+        first one, which waited for the beginning, is left out."""
+        now, before = self._clock(), self._ended
+        received, known = int(metrics["transport/received"]), self._received
+        self._ended, self._received = now, received
+        idle_share, engines = self._places.take(), {"generator/engine_idle_share": self._engines.take()}
+        if before is None:
+            return engines
+        figures, verdict = self._pace.observe(
+            StepPace(
+                seconds=now - before,
+                waited=metrics["learner/wait_seconds"],
+                finished=received - known,
+                trained=groups * self._schedule.samples_per_group,
+                idle_share=idle_share,
+            )
+        )
+        # Without staleness the two sides take turns: that is what was asked for.
+        expected = self._schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
+        if verdict is not None and not expected:
+            self._warn(verdict.event, step=step, **verdict.facts)
+        return figures | engines

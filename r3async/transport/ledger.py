@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -59,6 +60,15 @@ class Ledger:
     def forget_live(self) -> None:
         """Only what is over stays known: of the rest, nothing has been kept, or what was kept is added again."""
         self._live.clear()
+
+    @classmethod
+    def over(cls, head: int, beyond: Sequence[int] = ()) -> Ledger:
+        """All groups before `head` are over, and those `beyond` it."""
+        ledger = cls()
+        ledger._forgotten = [[0, head]] if head else []
+        for group in beyond:
+            ledger.forget(group)
+        return ledger
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint; `restore` reads it."""

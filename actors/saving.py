@@ -1,0 +1,128 @@
+"""The learner's checkpoints: copied between two steps, written beside those that follow, and what a resumed run begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.ranks import LocalLearner, RankedLearner
+from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, RunState
+from r3async.checkpoint.resume import fingerprint_model
+from r3async.config import Config, to_dict
+
+RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl", "routing.jsonl", "trained.jsonl")
+"""Files of a run with something for each step: a resume takes back what came after its checkpoint."""
+
+
+class Books(msgspec.Struct, frozen=True):
+    """The conductor's part of a checkpoint; see `RunState`."""
+
+    admission: dict[str, Any]
+    record_bytes: dict[str, int]
+    pending_rows: list[dict[str, Any]]
+    elapsed: float
+    generated_tokens: int
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The learner's part."""
+
+    steps: int
+    version: int
+    consumed: int
+    consumed_beyond: list[int]
+    since_publication: tuple[int, int]
+
+
+def checkpoint_directory(config: Config, run_dir: Path) -> Path:
+    """Where the run's checkpoints are."""
+    return Path(config.checkpoint.directory) if config.checkpoint.directory else run_dir / "checkpoints"
+
+
+class Saver:
+    """Belongs to the thread that makes the backend's calls. `events`: a structlog logger."""
+
+    def __init__(self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any):
+        settings = config.checkpoint
+        self._checkpoints = Checkpoints(
+            checkpoint_directory(config, run_dir),
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            report=self._say,
+        )
+        self._events = events
+        self._writer = CheckpointWriter(self._checkpoints, settings, report=self._say)
+        self._run_id, self._config, self._model_path = run_id, to_dict(config), model_path
+        self._fingerprint = ""
+        self._failure: CheckpointError | None = None
+        """What the last writing that failed did so with."""
+        self._begun = self._written = -1
+        """Steps made before the last checkpoint that was begun, and before the last that is there."""
+
+    def _say(self, event: str, /, **facts: object) -> None:
+        say = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
+        say(event, **facts)
+
+    def save(
+        self, backend: LocalLearner | RankedLearner, books: Books, progress: Progress, then: Callable[[], object]
+    ) -> None:
+        """Copy the state between two steps, and begin to write it; one copy waits at most. `then`: see `CheckpointWriter.save`.
+
+        A writing that fails is reported, and training goes on: the next checkpoint is the next try. Raises `CheckpointError` if
+        one does not end within `checkpoint.write_timeout`.
+        """
+        self._let(self._writer.wait)
+        if not self._fingerprint:
+            self._fingerprint = fingerprint_model(self._model_path)
+        state = RunState(
+            run_id=self._run_id,
+            config=self._config,
+            model_path=str(self._model_path),
+            model_fingerprint=self._fingerprint,
+            **msgspec.structs.asdict(progress),
+            **msgspec.structs.asdict(books),
+        )
+        backend.hold()
+        self._begun = progress.steps
+
+        def written() -> None:
+            self._written = progress.steps
+            then()
+
+        self._let(lambda: self._writer.save(state, backend.write_state, then=written))
+
+    def _let(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except CheckpointError as error:
+            if self._writer.busy:
+                raise
+            self._failure = error
+
+    def finish(self) -> None:
+        """Wait for what is being written. Raises `CheckpointError` if the last one failed."""
+        self._let(self._writer.wait)
+        if self._failure is not None and self._written != self._begun:
+            raise self._failure
+
+
+class Trained:
+    """Groups that were trained, and whose trajectories the spool still has: until a checkpoint that trained them is there."""
+
+    def __init__(self) -> None:
+        self._groups: list[int] = []
+
+    def add(self, groups: Sequence[int]) -> None:
+        self._groups += groups
+
+    def now(self) -> list[int]:
+        """Those that a checkpoint which is made now has trained."""
+        return list(self._groups)
+
+    def committed(self, groups: Sequence[int]) -> None:
+        """They are gone from the spool."""
+        gone = set(groups)
+        self._groups = [g for g in self._groups if g not in gone]

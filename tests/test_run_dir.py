@@ -1,0 +1,223 @@
+"""Which directory a run gets, and what is in it when it begins: new, as its newest checkpoint left it, or refused."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from r3async.checkpoint import CheckpointError, Checkpoints
+from r3async.checkpoint.lock import RunLock
+from r3async.checkpoint.resume import fingerprint_model
+from r3async.config import ConfigError, load_config, to_dict
+from tests.helpers_checkpoint import write_checkpoint
+from tools.run_dir import begin_again, open_run
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "start"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def configured(model, *overrides):
+    return load_config("quickstart", ["name=a", f"model.path={model}", *overrides])
+
+
+def made(root, model, said, *steps, name="a", **changes):
+    """A run directory as a run that made checkpoints after `steps` left it."""
+    config = configured(model, f"name={name}")
+    run = open_run(config, "quickstart", said.append, root)
+    checkpoints = Checkpoints(run.path / "checkpoints")
+    for step in steps:
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+        write_checkpoint(
+            checkpoints,
+            step,
+            config=to_dict(config),
+            model_path=str(model),
+            model_fingerprint=fingerprint_model(model),
+            record_bytes={"metrics.jsonl": (run.path / "metrics.jsonl").stat().st_size},
+            **changes,
+        )
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99}\n')
+    (run.path / "trained.jsonl").write_text('{"step": 99}\n')
+    run.lock.close()
+    return run.path
+
+
+def test_a_new_one_holds_the_configuration_and_is_the_latest(tmp_path, model, said):
+    first = open_run(configured(model), "quickstart", said.append, tmp_path)
+    second = open_run(load_config("quickstart"), "quickstart", said.append, tmp_path)
+    assert first.resume is None
+    assert second.path.name.startswith("quickstart-")
+    assert (tmp_path / "latest").resolve() == second.path.resolve()
+    assert load_config(str(first.path / "config.toml")).name == "a"
+    assert first.model_path(configured(model)) == model
+    assert second.model_path(load_config("quickstart")) is None
+    first.lock.close()
+    with pytest.raises(ConfigError, match=r'exists already and has no checkpoint to go on from.*resume="none"'):
+        open_run(configured(model), "quickstart", said.append, tmp_path)
+    (first.path / "checkpoints" / "step-00000001.partial").mkdir(parents=True)  # One that was begun is none.
+    with pytest.raises(ConfigError, match="exists already"):
+        open_run(configured(model), "quickstart", said.append, tmp_path)
+
+
+def test_one_with_checkpoints_goes_on_from_the_newest_and_forgets_what_came_later(tmp_path, model, said):
+    path = made(tmp_path, model, said, 10, 20)
+    run = open_run(configured(model, "learner.lr=3e-5"), "quickstart", said.append, tmp_path)
+    assert run.path == path
+    assert run.resume.state.steps == 20
+    assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").open()] == [10, 20]
+    assert (path / "trained.jsonl").read_text() == ""
+    assert any("learner.lr was" in line for line in said)
+    assert load_config(str(path / "config.toml")).learner.lr == 3e-5
+    assert run.model_path(configured(model)) == model
+
+
+def test_an_older_checkpoint_of_its_own_can_be_named(tmp_path, model, said):
+    path = made(tmp_path, model, said, 10, 20)
+    step = path / "checkpoints" / "step-00000010"
+    run = open_run(configured(model, f"resume={step}"), "quickstart", said.append, tmp_path)
+    assert run.resume.state.steps == 10
+    assert Checkpoints(path / "checkpoints").steps() == [10]
+    assert (path / "checkpoints" / "step-00000020.superseded").is_dir()
+
+
+def test_a_run_can_begin_where_another_one_was(tmp_path, model, said):
+    path = made(tmp_path, model, said, 10, 20)
+    config = configured(model, "name=b", f"resume={path / 'checkpoints' / 'step-00000010'}")
+    run = open_run(config, "quickstart", said.append, tmp_path)
+    assert run.path == tmp_path / "b"
+    assert run.resume.state.steps == 10
+    assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").open()] == [10]
+    assert Checkpoints(path / "checkpoints").steps() == [10, 20]  # The other one is as it was.
+    assert (path / "metrics.jsonl").read_text().count("\n") == 3
+    # Its own first checkpoint is not there yet when a process dies: it begins where it began.
+    assert begin_again(config, run, said.append).resume.state.steps == 10
+
+
+def test_another_runs_checkpoint_is_not_mixed_into_one_that_has_its_own(tmp_path, model, said):
+    path = made(tmp_path, model, said, 10)
+    made(tmp_path, model, said, 20, name="b")
+    with pytest.raises(ConfigError, match=r"is of another run than .*b.*choose another `name`"):
+        open_run(configured(model, "name=b", f"resume={path}"), "quickstart", said.append, tmp_path)
+    assert Checkpoints(tmp_path / "b" / "checkpoints").steps() == [20]
+
+
+def test_to_begin_anew_keeps_the_old_one_under_another_name(tmp_path, model, said):
+    for number in (1, 2):
+        made(tmp_path, model, said, 10)
+        run = open_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)
+        run.lock.close()
+        assert run.resume is None
+        assert not (run.path / "metrics.jsonl").exists()
+        assert Checkpoints(tmp_path / f"a.superseded-{number}" / "checkpoints").steps() == [10]
+        for file in sorted(run.path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["seed=7"], CheckpointError, r"`seed` was 0 and is 7.*resume=\"none\""),
+        (["steps=20"], ConfigError, "has made 20 of 20 steps: set `steps` to more"),
+        (["resume=/nowhere"], CheckpointError, "/nowhere is neither a checkpoint nor a run"),
+    ],
+)
+def test_what_can_not_go_on_is_refused_and_changes_nothing(tmp_path, model, said, overrides, error, message):
+    path = made(tmp_path, model, said, 10, 20)
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    with pytest.raises(error, match=message):
+        open_run(configured(model, *overrides), "quickstart", said.append, tmp_path)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    open_run(configured(model), "quickstart", said.append, tmp_path)  # The lock is free.
+
+
+def test_another_start_model_is_refused(tmp_path, model, said):
+    made(tmp_path, model, said, 10)
+    (model / "model.safetensors").write_bytes(b"trained meanwhile")
+    run = open_run(configured(model), "quickstart", said.append, tmp_path)
+    with pytest.raises(CheckpointError, match="is not the one that the run began with"):
+        run.model_path(configured(model))
+
+
+def test_a_run_that_was_moved_finds_the_model_that_it_made(tmp_path, said):
+    config = load_config("quickstart", ["name=a"])
+    inside = tmp_path / "runs" / "a" / "init"
+    inside.mkdir(parents=True)
+    (inside / "config.json").write_text("{}")
+    write_checkpoint(
+        Checkpoints(inside.parent / "checkpoints"),
+        5,
+        config=to_dict(config),
+        model_path="/gone/runs/a/init",
+        model_fingerprint=fingerprint_model(inside),
+    )
+    run = open_run(config, "quickstart", said.append, tmp_path / "runs")
+    assert run.model_path(config) == inside
+
+
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_taken(tmp_path, model, said):
+    path = made(tmp_path, model, said, 10, 20)
+    part = next((path / "checkpoints" / "step-00000020").glob("learner-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    found = []
+    report = lambda event, **facts: found.append((event, facts["step"]))  # noqa: E731
+    run = open_run(configured(model), "quickstart", said.append, tmp_path, report)
+    assert run.resume.state.steps == 10
+    assert found == [("checkpoint_bad", 20)]
+
+
+def test_after_a_death_the_run_begins_again_also_without_a_checkpoint(tmp_path, model, said):
+    run = open_run(configured(model), "quickstart", said.append, tmp_path)
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    again = begin_again(configured(model), run, said.append)
+    assert again.resume is None
+    assert (run.path / "metrics.jsonl").read_text() == ""
+    write_checkpoint(Checkpoints(run.path / "checkpoints"), 2)
+    (run.path / "metrics.jsonl").write_text('{"step": 3}\n')
+    assert begin_again(configured(model), again, said.append).resume.state.steps == 2
+    assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from r3async.checkpoint.lock import RunLock
+RunLock(Path(sys.argv[1])).shared()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_dies(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        lock, waits = RunLock(tmp_path), []
+        assert not lock.alone(0.3, lambda: waits.append(1))
+        assert waits == [1]
+        other = RunLock(tmp_path)
+        other.shared()  # Beside the process.
+        other.close()
+        process.kill()
+        assert lock.alone(20, lambda: None)
+        began = time.monotonic()
+        assert not RunLock(tmp_path).alone(0.2)
+        assert time.monotonic() - began < 10
+        lock.shared()
+        assert not RunLock(tmp_path).alone(0.2)
+    finally:
+        process.kill()
+        process.wait(10)

@@ -1,0 +1,163 @@
+"""A run's directory: made, or found with checkpoints in it to go on from. For one driver at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.saving import RECORDS, checkpoint_directory
+from r3async.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    Opened,
+    check_model,
+    check_same_run,
+    find_checkpoint,
+    resume_from,
+    rewind,
+)
+from r3async.checkpoint.lock import RunLock
+from r3async.config import Config, ConfigError, to_toml
+
+LOCK_SECONDS = 60.0
+"""How long processes of the run's past may take to end."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`path`: the directory, with the resolved configuration in it. `resume`: where the run goes on from, if it does."""
+
+    path: Path
+    resume: Opened | None
+    lock: RunLock
+
+    def model_path(self, config: Config) -> Path | None:
+        """The start model, as far as there is one: configured, or the one that the run began with.
+
+        Raises `CheckpointError` if that is not the model it was then.
+        """
+        if config.model.path:
+            path = Path(config.model.path).absolute()
+        elif self.resume is None:
+            return None
+        else:
+            path = Path(self.resume.state.model_path)
+            inside = self.path / path.name  # the run may have been moved
+            path = path if path.is_dir() or not inside.is_dir() else inside.absolute()
+        if self.resume is not None:
+            check_model(self.resume.state, path)
+        return path
+
+
+def open_run(
+    config: Config, preset: str, say: Callable[[str], object], root: Path = Path("runs"), report: Any = None
+) -> RunDir:
+    """`runs/NAME`, new, or as its newest intact checkpoint left it; `runs/latest` points at it.
+
+    `resume = auto` goes on in a directory with checkpoints. `none` moves one that exists aside. The path of a checkpoint, or of
+    another run, begins a new run there with the records of the old one. Raises `ConfigError` and `CheckpointError`, which say
+    what to do; then nothing has changed, except that checkpoints which can not be read are named so.
+    """
+    name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    directory = root / name
+    if directory.exists() and any(directory.iterdir()):
+        if config.resume == "none":
+            say(f"{directory} is kept as {_move_aside(directory)}")
+        elif _checkpoints(config, directory, report).empty:
+            raise ConfigError(
+                f"`name` = {name!r}: {directory} exists already and has no checkpoint to go on from; choose another name, or "
+                'set resume="none", which keeps it under another one'
+            )
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    lock = RunLock(directory)
+    if not lock.alone(LOCK_SECONDS, lambda: say(f"waiting for processes of {directory} to end")):
+        lock.close()
+        raise ConfigError(
+            f"{directory} is in use by another process, which writes to it: wait for it, or choose another name"
+        )
+    try:
+        resume = _resume(config, directory, say, report)
+        (directory / "config.toml").write_text(to_toml(config))
+        _point_latest(root, name)
+    except BaseException:
+        lock.close()
+        raise
+    lock.shared()
+    return RunDir(directory, resume, lock)
+
+
+def begin_again(config: Config, run: RunDir, say: Callable[[str], object], report: Any = None) -> RunDir:
+    """The same run, after one of its processes died: from the newest checkpoint, or from the beginning if there is none yet."""
+    if not run.lock.alone(LOCK_SECONDS, lambda: say("waiting for the other processes to end")):
+        raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_SECONDS:.0f} s")
+    checkpoints = _checkpoints(config, run.path, report)
+    checkpoints.clean()
+    resume = checkpoints.newest() or run.resume
+    rewind(run.path, {**dict.fromkeys(RECORDS, 0), **(resume.state.record_bytes if resume else {})})
+    run.lock.shared()
+    return RunDir(run.path, resume, run.lock)
+
+
+def _checkpoints(config: Config, directory: Path, report: Any) -> Checkpoints:
+    where = checkpoint_directory(config, directory)
+    settings = config.checkpoint
+    options = {} if report is None else {"report": report}
+    return Checkpoints(where, keep_last=settings.keep_last, keep_every=settings.keep_every, **options)
+
+
+def _resume(config: Config, directory: Path, say: Callable[[str], object], report: Any) -> Opened | None:
+    checkpoints = _checkpoints(config, directory, report)
+    if config.resume not in ("auto", "none"):
+        # Looked at before anything is set aside for it.
+        found = find_checkpoint(Path(config.resume))
+        _check(found, config)
+        if not checkpoints.empty and found.path.parent.absolute() != checkpoints.directory.absolute():
+            raise ConfigError(
+                f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
+                "another `name`"
+            )
+    opened = resume_from(config.resume, checkpoints)
+    if opened is None:
+        return None
+    say(f"going on from step {opened.state.steps} ({opened.path})")
+    for key, (was, now) in _check(opened, config).items():
+        say(f"changed since the checkpoint: {key} was {was!r}, is {now!r}")
+    source = opened.path.parent.parent
+    if source.absolute() != directory.absolute():
+        for name in RECORDS:
+            if (source / name).is_file():
+                shutil.copy(source / name, directory / name)
+    rewind(directory, {**dict.fromkeys(RECORDS, 0), **opened.state.record_bytes})
+    return opened
+
+
+def _check(opened: Opened, config: Config) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ. Raises if the run can not go on with them, or is over."""
+    changed = check_same_run(opened.state, config)
+    if opened.state.steps >= config.steps:
+        raise ConfigError(
+            f"the run has made {opened.state.steps} of {config.steps} steps: set `steps` to more, or choose another name"
+        )
+    return changed
+
+
+def _move_aside(directory: Path) -> Path:
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.superseded-{number}")).exists():
+        number += 1
+    directory.rename(aside)
+    return aside
+
+
+def _point_latest(root: Path, name: str) -> None:
+    scratch = root / f".latest-{os.getpid()}"
+    scratch.symlink_to(name)
+    scratch.replace(root / "latest")
+
+
+__all__ = ["CheckpointError", "RunDir", "begin_again", "open_run"]

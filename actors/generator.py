@@ -17,7 +17,7 @@ from actors.delivery import receiver
 from actors.process import begin
 from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine, InstallReport
-from r3async.engines.vllm import VllmEngine
+from r3async.engines.build import build_engine
 from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
@@ -96,18 +96,8 @@ class GeneratorActor:
 
     async def start(self) -> dict[str, Any]:
         """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
-        settings = self.config.generator
         self.lag.start()
-        self.engine = engine = VllmEngine(
-            self.model_path,
-            dtype=settings.dtype,
-            concurrency=settings.concurrency,
-            max_model_len=self.config.episode.max_total_tokens,
-            threads=settings.threads,
-            kv_cache_gib=settings.kv_cache_gib,
-            on_update=settings.on_update,
-            engine_args={"seed": self._engine_seed(), **settings.engine_args},
-        )
+        self.engine = engine = build_engine(self.config, self.model_path, self._engine_seed())
         self.renderer = await asyncio.to_thread(
             ChatRenderer.from_model, self.model_path, self.config.episode.template_args
         )
@@ -117,7 +107,7 @@ class GeneratorActor:
         factory = await asyncio.to_thread(self._factory, self.config.env)
         return {
             **self.whereabouts(),
-            "gpus": engine.gpus,
+            "gpus": getattr(engine, "gpus", []),
             "routing": msgspec.structs.asdict(routing) if routing else None,
             "tasks": await self._tasks(factory),
         }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
+from r3async.config import ConfigError, load_config
 from r3async.engines.base import Engine, EngineError, GenerationRequest, RoutingShape
+from r3async.engines.build import LETTERS, build_engine
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_logprob, scripted_routes
 from r3async.routing import validate_rows
 from r3async.versions import expand
@@ -188,3 +191,32 @@ async def test_failures_are_engine_errors():
     await engine.stop()
     with pytest.raises(EngineError, match="not running"):
         await engine.score(PROMPT)
+
+
+async def test_a_run_can_have_an_engine_without_vllm_whose_routes_fit_the_model(tmp_path):
+    geometry = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [0]}
+    (tmp_path / "config.json").write_text(json.dumps(geometry))
+    config = load_config("quickstart", ["generator.engine=scripted", "weights.probe=false"])
+    engines = [build_engine(config, str(tmp_path), seed) for seed in (1, 1, 2)]
+    answers = []
+    for engine in engines:
+        await engine.start()
+        await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+        request = GenerationRequest("r", np.asarray([5, 6], np.int32), max_tokens=50, stop_token_ids=(257,))
+        generations = [await engine.generate(request) for _ in range(4)]
+        answers.append([g.token_ids.tolist() for g in generations])
+        for generation in generations:
+            assert generation.routed_experts.shape == (1 + len(generation.token_ids), 2, 2)
+            assert generation.stop_reason in ("stop", "length")
+            assert set(generation.token_ids.tolist()) <= {*LETTERS, 257}
+        assert engine.calls == []  # a long run asks millions
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_an_engine_without_weights_refuses_a_probe_and_settings_of_another(tmp_path):
+    with pytest.raises(ConfigError, match=r"weights\.probe"):
+        load_config("quickstart", ["generator.engine=scripted"])
+    args = "generator.engine_args={ block_size = 16 }"
+    config = load_config("quickstart", ["generator.engine=scripted", "weights.probe=false", args])
+    with pytest.raises(ValueError, match="'block_size': the scripted engine knows `token_seconds` only"):
+        build_engine(config, str(tmp_path), 0)

@@ -46,11 +46,11 @@ from r3async.config.sections import (
     RoutingConfig,
     RowsMode,
     ScheduleConfig,
-    SuperviseConfig,
     TransportConfig,
     WeightsConfig,
 )
 from r3async.config.serving import EvaluationConfig, ServingConfig, is_loopback
+from r3async.config.supervise import SuperviseConfig
 
 __all__ = [
     "POLICY_LOSSES",

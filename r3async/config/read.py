@@ -26,11 +26,11 @@ from r3async.config.sections import (
     ModelConfig,
     RoutingConfig,
     ScheduleConfig,
-    SuperviseConfig,
     TransportConfig,
     WeightsConfig,
 )
 from r3async.config.serving import EvaluationConfig, ServingConfig
+from r3async.config.supervise import SuperviseConfig
 
 
 class Config(Section):
@@ -67,6 +67,8 @@ class Config(Section):
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
+        if self.generator.engine == "scripted" and self.weights.probe:
+            raise ValueError('`generator.engine = "scripted"` has no weights to compare: set `weights.probe` = false')
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "

@@ -112,7 +112,9 @@ class GeneratorConfig(Section):
     concurrency_min: int = 1
     """Episodes that it plays at once at least, however full its engine's KV cache is: between the two the number follows
     the cache. Set it to `concurrency` to keep the number fixed."""
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "scripted"] = "vllm"
+    """`scripted`: no model at all. Answers are letters at random, and log-probs and routes are made up: for rehearsing how a run
+    fails and recovers where vLLM is not at hand, with `weights.probe=false`. Nothing is learnt."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     threads: int = 1
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
@@ -126,7 +128,7 @@ class GeneratorConfig(Section):
     """Times one generator process is restarted before the run stops."""
     start_timeout: float = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Passed to vLLM's AsyncEngineArgs as they are, over ours."""
+    """Passed to vLLM's AsyncEngineArgs as they are, over ours. The scripted engine knows `token_seconds`."""
 
     def __post_init__(self) -> None:
         positive(self, "count", "concurrency", "concurrency_min", "threads", "kv_cache_gib", "start_timeout")
@@ -251,26 +253,6 @@ class TransportConfig(Section):
                 f"`host` = {self.host!r} can be reached by others, who could then send trajectories: set `keys` to a "
                 "directory made by `r3async keys DIRECTORY`, or `trusted_network = true`"
             )
-
-
-class SuperviseConfig(Section):
-    stall_seconds: float = 600.0
-    """The run stops with the reason if no group arrives for this long."""
-    max_run_restarts: int = 3
-    """How often the run begins again from its newest checkpoint when the learner's or the conductor's process has died. A
-    generator that dies is restarted by itself (`generator.max_restarts`)."""
-    stop_grace_seconds: float = 30.0
-    max_failed_fraction: float = 0.1
-    """Share of a generator's last 100 episodes that may fail for good (after `episode.retries`) before the run stops with what
-    the last one failed with. A failed episode is not trained, and is compared with nobody in its group. 0: the first one
-    stops it."""
-
-    def __post_init__(self) -> None:
-        positive(self, "stall_seconds", "stop_grace_seconds")
-        if self.max_run_restarts < 0:
-            raise ValueError("`max_run_restarts` must be 0 (the run ends) or more")
-        if not 0 <= self.max_failed_fraction <= 1:
-            raise ValueError("`max_failed_fraction` must be in 0..1")
 
 
 class ClusterConfig(Section):

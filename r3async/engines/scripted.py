@@ -1,7 +1,8 @@
-"""An engine without a model, for tests: answers come from a script, everything else from hashes.
+"""An engine without a model, for tests and for rehearsing how runs fail (`generator.engine = "scripted"`).
 
-A token's log-prob and routes depend on its position, the version that sampled (or fed) it and the token itself, and on
-nothing else: two engines agree, and a test can say what any number must be (`scripted_logprob`, `scripted_routes`).
+Answers come from a script, everything else from hashes. A token's log-prob and routes depend on its position, the version that
+sampled (or fed) it and the token itself, and on nothing else: two engines agree, and a test can say what any number must be
+(`scripted_logprob`, `scripted_routes`).
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ class ScriptedEngine:
         pace: Callable[[], Awaitable[None]] | None = None,
         before_install: Callable[[WeightManifest], Awaitable[None]] | None = None,
         rows: Literal["all", "half", "none"] = "all",
+        keep_calls: bool = True,
     ):
         self.version = -1
         self.routing = routing
         self.calls: list[GenerationRequest] = []
-        """Every request, in the order of the calls."""
+        """Every request, in the order of the calls; none unless `keep_calls`."""
+        self._keep_calls, self._asked = keep_calls, 0
         self.installed: list[int] = []
         """Versions in the order of their installation."""
         self._script = script
@@ -170,8 +173,10 @@ class ScriptedEngine:
             self._aborted.discard(request_id)
 
     def _answer(self, request: GenerationRequest) -> tuple[list[int], str]:
-        index = len(self.calls)
-        self.calls.append(request)
+        index = self._asked
+        self._asked += 1
+        if self._keep_calls:
+            self.calls.append(request)
         full = self._script(request, index) if callable(self._script) else self._script[index % len(self._script)]
         answer = []
         for token in full[: request.max_tokens]:
@@ -204,19 +209,19 @@ class ScriptedEngine:
 
 def scripted_logprob(position: int, version: int, token: int) -> float:
     """Log-prob of `token` sampled at `position` (in prompt and answer together) by `version`: in (-4, -0.01)."""
-    return -0.01 - 3.98 * (_hash(position, version, token) / 2**32)
+    return -0.01 - 3.98 * (scripted_hash(position, version, token) / 2**32)
 
 
 def scripted_routes(position: int, version: int, token: int, shape: RoutingShape) -> list[list[int]]:
     """`[layers][top_k]` distinct experts of `token` fed at `position` under `version`."""
-    seed = _hash(position, version, token) >> 8
+    seed = scripted_hash(position, version, token) >> 8
     return [
         [(seed + 5 * layer + choice) % shape.num_experts for choice in range(shape.top_k)]
         for layer in range(shape.layers)
     ]
 
 
-def _hash(position: int, version: int, token: int) -> int:
+def scripted_hash(position: int, version: int, token: int) -> int:
     """32 bits, the same in every process; the finaliser of MurmurHash3."""
     x = (position * 0x9E3779B1 ^ (version + 2) * 0x85EBCA6B ^ token * 0xC2B2AE35) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF

@@ -1,0 +1,42 @@
+"""How a run is watched: what is too long, what is too often, and what then."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from r3async.config.section import Section, positive
+
+
+class SuperviseConfig(Section):
+    stall_seconds: float = 600.0
+    """Seconds for which a stage may have work and do nothing (no token, no trajectory, no acknowledgement) before it counts as
+    stalled; then `on_stall`. More than the longest call of an environment or tool. What has a limit of its own is given that,
+    and a little more: an optimizer step (`step_seconds`), writing weights (`weights.write_timeout`), installing them
+    (`weights.install_timeout`)."""
+    step_seconds: float = 3600.0
+    """Seconds that one step of the learner may take before training counts as stalled."""
+    on_stall: Literal["warn", "restart", "abort"] = "restart"
+    """What a stall leads to, after the event `stalled` and the stacks in `runs/NAME/stacks`. `warn`: nothing else. `restart`: a
+    generator that stalled is restarted, which counts for `generator.max_restarts`; any other stage ends the run. `abort`: the
+    run ends, and says which stage it was."""
+    silence_seconds: float = 60.0
+    """A generator of which nothing was heard for so long is suspect: it is given no new episodes until it is heard again. They
+    speak many times a second, but an engine on CPU may keep one busy for a while."""
+    restart_backoff: float = 1.0
+    """Seconds before a generator that died is loaded again; doubled for every further death, up to a minute, until it was well
+    for ten minutes."""
+    max_run_restarts: int = 3
+    """How often the run begins again from its newest checkpoint when the learner's or the conductor's process has died. A
+    generator that dies is restarted by itself (`generator.max_restarts`)."""
+    stop_grace_seconds: float = 30.0
+    max_failed_fraction: float = 0.1
+    """Share of a generator's last 100 episodes that may fail for good (after `episode.retries`) before the run stops with what
+    the last one failed with. Failures of environments and of the engine are counted apart. A failed episode is not trained,
+    and is compared with nobody in its group. 0: the first one stops it."""
+
+    def __post_init__(self) -> None:
+        positive(self, "stall_seconds", "step_seconds", "silence_seconds", "restart_backoff", "stop_grace_seconds")
+        if self.max_run_restarts < 0:
+            raise ValueError("`max_run_restarts` must be 0 (the run ends) or more")
+        if not 0 <= self.max_failed_fraction <= 1:
+            raise ValueError("`max_failed_fraction` must be in 0..1")

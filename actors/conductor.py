@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -148,6 +149,7 @@ class Conductor:
     async def run(self, learner: Any, generators: dict[str, Any]) -> dict[str, Any]:
         """The whole run. Returns `{"steps", "model", "stopped"}`; raises `RunFailed` with the reason."""
         self.learner = learner
+        self.events.info("conductor_started", pid=os.getpid(), step=self._steps)
         self.lag.start()
         self.fleet = Fleet(self.config, self.events, generators)
         background: list[asyncio.Task[None]] = []

@@ -16,6 +16,7 @@ from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, ProcessDied, RunFailed, is_death, no_delivery
 from actors.process import begin
 from actors.saving import RECORDS, Books
+from actors.watch import Watch
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import Due, RunState
 from r3async.checkpoint.books import decode_state
@@ -87,12 +88,13 @@ class Conductor:
         """Lease up to `room` episodes. `more` is False when nothing will ever be left, `blocked` tells that every slot is
         taken. `stats`: the engine's, and how many episodes the generator is `playing`, of at most `limit`."""
         generator = self.fleet[generator_id]
+        self.fleet.heard(generator)
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
         self.pacing.heard(generator_id, stats)
         self._loads[generator_id] = stats
         leases: list[GroupLease] = []
-        while not self._stopping:
+        while not self._stopping and generator.health.may_lease:
             lease = self.admission.lease(
                 generator_id,
                 version=generator.version,
@@ -159,12 +161,14 @@ class Conductor:
             self._phase = "training"
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
-            background = [delivering, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            watching = asyncio.create_task(self._watch().run())
+            background = [delivering, watching, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
             self.evaluator.after(self._steps)
             steps = await self._train_steps(list(background))
             if steps and self._saved != steps:
                 self._phase = "writing a checkpoint"
-                await self._while_well(self._save(), background)
+                await self._while_well(self._save(), [delivering])
+            watching.cancel()  # what follows has limits of its own
             await self._settle(delivering)
             self._phase = "saving the model"
             model = str(self.run_dir / "model")
@@ -338,7 +342,7 @@ class Conductor:
             self._published.clear()
             assert self.fleet.published is not None
             version = self.fleet.published.version
-            behind = any(g.state == "healthy" and g.version < version for g in self.fleet)
+            behind = any(g.live and g.version < version for g in self.fleet)
             if not behind and not self.book.waits_for(version):
                 continue
             with self.timeline.span("deliver", version=version):
@@ -371,6 +375,18 @@ class Conductor:
             stopping=lambda: self._stopping,
             died=self._bury,
             revived=self._published.set,
+        )
+
+    def _watch(self) -> Watch:
+        return Watch(
+            self.config,
+            self.run_dir,
+            self.events,
+            fleet=self.fleet,
+            admission=self.admission,
+            learner=self.learner,
+            loads=self._loads,
+            resting=lambda: self._stopping or self.evaluator.running,
         )
 
     def _self(self) -> Any:

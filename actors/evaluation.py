@@ -33,6 +33,10 @@ class Evaluator:
         self._evaluated = -1
         """The step after which the last one began."""
 
+    @property
+    def running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
     def after(self, step: int) -> None:
         """Step `step` has been made (0: none yet). Begins an evaluation if one is due; returns at once."""
         every = self.settings.every
@@ -40,7 +44,7 @@ class Evaluator:
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        if self._task is not None and not self._task.done():
+        if self.running:
             self._events.warning("evaluation_skipped", step=step, running_since_step=self._evaluated)
             return
         self._evaluated = step

@@ -24,6 +24,7 @@ from r3async.episodes.group import GroupPlayer
 from r3async.episodes.loop import close_environment
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
+from r3async.observe.stacks import dump_stacks
 from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import recording
 from r3async.scheduling.admission import GroupLease
@@ -204,6 +205,7 @@ class GeneratorActor:
             report=self.events.warning,
             play=play,
             failures=FailureBudget(self.config.supervise.max_failed_fraction),
+            engine_failures=FailureBudget(self.config.supervise.max_failed_fraction),
         )
         settings = self.config.generator
         concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)
@@ -215,7 +217,15 @@ class GeneratorActor:
             while (more or playing) and not self._stopping.is_set():
                 stats = engine.stats()
                 limit = concurrency.observe(stats, player.playing)
-                load = {"limit": limit, "playing": player.playing, **idle.counters(), **self._lags()}
+                load = {
+                    "limit": limit,
+                    "playing": player.playing,
+                    "ended": player.ended,
+                    "unacknowledged": self.sender.unacknowledged,
+                    "acknowledged": self.sender.acked,
+                    **idle.counters(),
+                    **self._lags(),
+                }
                 room = max(0, limit - player.playing) if more else 0
                 answer = await conductor.lease.remote(self.generator_id, room, {**stats, **load})
                 more = answer["more"]
@@ -240,6 +250,10 @@ class GeneratorActor:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
         await self.sender.flush(self.config.transport.ack_timeout)
+
+    async def dump_stacks(self, reason: str) -> str:
+        """What this process is doing, to `stacks/GENERATOR.txt`."""
+        return str(dump_stacks(self.run_dir / "stacks" / f"{self.generator_id}.txt", reason))
 
     def _lags(self) -> dict[str, float]:
         return {f"lag_{name}": value for name, value in self.lag.figures().items()}

@@ -32,6 +32,7 @@ from r3async.learners.prepare import prepare
 from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
+from r3async.observe.stacks import dump_stacks
 from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import StepTracer
 from r3async.observe.trained import TrainedFile, episode_metrics, previews, trained_step
@@ -99,6 +100,7 @@ class LearnerActor:
         self._scores: np.ndarray | None = None
         self._arrived = asyncio.Event()
         self._interrupted = False
+        self._doing = "between steps"
 
     async def _in_torch(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._torch, call, *args)
@@ -230,6 +232,24 @@ class LearnerActor:
         assert self.backend is not None
         return await self._in_torch(self.backend.score, np.asarray(token_ids, np.int32))
 
+    def status(self) -> dict[str, Any]:
+        """For who watches whether anything moves; cheap. `writing`: a version that engines are to have is not written yet."""
+        schedule = self.config.schedule
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "doing": self._doing,
+            "steps": self.steps,
+            "received": self.receiver.received,
+            "ready_groups": self.buffer.ready_groups(),
+            "lacking": self.buffer.lacking(max(schedule.groups_per_step, schedule.window)),
+            "writing": not self._nothing_to_write.is_set(),
+        }
+
+    async def dump_stacks(self, reason: str) -> str:
+        """What this process is doing, to `stacks/learner.txt`."""
+        return str(dump_stacks(self.run_dir / "stacks" / "learner.txt", reason))
+
     def missing(self, group_indices: list[int]) -> dict[int, list[int]]:
         """Episodes of these groups that have not arrived."""
         return {g: self.buffer.missing(g) for g in group_indices}
@@ -238,15 +258,22 @@ class LearnerActor:
         """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`.
 
         Returns metrics, whether there are new weights (then `write` has to be called), the groups consumed, and episode
-        previews; None if interrupted while waiting. Raises `TimeoutError` with what is missing if nothing arrives for
-        `supervise.stall_seconds`, and `AgeError`, without training, if a token is older than the schedule allows.
+        previews; None if interrupted while waiting, which has no end of its own (`actors.watch`). Raises `AgeError`, without
+        training, if a token is older than the schedule allows.
         """
+        self._doing = "waiting"
+        try:
+            return await self._train_step(last)
+        finally:
+            self._doing = "between steps"
+
+    async def _train_step(self, last: bool) -> dict[str, Any] | None:
         waited_from = time.monotonic()
         with self.timeline.span("wait", step=self.steps + 1):
             indices = await self._wait_for_groups()
         if not indices:
             return None
-        waited = time.monotonic() - waited_from
+        waited, self._doing = time.monotonic() - waited_from, "training"
         groups, _ = self.buffer.take(indices)
         trajectories = [t for g in groups for t in g]
         version = self.version
@@ -293,7 +320,7 @@ class LearnerActor:
 
     async def _wait_for_groups(self) -> list[int]:
         """The groups that the next step takes; none if interrupted."""
-        schedule, stall = self.config.schedule, self.config.supervise.stall_seconds
+        schedule = self.config.schedule
         at_least = at_most = schedule.groups_per_step
         if schedule.tokens_per_step:
             steps, consumed = self._since
@@ -303,20 +330,12 @@ class LearnerActor:
                 steps_left=schedule.steps_per_publication - steps,
                 consumed_since=consumed,
             )
-        last, held = time.monotonic(), -1
         while not (indices := self.buffer.batch(at_least, at_most, schedule.tokens_per_step)):
             if self._interrupted:
                 return []
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), 1.0)
-            if self.receiver.received != held:
-                last, held = time.monotonic(), self.receiver.received
-            elif time.monotonic() - last > stall:
-                lacking = self.buffer.lacking(max(at_least, schedule.window))
-                raise TimeoutError(
-                    f"no trajectory arrived for {stall:.0f} s (supervise.stall_seconds); missing by group: {lacking}"
-                )
         return [] if self._interrupted else indices
 
     def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:

@@ -10,14 +10,42 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
+from actors.conductor import Conductor
 from actors.delivery import Published, choose_backend
 from actors.fleet import Fleet, RunFailed
-from r3async.config import load_config
+from r3async.config import load_config, to_dict
 from r3async.engines.base import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.transport import Publication
 
 TOKENS = list(range(40))
+SETTINGS = [
+    "weights.probe_every=3",
+    "generator.max_restarts=2",
+    "supervise.silence_seconds=10",
+    "supervise.restart_backoff=0.02",
+]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Events:
+    def __init__(self):
+        self.seen = []
+
+    def info(self, event, **facts):
+        self.seen.append((event, facts))
+
+    warning = info
+
+    def names(self):
+        return [event for event, _ in self.seen]
 
 
 def scores(version: int) -> np.ndarray:
@@ -54,7 +82,7 @@ class Generator:
             "encode_probe": TOKENS,
             "cached_from_older": 0,
             "score": scores(self.version),
-            "start": {"pid": 7},
+            "start": {"pid": 7, "host": "here"},
             "connect": None,
             "whereabouts": None,
             "differences": [],
@@ -75,8 +103,8 @@ async def handles():
 
 @pytest.fixture
 async def fleet(handles):
-    events = SimpleNamespace(info=lambda *a, **k: None, warning=lambda *a, **k: None)
-    fleet = Fleet(load_config("quickstart", ["weights.probe_every=3"]), events, handles)
+    fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
+    await fleet.load()
     assert await fleet.probe_tokens() == TOKENS
     await fleet.begin(published(0))
     return fleet
@@ -110,7 +138,8 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
     fresh = handles["generator-0"]
     fresh.calls, fresh.version = [], -1
     generator = fleet["generator-0"]
-    generator.state, generator.version, generator.probed = "dead", -1, -1
+    generator.health.died()
+    generator.probed = -1
     await fleet._revive(generator)
     assert fresh.asked("install") == [("install", 5)]
     assert fresh.asked("score")
@@ -119,12 +148,12 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
 
 async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(fleet, handles):
     fresh, generator = handles["generator-0"], fleet["generator-0"]
-    generator.state, generator.version = "dead", -1
+    generator.health.died()
     fresh.may_install.clear()
     reviving = asyncio.create_task(fleet._revive(generator))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
     await deliver(fleet, 1)
-    assert generator.state == "starting"
+    assert (generator.state, generator.health.may_lease) == ("stale", False)
     fresh.may_install.set()
     await reviving
     assert [v for _, v in fresh.asked("install")] == [0, 0, 1]
@@ -214,3 +243,74 @@ def test_equal_contents_have_equal_digests():
     assert manifest.digest == msgspec.structs.replace(manifest, version=2, path="y").digest
     assert manifest.digest == WeightManifest(1, "x", dict(reversed(tensors.items())), 8).digest
     assert manifest.digest != WeightManifest(1, "x", {**tensors, "b": TensorEntry("float32", (2,), 3)}, 8).digest
+
+
+async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(fleet, handles):
+    clock, generator = fleet["generator-0"].health._clock, fleet["generator-0"]
+    clock.now += 9
+    fleet.heard(fleet["generator-1"])
+    clock.now += 2
+    fleet.tick()
+    fleet.tick()
+    assert [g.state.value for g in fleet] == ["suspect", "healthy"]
+    assert not generator.health.may_lease
+    assert [event for event in fleet.events.names() if event != "probe"] == ["generator_suspect"]
+    assert fleet.events.seen[-1][1]["generator"] == "generator-0"
+    await deliver(fleet, 1)  # it may only be slow
+    assert (generator.state, generator.version) == ("healthy", 1)
+    assert fleet.events.names()[-1] == "generator_recovered"
+    assert fleet.events.seen[-1][1]["seconds"] == 11
+
+
+async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
+    fleet["generator-0"].finished = True
+    fleet["generator-0"].health._clock.now += 100
+    fleet.tick()
+    assert [g.state.value for g in fleet] == ["healthy", "suspect"]
+
+
+async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends_the_run(fleet, handles):
+    generator = fleet["generator-0"]
+    for _ in range(2):
+        generator.health.died()
+        await fleet._revive(generator)
+    waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
+    assert waits == [0.02, 0.04]
+    generator.health.died()
+    with pytest.raises(RunFailed, match=r"generator-0 died 3 times \(generator\.max_restarts = 2\)"):
+        await fleet._revive(generator)
+
+
+async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_successors(fleet, handles):
+    handle, generator = handles["generator-0"], fleet["generator-0"]
+    handle.may_install.clear()
+    delivering = asyncio.create_task(deliver(fleet, 1))
+    await asyncio.sleep(0.01)
+    generator.health.died()  # its supervisor knows
+    handle.may_install.set()
+    assert await delivering is not None  # the other one has it
+    assert (generator.state, generator.version) == ("dead", -1)
+
+
+async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
+    monkeypatch.setattr("actors.conductor.begin", lambda path: None)
+    conductor = Conductor("run", to_dict(fleet.config), str(tmp_path))
+    conductor.fleet, generator = fleet, fleet["generator-0"]
+    stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
+
+    async def leases():
+        answer = await conductor.lease("generator-0", 8, {**stats, "limit": 8})
+        return len(msgspec.msgpack.decode(answer["leases"]))
+
+    assert await leases() == 1
+    generator.health._clock.now += 11
+    fleet.tick()
+    assert await leases() == 1  # by asking, it was heard
+    generator.health.died()
+    assert await leases() == 0
+    generator.health.restarting()
+    assert await leases() == 0
+    generator.health.loaded()
+    assert await leases() == 0
+    generator.health.installed(0, 0)
+    assert await leases() == 1

@@ -96,13 +96,17 @@ class EpisodeConfig(Section):
     timeout: float = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
-    """Times a failed episode (an environment's error, an aborted request) is tried again. What becomes of one that fails for
-    good: `supervise.max_failed_fraction`."""
+    """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
+    `supervise.max_failed_fraction`."""
+    engine_retries: int = 2
+    """Times an episode in which the engine failed (an error, an aborted request) is tried again, besides."""
 
     def __post_init__(self) -> None:
         positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
         if self.max_prompt_tokens >= self.max_total_tokens:
             raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
+        if min(self.retries, self.engine_retries) < 0:
+            raise ValueError("`retries` and `engine_retries` must not be negative")
 
 
 class GeneratorConfig(Section):

@@ -1,25 +1,46 @@
-"""All episodes of one lease at once, with a retry budget; finished ones leave as they finish."""
+"""All episodes of one lease at once, with retry budgets; finished ones leave as they finish."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Engine
+from r3async.engines.base import Engine, EngineError
 from r3async.envs.base import EnvironmentFactory
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeError, EpisodeTask, PromptTooLong, failed_trajectory, play_episode
+from r3async.episodes.loop import (
+    EngineAborted,
+    EpisodeError,
+    EpisodeTask,
+    PromptTooLong,
+    failed_trajectory,
+    play_episode,
+)
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.failures import FailureBudget
+
+TRACEBACK_CHARACTERS = 3000
+"""Of the last failure's traceback, from its end, in the message that ends a run."""
+
+
+class _Kind(NamedTuple):
+    """What failures of the environment, or of the engine, may cost."""
+
+    setting: str
+    retries: int
+    failures: FailureBudget
 
 
 class GroupPlayer:
     """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
 
-    `play` plays one episode in place of an environment that `factory` makes.
+    `play` plays one episode in place of an environment that `factory` makes. `failures` and `engine_failures`: how many episodes
+    may fail for good by the environment, and by the engine (default for both: none).
     """
 
     def __init__(
@@ -34,20 +55,27 @@ class GroupPlayer:
         report: Callable[..., object],
         play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
         failures: FailureBudget | None = None,
+        engine_failures: FailureBudget | None = None,
     ):
-        self._failures = failures or FailureBudget(0.0)
+        self._kinds = {
+            "environment": _Kind("episode.retries", settings.retries, failures or FailureBudget(0.0)),
+            "engine": _Kind("episode.engine_retries", settings.engine_retries, engine_failures or FailureBudget(0.0)),
+        }
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
         self.playing = 0
         """Episodes that have begun and not ended. One that waits to be sent has ended."""
+        self.ended = 0
+        """Tries at an episode that are over, whether or not they failed."""
         self._play_episode = play or self._play_environment
 
     async def play(self, lease: GroupLease) -> None:
         """Returns when every episode of the lease was delivered. All of its turns go to this player's engine.
 
-        An episode that fails is tried again `episode.retries` times. Then a trajectory without turns stands for it
-        (`failed_trajectory`), or, where `failures` allows no more, the last error is raised and the other episodes of the
-        lease are cancelled. A first prompt that is too long is an error at once.
+        An episode that fails is tried again: `episode.retries` times if the environment failed, `episode.engine_retries` times if
+        the engine did; the two are counted apart. Then a trajectory without turns stands for it (`failed_trajectory`), or, where
+        the budget of that kind allows no more, `EpisodeError` is raised with the last error's traceback, and the other episodes
+        of the lease are cancelled. A first prompt that is too long is an error at once.
         """
         async with asyncio.TaskGroup() as tasks:
             for index in lease.episode_indices:
@@ -63,24 +91,27 @@ class GroupPlayer:
         await self._deliver(trajectory)
 
     async def _tried(self, task: EpisodeTask) -> Trajectory:
-        for attempt in range(self._settings.retries + 1):
+        tries = dict.fromkeys(self._kinds, 0)
+        while True:
             try:
                 trajectory = await self._play_episode(task)
-                self._failures.ended(failed=False)
+                for kind in self._kinds.values():
+                    kind.failures.ended(failed=False)
                 return trajectory
             except PromptTooLong:
                 raise
             except Exception as error:
-                self._report("episode_failed", episode=task.trajectory_id, attempt=attempt + 1, error=repr(error))
-                if attempt < self._settings.retries:
+                who = "engine" if engine_failed(error) else "environment"
+                kind = self._kinds[who]
+                tries[who] += 1
+                self._report(
+                    "episode_failed", episode=task.trajectory_id, attempt=sum(tries.values()), by=who, error=repr(error)
+                )
+                if tries[who] <= kind.retries:
                     continue
-                if self._failures.ended(failed=True):
-                    raise EpisodeError(
-                        f"episode {task.trajectory_id} failed {attempt + 1} times (episode.retries = {self._settings.retries}), "
-                        f"and {self._failures.describe()} (supervise.max_failed_fraction = {self._failures.limit:g}); the last "
-                        f"time: {error!r}"
-                    ) from error
-                self._report("episode_given_up", episode=task.trajectory_id, error=repr(error))
+                if kind.failures.ended(failed=True):
+                    raise EpisodeError(_too_many(task, who, kind, tries[who], error)) from error
+                self._report("episode_given_up", episode=task.trajectory_id, by=who, error=repr(error))
                 return failed_trajectory(
                     task,
                     self._engine.routing,
@@ -88,10 +119,29 @@ class GroupPlayer:
                     generator_id=self._generator_id,
                     at=time.time(),
                 )
-        raise AssertionError("every try returns or raises")
+            finally:
+                self.ended += 1
 
     async def _play_environment(self, task: EpisodeTask) -> Trajectory:
         assert self._factory is not None
         return await play_episode(
             task, self._factory(), self._engine, self._renderer, self._settings, generator_id=self._generator_id
         )
+
+
+def engine_failed(error: BaseException | None) -> bool:
+    """Whether the engine is what failed, and not the environment."""
+    while error is not None:
+        if isinstance(error, (EngineError, EngineAborted)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _too_many(task: EpisodeTask, who: str, kind: _Kind, tries: int, error: Exception) -> str:
+    where = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+    return (
+        f"episode {task.trajectory_id} failed {tries} times by the {who} ({kind.setting} = {kind.retries}), and "
+        f"{kind.failures.describe()} by it (supervise.max_failed_fraction = {kind.failures.limit:g}); the last time: "
+        f"{error!r}\n{where}"
+    )

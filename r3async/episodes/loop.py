@@ -33,6 +33,10 @@ class PromptTooLong(EpisodeError):
     """The first prompt leaves no room; no answer was asked for."""
 
 
+class EngineAborted(EpisodeError):
+    """The engine gave an answer up, or gave none."""
+
+
 class EpisodeTask(msgspec.Struct, frozen=True):
     """Which episode to play: `episode_index` of the G episodes of one group; all of them share `task_seed`."""
 
@@ -124,7 +128,7 @@ class EpisodePlayer:
                 )
             )
             if generation.stop_reason == "abort" or not len(generation.token_ids):
-                raise EpisodeError(f"the engine aborted turn {index} of episode {name}")
+                raise EngineAborted(f"the engine aborted turn {index} of episode {name}")
             turn = self._rows.end(call, generation)
             text = talk.answered(generation.token_ids.tolist())
             result = await self._env.step(Action(text, generation.stop_reason))

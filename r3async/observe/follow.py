@@ -183,7 +183,9 @@ class FollowedRun:
             self.generators[str(event.get("role", ""))] = "playing"
         elif what == "generator_died":
             self.generators[who] = "dead"
-        elif what == "generator_restarted":
+        elif what == "generator_suspect":
+            self.generators[who] = "silent"
+        elif what in ("generator_restarted", "generator_recovered"):
             self.generators[who] = "playing"
         elif what == "run_failed":
             self.status, self.reason = "failed", str(event.get("error", ""))

@@ -1,0 +1,214 @@
+"""The conductor's watch over a run in which nothing dies and nothing moves.
+
+What each stage has done, and what waits for it, is gathered from where it is known: the generators' last words, the
+learner's status, the fleet. `scheduling.watchdog` judges. What stands still is named, every process's stacks are written, and
+`supervise.on_stall` is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed
+from actors.process import ask_for_stacks, end
+from r3async.config import Config
+from r3async.observe.stacks import dump_stacks
+from r3async.scheduling.admission import Admission
+from r3async.scheduling.health import HealthState
+from r3async.scheduling.watchdog import Stall, Watchdog
+
+LOOK_SECONDS = 2.0
+"""Between two looks, at most."""
+DUMP_SECONDS = 5.0
+"""An actor that has not written its stacks by then is asked by signal."""
+KILL_SECONDS = 5.0
+"""A process that Ray has not ended by then is killed from here, if it is on this host."""
+
+RUN = "run"
+ANSWERING = "answering/learner"
+
+
+class Watch:
+    """Lives on the conductor's event loop. `loads`: what each generator said of itself last. `learner`: its actor. While
+    `resting()`, work that nobody has begun waits for nobody: the run is ending, or generators evaluate.
+
+    Stages: `playing/G`, `sending/G` and `installing/G` of each generator, `training`, `publishing`, whether the learner answers
+    at all, and `run`: everybody waits for somebody.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        events: Any,
+        *,
+        fleet: Fleet,
+        admission: Admission,
+        learner: Any,
+        loads: Mapping[str, Mapping[str, float]],
+        resting: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.config, self.run_dir, self.events = config, run_dir, events
+        self._fleet, self._admission, self._learner, self._loads = fleet, admission, learner, loads
+        self._resting, self._clock = resting, clock
+        self._status: dict[str, Any] = {}
+        """The learner's, as it said last."""
+        self._asked: asyncio.Future[dict[str, Any]] | None = None
+        self._answers = 0
+        weights, supervise = config.weights, config.supervise
+        # What has a limit of its own fails by that, and says more. An installation is judged before the conductor gives it up.
+        limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
+        limits |= {f"installing/{g.generator_id}": weights.install_timeout + RPC_SECONDS / 2 for g in fleet}
+        self.dog = Watchdog(clock, supervise.stall_seconds, limits)
+        self._period = min(LOOK_SECONDS, supervise.stall_seconds / 4, supervise.silence_seconds / 4)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises `RunFailed` for a stall that ends the run."""
+        try:
+            while True:
+                began = self._clock()
+                await asyncio.sleep(self._period)
+                if self._clock() - began > 3 * self._period + 1:
+                    continue  # this very process stood still, and has not heard yet what was said meanwhile
+                self._fleet.tick()
+                await self._ask_learner()
+                self.look()
+                for stall in self.dog.news():
+                    await self._act(stall)
+        finally:
+            if self._asked is not None:
+                self._asked.cancel()
+
+    async def _ask_learner(self) -> None:
+        """Its status, if it answers soon; one question at a time."""
+        if self._asked is None:
+            self._asked = asyncio.ensure_future(self._learner.status.remote())
+        await asyncio.wait([self._asked], timeout=self._period)
+        if self._asked.done():
+            answer, self._asked = self._asked, None
+            if answer.exception() is None:  # one that died is the conductor's affair
+                self._status = answer.result()
+                self._answers += 1
+
+    # -- what there is to see ------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Tell the watchdog what each stage has done, and what waits for it."""
+        for generator in self._fleet:
+            self._look_at(generator)
+        status = self._status
+        doing = status.get("doing")
+        self.dog.see(ANSWERING, self._answers, int(self._asked is not None))
+        self.dog.see("training", status.get("steps", 0), int(doing == "training"))
+        version = self._fleet.published.version if self._fleet.published is not None else 0
+        self.dog.see("publishing", version, int(bool(status.get("writing"))))
+        seen = self.dog.describe()
+        seen.pop(RUN, None)
+        # Nobody has work though the learner waits for some: an episode is lost, or somebody has forgotten to go on.
+        loading = any(not g.live for g in self._fleet)
+        idle = not any(stage["waiting"] for stage in seen.values())
+        stuck = idle and doing == "waiting" and not loading and not self._resting()
+        self.dog.see(RUN, int(sum(stage["done"] for stage in seen.values())), int(stuck))
+
+    def _look_at(self, generator: Generator) -> None:
+        name = generator.generator_id
+        playing, sending, installing = (f"{stage}/{name}" for stage in ("playing", "sending", "installing"))
+        if generator.state in (HealthState.DEAD, HealthState.STARTING) or generator.finished:
+            for stage in (playing, sending, installing):
+                self.dog.forget(stage)
+            return
+        self.dog.see(installing, generator.answered, generator.asked)
+        load = self._loads.get(name)
+        if load is None or not generator.live:  # it has not begun to play
+            self.dog.forget(playing)
+            self.dog.forget(sending)
+            return
+        # One that is full, or is given new weights, may leave alone what it could lease.
+        free = self._admission.can_lease() and not load["playing"] and generator.version >= self._admission.version
+        done = int(load["generated_tokens"] + load.get("ended", 0))
+        self.dog.see(playing, done, int(load["playing"]) or int(free and not self._resting()))
+        self.dog.see(sending, int(load.get("acknowledged", 0)), int(load.get("unacknowledged", 0)))
+
+    # -- what is done about it -----------------------------------------------------------------------------------
+
+    async def _act(self, stall: Stall) -> None:
+        action, generator = self.config.supervise.on_stall, self._generator(stall)
+        if action == "restart" and generator is None:
+            action = "abort"
+        silent = await self._dump(f"{stall.stage} did nothing for {stall.seconds:.0f} s")
+        self.events.error(
+            "stalled",
+            stage=stall.stage,
+            seconds=round(stall.seconds, 1),
+            limit=stall.limit,
+            waiting=stall.waiting,
+            action=action,
+            queues=self.dog.describe(),
+            learner=self._status,
+            generators=self._fleet.describe(),
+            stacks=str(self.run_dir / "stacks"),
+            did_not_answer=silent,
+        )
+        if action == "abort":
+            raise RunFailed(
+                f"the run stalled: {describe(stall)} (supervise.on_stall = {self.config.supervise.on_stall!r}). Missing by "
+                f"group: {self._status.get('lacking', {})}. What every process was doing is in {self.run_dir}/stacks"
+                + (f", and in {self.run_dir}/logs for {', '.join(silent)}, which did not answer" if silent else "")
+            )
+        if action == "restart" and generator is not None:
+            await self._restart(generator)
+
+    def _generator(self, stall: Stall) -> Generator | None:
+        name = stall.stage.partition("/")[2]
+        return next((g for g in self._fleet if g.generator_id == name), None)
+
+    async def _dump(self, reason: str) -> list[str]:
+        """Every process writes its stacks. Returns who did not answer: those of this host write to their logs instead."""
+        with contextlib.suppress(OSError):
+            dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
+        status = self._status
+        asked = {"learner": (self._learner, status.get("pid", 0), status.get("host"))}
+        asked |= {g.generator_id: (g.handle, g.pid, g.host) for g in self._fleet if g.state is not HealthState.DEAD}
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(actor.dump_stacks.remote(reason), DUMP_SECONDS) for actor, _, _ in asked.values()),
+            return_exceptions=True,
+        )
+        silent = [name for name, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)]
+        for name in silent:
+            _, pid, host = asked[name]
+            if pid and host == socket.gethostname():
+                ask_for_stacks(pid)
+        return silent
+
+    async def _restart(self, generator: Generator) -> None:
+        """End its process; its supervisor does the rest, as for any death."""
+        import ray
+
+        pid = generator.pid
+        ray.kill(generator.handle, no_restart=False)
+        deadline = self._clock() + KILL_SECONDS
+        while generator.live and generator.pid == pid:
+            if self._clock() > deadline:
+                if generator.host == socket.gethostname():
+                    end(pid)  # a process that was stopped does not hear Ray
+                return
+            await asyncio.sleep(0.1)
+
+
+def describe(stall: Stall) -> str:
+    """In words."""
+    stage, _, name = stall.stage.partition("/")
+    waited = f"for {stall.seconds:.0f} s (limit {stall.limit:g} s)"
+    if stall.stage == RUN:
+        return f"the learner waits for trajectories, nobody has work, and nothing has moved {waited}"
+    if stall.stage == ANSWERING:
+        return f"the learner has not answered {waited}"
+    who = f"{name}, in `{stage}`," if name else f"the learner, in `{stage}`,"
+    return f"{who} did nothing {waited}, though {stall.waiting} unit{'s' * (stall.waiting != 1)} of work waited for it"

@@ -1,0 +1,312 @@
+"""The conductor's watch: which stage is blamed, and what is done about it. Generators and learner are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from actors.fleet import Fleet, RunFailed
+from actors.process import ask_for_stacks, end
+from actors.watch import Watch
+from r3async.config import load_config
+from r3async.scheduling.admission import Admission
+from r3async.scheduling.watchdog import Stall
+
+STALL = 100.0
+LIMITS = {"training": 1000.0, "publishing": 230.0, "installing": 165.0}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Actor:
+    """Answers `dump_stacks`, and `status` with what it is told; nothing at all while it is `deaf`."""
+
+    def __init__(self):
+        self.deaf, self.reasons = False, []
+        self.answer = {
+            "doing": "between steps",
+            "steps": 0,
+            "writing": False,
+            "lacking": {4: [1]},
+            "pid": 11,
+            "host": "far",
+        }
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name, args)))
+
+    async def _answer(self, name, args):
+        if self.deaf:
+            await asyncio.sleep(60)
+        self.reasons += args
+        return self.answer
+
+
+class Run:
+    """A run at rest: two healthy generators that play, and a learner between two steps."""
+
+    def __init__(self, tmp_path, *overrides):
+        settings = [f"supervise.stall_seconds={STALL}", "supervise.step_seconds=1000", "weights.write_timeout=200"]
+        self.config = load_config("quickstart", [*settings, "weights.install_timeout=150", *overrides])
+        self.clock, self.learner, self.handles, self.events = Clock(), Actor(), [Actor(), Actor()], []
+        logger = SimpleNamespace(
+            error=lambda event, **facts: self.events.append((event, facts)),
+            warning=lambda event, **facts: self.events.append((event, facts)),
+        )
+        named = {f"generator-{i}": handle for i, handle in enumerate(self.handles)}
+        self.fleet = Fleet(self.config, logger, named, clock=self.clock)
+        for generator in self.fleet:
+            generator.health.loaded()
+            generator.health.installed(0, 0)
+            generator.pid, generator.host = 21, "far"
+        self.admission = Admission(max_staleness=0, groups_per_step=1, samples_per_group=4, task_seed=lambda group: 0)
+        self.loads = {name: self.load() for name in named}
+        self.resting = False
+        self.watch = Watch(
+            self.config,
+            tmp_path,
+            logger,
+            fleet=self.fleet,
+            admission=self.admission,
+            learner=self.learner,
+            loads=self.loads,
+            resting=lambda: self.resting,
+            clock=self.clock,
+        )
+        self.watch._status = self.learner.answer
+        self.first = self.fleet["generator-0"]
+
+    @staticmethod
+    def load(**values):
+        return {"playing": 0, "generated_tokens": 5, "ended": 0, "unacknowledged": 0, "acknowledged": 0, **values}
+
+    def lease_all(self):
+        while self.admission.lease("generator-1", version=0, room=4):
+            pass
+
+    def after(self, seconds, each=lambda second: None):
+        """Stages that have stalled when it was looked for so long."""
+        end = self.clock.now + seconds
+        while self.clock.now <= end:
+            each(self.clock.now)
+            self.watch.look()
+            self.clock.now += 5
+        return [stall.stage for stall in self.watch.dog.stalled()]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path)
+    run.lease_all()
+    return run
+
+
+def test_a_run_in_which_nobody_has_work_and_the_learner_is_busy_otherwise_has_not_stalled(run):
+    assert run.after(10 * STALL) == []
+
+
+def test_a_generator_with_episodes_that_makes_neither_tokens_nor_ends_is_named(run):
+    run.loads["generator-0"] = run.load(playing=3)
+    assert run.after(STALL - 10) == []
+    assert run.after(20) == ["playing/generator-0"]
+
+
+@pytest.mark.parametrize("counter", ["generated_tokens", "ended"])
+def test_slow_episodes_are_no_stall(run, counter):
+    def play(second):
+        run.loads["generator-0"] = run.load(playing=3, **{counter: second // 50})
+
+    assert run.after(5 * STALL, play) == []
+
+
+def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_the_run_rests(tmp_path):
+    run = Run(tmp_path)
+    run.loads["generator-1"] = run.load(playing=1)
+    run.resting = True
+
+    def play(second):
+        run.loads["generator-1"] = run.load(playing=1, ended=second)
+
+    assert run.after(2 * STALL, play) == []
+    run.resting = False
+    assert run.after(STALL + 10, play) == ["playing/generator-0"]
+
+
+@pytest.mark.parametrize("state", ["dead", "starting", "stale"])
+def test_a_generator_that_is_restarted_has_not_stalled(run, state):
+    run.loads["generator-0"] = run.load(playing=3)
+    run.after(STALL - 20)
+    for step in {"dead": ["died"], "starting": ["died", "restarting"], "stale": ["died", "restarting", "loaded"]}[
+        state
+    ]:
+        getattr(run.first.health, step)()
+    run.loads.pop("generator-0")  # as the conductor does
+    run.learner.answer["doing"] = "waiting"
+    assert run.after(10 * STALL) == []
+
+
+def test_trajectories_that_nobody_acknowledges_are_a_stall_of_sending(run):
+    run.loads["generator-1"] = run.load(unacknowledged=2)
+    assert run.after(STALL + 10) == ["sending/generator-1"]
+
+
+@pytest.mark.parametrize("stage", ["training", "publishing", "installing"])
+def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
+    if stage == "training":
+        run.learner.answer["doing"] = "training"
+    elif stage == "publishing":
+        run.learner.answer["writing"] = True
+    else:
+        run.first.asked = 1
+    name = "installing/generator-0" if stage == "installing" else stage
+    assert run.after(LIMITS[stage] - 10) == []
+    assert run.after(20) == [name]
+
+
+def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
+    run.learner.answer["doing"] = "waiting"
+    run.resting = True
+    assert run.after(3 * STALL) == []  # an evaluation
+    run.resting = False
+    run.loads["generator-0"] = run.load(playing=3)
+    assert run.after(STALL + 10) == ["playing/generator-0"]  # whoever has work is to blame
+    run.loads["generator-0"] = run.load(playing=0)
+    assert run.after(STALL + 10) == ["run"]
+
+
+async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run, monkeypatch):
+    run.watch._period = 0.001
+    await run.watch._ask_learner()
+    assert run.after(2 * STALL) == []
+    run.learner.deaf = True
+    await run.watch._ask_learner()
+    await run.watch._ask_learner()
+    assert run.after(STALL + 10) == ["answering/learner"]
+    run.watch._asked.cancel()
+
+
+def stall(stage):
+    return Stall(stage, 123.4, STALL, done=5, waiting=3)
+
+
+async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
+    run = Run(tmp_path, "supervise.on_stall=warn")
+    run.watch.look()
+    await run.watch._act(stall("training"))
+    ((event, facts),) = run.events
+    assert (event, facts["stage"], facts["seconds"], facts["action"]) == ("stalled", "training", 123.4, "warn")
+    assert facts["queues"]["playing/generator-0"]["waiting"] == 1
+    assert facts["learner"]["lacking"] == {4: [1]}
+    assert [g["state"] for g in facts["generators"]] == ["healthy", "healthy"]
+    assert "test_a_warning_only_says_it" in (tmp_path / "stacks" / "conductor.txt").read_text()
+    assert all(actor.reasons == ["training did nothing for 123 s"] for actor in (run.learner, *run.handles))
+
+
+async def test_a_stalled_generator_is_restarted_by_its_death(run, monkeypatch):
+    killed = []
+
+    def kill(handle, *, no_restart):
+        killed.append((handle, no_restart))
+        run.first.health.died()
+
+    monkeypatch.setattr("ray.kill", kill)
+    await run.watch._act(stall("playing/generator-0"))
+    assert killed == [(run.handles[0], False)]
+    assert run.events[0][1]["action"] == "restart"
+
+
+async def test_one_that_ray_can_not_end_is_killed_by_its_host_alone(run, monkeypatch):
+    ended = []
+    monkeypatch.setattr("ray.kill", lambda handle, no_restart: None)
+    monkeypatch.setattr("actors.watch.KILL_SECONDS", -1)
+    monkeypatch.setattr("actors.watch.end", ended.append)
+    await run.watch._act(stall("playing/generator-0"))
+    assert ended == []
+    run.first.host = socket.gethostname()
+    await run.watch._act(stall("playing/generator-0"))
+    assert ended == [21]
+
+
+@pytest.mark.parametrize(
+    ("action", "stage", "message"),
+    [
+        ("abort", "playing/generator-1", r"generator-1, in `playing`, did nothing for 123 s .* 3 units of work waited"),
+        ("restart", "training", r"the learner, in `training`, did nothing for 123 s \(limit 100 s\)"),
+        ("restart", "answering/learner", r"the learner has not answered for 123 s"),
+        ("restart", "run", r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"),
+    ],
+)
+async def test_what_can_not_be_restarted_ends_the_run_and_is_named(tmp_path, action, stage, message):
+    run = Run(tmp_path, f"supervise.on_stall={action}")
+    with pytest.raises(RunFailed, match=message):
+        await run.watch._act(stall(stage))
+    assert run.events[0][1]["action"] == "abort"
+
+
+async def test_who_does_not_answer_is_asked_by_signal_if_it_is_on_this_host(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr("actors.watch.DUMP_SECONDS", 0.01)
+    monkeypatch.setattr("actors.watch.ask_for_stacks", asked.append)
+    run.handles[0].deaf = run.handles[1].deaf = True
+    run.first.host = socket.gethostname()
+    assert await run.watch._dump("why") == ["generator-0", "generator-1"]
+    assert asked == [21]
+
+
+BLOCKED = """
+import sys, time
+from pathlib import Path
+from actors.process import begin
+def held_up():
+    Path(sys.argv[1] + ".ready").touch()
+    time.sleep(60)
+begin(Path(sys.argv[1]))
+held_up()
+"""
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
+    log = tmp_path / "logs" / "generator-0.log"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["ray::GeneratorActor", "-c", BLOCKED, str(log)]
+    with subprocess.Popen(command, executable=sys.executable, env=environment) as process:
+        try:
+            until((tmp_path / "logs" / "generator-0.log.ready").exists)
+            assert ask_for_stacks(process.pid)
+            until(lambda: "in held_up" in log.read_text())
+            assert process.poll() is None
+            assert end(process.pid)
+            assert process.wait(timeout=30) == -signal.SIGKILL
+        finally:
+            process.kill()
+
+
+def test_a_process_of_somebody_else_is_sent_nothing():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not ask_for_stacks(process.pid)
+            assert not end(process.pid)
+            assert process.poll() is None
+        finally:
+            process.kill()
+    assert not end(process.pid)

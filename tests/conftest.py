@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
 import os
+import sys
+import threading
 
 import pytest
 import pytest_asyncio
@@ -48,3 +52,28 @@ def two_ranks(tmp_path_factory):
 def four_ranks(tmp_path_factory):
     """Four processes in a gloo process group."""
     yield from _ranks(4, tmp_path_factory)
+
+
+EXIT_SECONDS = 60.0
+
+
+def pytest_unconfigure(config):
+    """A thread or a child that a test left behind can keep this process from ending, without a word. Say what it is, and end."""
+
+    def give_up():
+        sys.stderr.write(f"\nthe tests are over, and after {EXIT_SECONDS:.0f} s their process has not ended:\n")
+        faulthandler.dump_traceback(all_threads=True)
+        for child in multiprocessing.active_children():
+            sys.stderr.write(f"a child lives: {child}\n")
+        os._exit(status)
+
+    status = int(getattr(config, "exit_status", 0))
+    timer = threading.Timer(EXIT_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    # No Python thread runs if what hangs holds the interpreter.
+    faulthandler.dump_traceback_later(2 * EXIT_SECONDS, exit=True)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    session.config.exit_status = exitstatus

@@ -140,10 +140,15 @@ def test_state_follows_the_events(tmp_path: Path) -> None:
     assert run.generators == {"generator-0": "dead"}
     assert run.left_seconds == pytest.approx(30.0)
     events.warning("generator_restarted", generator="generator-0")
+    events.warning("generator_suspect", generator="generator-0")
+    run.poll()
+    assert run.generators == {"generator-0": "silent"}
+    assert "generator-0 silent" in "\n".join(line.plain for line in view.overview(run, 80))
+    events.warning("generator_recovered", generator="generator-0")
     events.error("run_failed", error="no route came")
     run.poll()
     assert (run.phase, run.reason, run.generators["generator-0"]) == ("failed", "no route came", "playing")
-    assert (run.warnings, run.errors, run.silent_seconds) == (2, 1, 0)
+    assert (run.warnings, run.errors, run.silent_seconds) == (4, 1, 0)
 
 
 # --- curves

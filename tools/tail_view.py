@@ -169,9 +169,12 @@ def _generators(run: FollowedRun) -> Gauge:
     count = run.setting("generator.count") or len(run.generators)
     dead = [name for name, state in run.generators.items() if state == "dead"]
     playing = len(run.generators) - len(dead)
-    note = f"{', '.join(dead)} dead" if dead else "ended" if run.ended else "playing" if playing else "loading"
+    silent = [name for name, state in run.generators.items() if state == "silent"]
+    note = "ended" if run.ended else "playing" if playing else "loading"
+    if dead or (silent and not run.ended):
+        note = _join(*(f"{', '.join(names)} {state}" for names, state in ((dead, "dead"), (silent, "silent")) if names))
     note = _join(note, f"{restarts:.0f} restart{'' if restarts == 1 else 's'}")
-    style = "bold red" if dead else "yellow" if restarts else ""
+    style = "bold red" if dead else "yellow" if restarts or silent else ""
     return Gauge("generators", "", f"{playing} of {count}", note, style)
 
 

@@ -228,13 +228,15 @@ def test_tokens_are_shown_turn_by_turn_with_what_is_known_of_them(tmp_path: Path
 
 def test_log_ratios_are_coloured_where_the_learner_kept_its_own(tmp_path: Path) -> None:
     trained, calls = episode()
-    own = np.where(trained.loss_mask, np.float32(-1.1), np.float32(0))
+    own = np.where(trained.loss_mask, np.float32(-1.1), np.float32(np.nan))
+    own[3] = np.nan  # sampled, and dropped from the loss
     RouteFile(tmp_path / "routes", "learner").append(msgspec.structs.replace(trained, learner_logprobs=own))
     for call in calls:
         RouteFile(tmp_path / "routes", "engine-0").append(call)
     html = tokens_section(tmp_path)
     assert "value='ratio'" in html
-    assert html.count("log-ratio -0.1000") == 5
+    assert html.count("log-ratio -0.1000") == 4
+    assert "log-ratio nan" not in html
     assert "--r:0.5" in html
     assert "#10" in html, "ids, where there is no tokenizer"
 

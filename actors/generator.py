@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import receiver
-from actors.process import begin
+from actors.process import begin, show_figures
 from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.vllm import VllmEngine
@@ -108,6 +108,7 @@ class GeneratorActor:
             on_update=settings.on_update,
             engine_args={"seed": self._engine_seed(), **settings.engine_args},
         )
+        show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
         self.renderer = await asyncio.to_thread(
             ChatRenderer.from_model, self.model_path, self.config.episode.template_args
         )

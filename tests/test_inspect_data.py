@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.buffer.spool_file import append
@@ -24,11 +24,13 @@ from tests.helpers_checkpoint import write_checkpoint
 from tests.helpers_routes import ID, TOKENS, episode, experts
 from tests.test_inspect import inspect
 from tools.init_model import byte_tokenizer
+from tools.inspect_checkpoint import describe, look
 from tools.inspect_export import export
 from tools.inspect_run import InspectError
 from tools.inspect_show import short_routes
 from tools.inspect_sources import read_spool, read_traces
 from tools.inspect_trajectories import Filter, Seen, of_trained, of_trajectory
+from tools.inspect_wire import describe_message
 
 MASK = np.asarray([t >= 10 for t in TOKENS])
 
@@ -249,6 +251,7 @@ def test_json_lines_hold_everything_and_give_it_back(tmp_path, monkeypatch) -> N
     assert [json.loads(x)["group_index"] for x in (tmp_path / "few.jsonl").read_text().splitlines()] == [1]
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(-1, 2**31 - 1))
 def test_any_log_prob_and_version_come_back_exactly(tmp_path_factory, logprob: float, version: int) -> None:
     trajectory = made(0)
@@ -358,6 +361,17 @@ def test_a_file_that_holds_no_message_is_one_line(tmp_path, monkeypatch, data) -
     assert len(text.splitlines()) == 1
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_no_byte_that_changed_in_a_message_goes_unseen_or_ends_the_command(data) -> None:
+    frames = [bytearray(frame) for frame in encode_trajectory(made(0))]
+    which = data.draw(st.sampled_from([frame for frame in frames if frame]))
+    which[data.draw(st.integers(0, len(which) - 1))] ^= data.draw(st.integers(1, 255))
+    lines, problem = describe_message(frames)
+    assert len(lines) >= len(frames)
+    assert problem
+
+
 # --- checkpoints
 
 
@@ -403,6 +417,27 @@ def test_the_broken_file_of_a_checkpoint_is_named_and_the_rest_shown(tmp_path, m
 def _unseen(broken: str, how: str) -> bool:
     """The list compares files of the learner by their size only."""
     return broken.startswith("learner") and how == "changed"
+
+
+@settings(deadline=None, max_examples=20)  # each is written to the disk, and synchronized
+@given(st.data())
+def test_no_byte_that_changed_in_a_checkpoint_goes_unseen_or_ends_the_command(tmp_path_factory, data) -> None:
+    path = write_checkpoint(Checkpoints(tmp_path_factory.mktemp("run")), 20)
+    file = path / data.draw(st.sampled_from(sorted(file.name for file in path.iterdir())))
+    changed = bytearray(file.read_bytes())
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(changed)
+    seen = look(path)
+    assert [problem.partition(":")[0] for problem in seen.problems] == [file.name]
+    assert "BROKEN" in describe(seen, 0)[0]
+
+
+def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch) -> None:
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "a.spool").symlink_to(tmp_path)
+    text = inspect("spool", root=tmp_path, monkeypatch=monkeypatch, code=2)
+    assert "a.spool: " in text.splitlines()[0]
+    assert "Traceback" not in text
 
 
 def test_a_newer_version_is_known_from_a_checkpoint(tmp_path, monkeypatch) -> None:

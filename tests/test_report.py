@@ -401,7 +401,7 @@ def test_a_run_without_evaluations_has_no_such_chart(tmp_path: Path) -> None:
 
 
 def test_evaluations_alone_are_drawn(tmp_path: Path) -> None:
-    run = evaluated(write_run(tmp_path, steps=0), BEFORE)
+    run = evaluated(tmp_path, BEFORE)  # and no metrics yet
     (chart,) = drawn(write_report(run))["charts"]
     assert [line["metric"] for line in chart["lines"]] == ["evaluation/reward_mean"]
 

@@ -77,7 +77,7 @@ def look(path: Path) -> CheckpointSeen:
     for part in sorted(path.glob("learner-*.safetensors")):
         try:
             learner, tensors = read_tensors(part)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             _add(seen, f"{part.name}: its header can not be read: {error}")
             continue
         seen.learner = seen.learner or learner
@@ -108,7 +108,7 @@ def _problem(path: Path, record: Any) -> str:
 def read_tensors(path: Path) -> tuple[dict[str, Any], list[TensorSeen]]:
     """What the header of a safetensors file says: facts of the learner, if it is ours, and the tensors.
 
-    Raises `OSError`, or `ValueError`, `KeyError`, `TypeError`, `AttributeError` for a header that is none.
+    Raises `OSError`, or what Python raises on a header that is none (`ValueError`, `KeyError`, `TypeError`, ...).
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -123,8 +123,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], list[TensorSeen]]:
     for name, told in header.items():
         size, (start, stop) = told["shape"], told["data_offsets"]
         offset = places.get(name, {}).get("saved_offsets", [0] * len(size))
-        tensors.append(TensorSeen(name, told["dtype"], shapes.get(name, size), size, offset, stop - start, path.name))
-    return ours.get("facts", {}), sorted(tensors, key=lambda tensor: tensor.name)
+        seen = (name, told["dtype"], shapes.get(name, size), size, offset, stop - start, path.name)
+        tensors.append(msgspec.convert(dict(zip(TensorSeen.__struct_fields__, seen, strict=True)), TensorSeen))
+    return dict(ours.get("facts", {})), sorted(tensors, key=lambda tensor: tensor.name)
 
 
 def describe(seen: CheckpointSeen, limit: int) -> list[str]:

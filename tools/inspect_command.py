@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,6 +109,11 @@ def inspect(
         proven = _answer(target, wanted, Console(), problems)
     except (InspectError, RouteFileError) as error:
         problems.append(str(error))
+        proven = True
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # `| head`
+            raise
+        problems.append(f"{error.filename or target}: {error.strerror or error}")
         proven = True
     for problem in problems:
         Console(stderr=True).print(problem, style="bold red", highlight=False, markup=False, soft_wrap=True)

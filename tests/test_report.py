@@ -330,7 +330,7 @@ needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chrom
 
 @needs_chromium
 async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(tmp_path: Path) -> None:
-    path = write_report(write_run(tmp_path))
+    path = write_report(evaluated(write_run(tmp_path), BEFORE, AFTER))
     async with browse(str(find_chromium()), path.as_uri()) as page:
         await page.value("document.querySelectorAll('details.group').forEach((group) => { group.open = true; })")
         frames = "[...document.querySelectorAll('.plot')]"

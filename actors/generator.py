@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import receiver
-from actors.process import begin
+from actors.process import begin, show_figures
 from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.build import build_engine
@@ -99,6 +99,7 @@ class GeneratorActor:
         """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
         self.lag.start()
         self.engine = engine = build_engine(self.config, self.model_path, self._engine_seed())
+        show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
         self.renderer = await asyncio.to_thread(
             ChatRenderer.from_model, self.model_path, self.config.episode.template_args
         )

@@ -6,7 +6,12 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from r3async.observe.prometheus import Endpoint
 
 import psutil
 
@@ -26,9 +31,14 @@ def find_user_modules() -> None:
         sys.path.append(path)
 
 
+_endpoint: Endpoint | None = None
+"""This process's, as long as it lives."""
+
+
 def begin(path: Path) -> None:
-    """Find the person's modules, and send this process's stdout and stderr, and those of its children, to `path`: logs belong
-    to the run directory."""
+    """Find the person's modules, and send this process's stdout and stderr, and those of its children, to `path`, which is
+    `logs/ROLE.log` in the run's directory. If the run's configuration sets `observe.prometheus_port`, serve this process's
+    memory and CPU time."""
     find_user_modules()
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -39,6 +49,7 @@ def begin(path: Path) -> None:
     os.close(log)
     # The stacks of all threads, also where the event loop, or all of Python, is held up.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    _serve(path.parent.parent, path.stem)
 
 
 def ask_for_stacks(pid: int) -> bool:
@@ -65,3 +76,17 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     except psutil.Error:
         return False
     return True
+
+
+def _serve(run_dir: Path, role: str) -> None:
+    """An endpoint of an earlier actor in this process is kept."""
+    global _endpoint
+    from r3async.observe.prometheus import serve_actor
+
+    _endpoint = _endpoint or serve_actor(role, run_dir)
+
+
+def show_figures(read: Callable[[], Mapping[str, Any]]) -> None:
+    """Where this process serves its figures, also those that `read()` returns whenever they are asked for, in another thread."""
+    if _endpoint is not None:
+        _endpoint.read = read

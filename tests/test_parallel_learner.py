@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from r3async.batching.packing import collate, pack
 from r3async.learners.base import LearnerError
 from r3async.learners.megatron.backend import MegatronLearner
+from r3async.observe.routes import merge_traces
 from r3async.routing import RoutingError
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns
@@ -105,6 +106,21 @@ def test_forward_only_passes_equal_those_of_one_rank_on_every_rank(four_ranks, m
             sets = (np.sort(m.table["routed_experts"], -1) for m in (ours, expected))
             assert (next(sets) == next(sets)).all(-1).mean() > 0.99  # scores that all but tie
             assert ours.table["routing_recorded"].all()
+
+
+def traced(learner, micro_batches):
+    return learner.train_step(micro_batches, trace=True).traces
+
+
+def test_the_traces_of_all_ranks_hold_the_learners_log_probs(four_ranks, model_path, alone):
+    answers = four_ranks.call(in_learner, traced, model_path, config(**STAGES), batch())
+    merged = {t.sample_ids: t for t in merge_traces([t for rank in answers for t in rank], alone.replay.layers)}
+    assert len(merged) == len(batch())
+    for m, expected in zip(batch(), alone.logprobs(batch()), strict=True):
+        trained = m.table["loss_mask"][: m.real_tokens]
+        logprobs = merged[tuple(m.sample_ids)].logprobs
+        np.testing.assert_allclose(logprobs[trained], expected[: m.real_tokens][trained], atol=2e-5)
+        assert np.isnan(logprobs[~trained]).all()
 
 
 def fed_too_much(learner):

@@ -228,13 +228,15 @@ def test_tokens_are_shown_turn_by_turn_with_what_is_known_of_them(tmp_path: Path
 
 def test_log_ratios_are_coloured_where_the_learner_kept_its_own(tmp_path: Path) -> None:
     trained, calls = episode()
-    own = np.where(trained.loss_mask, np.float32(-1.1), np.float32(0))
+    own = np.where(trained.loss_mask, np.float32(-1.1), np.float32(np.nan))
+    own[3] = np.nan  # sampled, and dropped from the loss
     RouteFile(tmp_path / "routes", "learner").append(msgspec.structs.replace(trained, learner_logprobs=own))
     for call in calls:
         RouteFile(tmp_path / "routes", "engine-0").append(call)
     html = tokens_section(tmp_path)
     assert "value='ratio'" in html
-    assert html.count("log-ratio -0.1000") == 5
+    assert html.count("log-ratio -0.1000") == 4
+    assert "log-ratio nan" not in html
     assert "--r:0.5" in html
     assert "#10" in html, "ids, where there is no tokenizer"
 
@@ -328,7 +330,7 @@ needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chrom
 
 @needs_chromium
 async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(tmp_path: Path) -> None:
-    path = write_report(write_run(tmp_path))
+    path = write_report(evaluated(write_run(tmp_path), BEFORE, AFTER))
     async with browse(str(find_chromium()), path.as_uri()) as page:
         await page.value("document.querySelectorAll('details.group').forEach((group) => { group.open = true; })")
         frames = "[...document.querySelectorAll('.plot')]"
@@ -357,3 +359,62 @@ async def test_the_comparison_draws_both_runs(tmp_path: Path) -> None:
         traces = "document.querySelectorAll('.scatterlayer .trace').length"
         assert await page.value(traces) == 2 * sum(len(chart.lines) for chart in CHARTS)
         assert (page.requests, page.problems) == ([], [])
+
+
+# --- evaluations
+
+
+def evaluated(run: Path, *lines: dict[str, object]) -> Path:
+    (run / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{torn")
+    return run
+
+
+def drawn(path: Path) -> dict:
+    return json.loads(Page(path).data)
+
+
+BEFORE = {"step": 0, "evaluation/reward_mean": 0.25, "evaluation/reward_error": 0.05}
+AFTER = {"step": 10, "evaluation/reward_mean": 0.75, "evaluation/reward_error": None}
+
+
+def test_evaluations_are_drawn_over_their_own_steps_beside_training(tmp_path: Path) -> None:
+    run = evaluated(write_run(tmp_path), {"step": 10, "evaluation/reward_mean": 0.5}, AFTER, BEFORE, {"step": 3})
+    data = drawn(write_report(run))
+    assert [chart["title"] for chart in data["charts"]][:2] == ["Reward", "Evaluation"]
+    chart = data["charts"][1]
+    evaluation, training = chart["lines"]
+    assert data["series"][evaluation["x"]] == [0, 10], "the steps of evaluations, in order, each once"
+    assert data["series"][evaluation["metric"]] == [0.25, 0.75]
+    assert data["series"][evaluation["error"]] == [0.05, None]
+    assert evaluation["marks"], "a single one would not show as a line"
+    assert training["metric"] == "reward/mean"
+    assert len(data["series"]["reward/mean"]) == len(data["steps"])
+    low, high = chart["span"]
+    assert low < 0, "step 0 is before the first step of the metrics"
+    assert high > 12
+
+
+def test_a_run_without_evaluations_has_no_such_chart(tmp_path: Path) -> None:
+    titles = [chart["title"] for chart in drawn(write_report(write_run(tmp_path)))["charts"]]
+    assert "Reward" in titles
+    assert "Evaluation" not in titles
+
+
+def test_evaluations_alone_are_drawn(tmp_path: Path) -> None:
+    run = evaluated(tmp_path, BEFORE)  # and no metrics yet
+    (chart,) = drawn(write_report(run))["charts"]
+    assert [line["metric"] for line in chart["lines"]] == ["evaluation/reward_mean"]
+
+
+def test_a_comparison_shows_the_evaluations_of_the_runs_that_have_some(tmp_path: Path) -> None:
+    one = evaluated(write_run(tmp_path, "one"), BEFORE, AFTER)
+    two, three = write_run(tmp_path, "two"), evaluated(write_run(tmp_path, "three"), {**BEFORE, "step": 40})
+    path = write_report(one, two, three)
+    page, data = Page(path), drawn(path)
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Evaluation"]
+    assert [line["label"] for line in chart["lines"]] == ["one", "three"]
+    assert [data["series"][line["x"]] for line in chart["lines"]] == [[0, 10], [40]]
+    assert [data["series"][line["metric"]] for line in chart["lines"]] == [[0.25, 0.75], [0.25]]
+    assert chart["lines"][0]["color"] != chart["lines"][1]["color"]
+    row = page.text[page.text.index("reward of the last evaluation") :]
+    assert row.startswith("reward of the last evaluation0.75-0.25")

@@ -186,6 +186,20 @@ def test_traces_split_by_tokens_and_layers_are_put_together() -> None:
     assert_same(merged[0], other)
 
 
+def test_log_probs_of_the_last_stage_are_kept_beside_routes_of_the_others() -> None:
+    first, last = parts(whole_trace(), [slice(0, 11)], [[0, 1], [2]])
+    nothing = np.zeros((0, 0, 0), np.uint16)
+    scores = np.linspace(-2, 0, 11, dtype=np.float32)
+    for split in (
+        [first, msgspec.structs.replace(last, logprobs=scores)],
+        # The last stage has no MoE layer.
+        [msgspec.structs.replace(last, columns=[], own=nothing, used=nothing, logprobs=scores), first, last],
+    ):
+        (merged,) = merge_traces(split, LAYERS)
+        assert_same(merged, whole_trace())
+        np.testing.assert_array_equal(merged.logprobs, scores)
+
+
 def test_a_part_that_is_missing_or_contradicts_is_refused() -> None:
     split = parts(whole_trace(), [slice(0, 4), slice(4, 11)], [[0, 1], [2]])
     with pytest.raises(RoutingError, match=r"no trace has row 4 of MoE layer 2 in the micro-batch of a0"):
@@ -280,7 +294,25 @@ def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None
         assert trained.used.dtype == np.uint8
         number = int(trained.sample_id[1:9])
         np.testing.assert_array_equal(trained.token_ids, np.arange(10) + 100 * number)
+        assert trained.learner_logprobs is None
+        np.testing.assert_array_equal(trained.turn, np.full(10, -1))
+        np.testing.assert_array_equal(trained.rewards, np.zeros(10))
     assert reports == []
+
+
+def test_each_sample_gets_its_own_part_of_the_learners_log_probs(tmp_path: Path) -> None:
+    samples = [sample(n) for n in range(5)]
+    result = step_result(samples)
+    scores = {s.sample_id: np.full(10, -float(n), np.float32) for n, s in enumerate(samples)}
+    traces = [
+        msgspec.structs.replace(t, logprobs=np.concatenate([scores[i] for i in t.sample_ids])) for t in result.traces
+    ]
+    assert any(len(t.sample_ids) > 1 for t in traces)
+    StepTracer(tmp_path, traced(), Reports()).write(1, samples, msgspec.structs.replace(result, traces=traces))
+    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    assert len(written) == 5
+    for trained in written:
+        np.testing.assert_array_equal(trained.learner_logprobs, scores[trained.sample_id])
 
 
 def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Path) -> None:

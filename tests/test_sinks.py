@@ -1,14 +1,19 @@
 """Sinks copy metrics elsewhere and can neither slow nor stop a run; Prometheus can scrape a process."""
 
+import contextlib
 import importlib.util
 import json
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from r3async.config import ConfigError, ObserveConfig, load_config
+from r3async.config import ConfigError, ObserveConfig, config_from_dict, load_config, to_toml
 from r3async.observe import sink_backends
 from r3async.observe.prometheus import metric_name, serve_metrics
 from r3async.observe.sinks import Sink, SinkSet, check_sinks, open_sinks
@@ -182,6 +187,69 @@ def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_
     assert serve_metrics("driver", tmp_path, ObserveConfig()) is None
     assert serve_metrics("driver", tmp_path, ObserveConfig(prometheus_port=0, prometheus_host="203.0.113.1")) is None
     assert "observe.prometheus_port" in capfd.readouterr().err
+
+
+ACTOR = """
+import sys, time
+from pathlib import Path
+from actors.process import begin, show_figures
+begin(Path(sys.argv[1]) / "logs" / "generator-0.log")
+figures = [{"engine/running": 3, "odd": "text"}]
+show_figures(lambda: figures[0] if figures else 1 / 0)
+print("begun", flush=True)
+sys.stdin.readline()
+figures.clear()
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def an_actor(run: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that begins as every actor does; it goes on when it is told a line."""
+    actor = subprocess.Popen([sys.executable, "-c", ACTOR, str(run)], stdin=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while "begun" not in (log.read_text() if (log := run / "logs" / "generator-0.log").exists() else ""):
+            assert time.monotonic() < deadline
+            assert actor.poll() is None
+            time.sleep(0.05)
+        yield actor
+    finally:
+        actor.kill()
+        actor.wait()
+
+
+def test_every_actor_process_serves_itself_and_what_its_engine_counts(tmp_path):
+    run = tmp_path / "demo"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config_from_dict({"observe": {"prometheus_port": 0}})))
+    with an_actor(run) as actor:
+        (target,) = json.loads((run / "prometheus" / "generator-0.json").read_text())
+        assert target["labels"] == {"role": "generator-0", "run": "demo"}
+
+        def text() -> str:
+            with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=30) as answer:
+                return answer.read().decode()
+
+        first = text()
+        assert 'r3async_engine_running{role="generator-0",run="demo"} 3.0' in first
+        assert "odd" not in first
+        assert "process_resident_memory_bytes" in first
+        assert "process_cpu_seconds_total" in first
+        actor.stdin.write("\n")
+        actor.stdin.flush()
+        deadline = time.monotonic() + 30
+        while "r3async_engine_running" in (now := text()):  # an engine that is stopping
+            assert time.monotonic() < deadline
+        assert "process_resident_memory_bytes" in now
+
+
+@pytest.mark.parametrize("config", [{}, None])
+def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.toml").write_text(to_toml(config_from_dict(config)))
+    with an_actor(tmp_path):
+        assert {p.name for p in tmp_path.iterdir()} <= {"logs", "config.toml"}
 
 
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):

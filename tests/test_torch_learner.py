@@ -162,7 +162,13 @@ def test_a_trace_tells_what_every_router_did(models):
     (own,) = learner.record_routes([collate(ht.recorded_samples(2))])
     micro_batches = pack(ht.recorded_samples(2), ht.BUDGET)
     micro_batches[2] = aligned(micro_batches[2], 7)
+    before = learner.logprobs(micro_batches)
     traces = learner.train_step(micro_batches, trace=True).traces
+    for trace, m, logprobs in zip(traces, micro_batches, before, strict=True):
+        trained = m.table["loss_mask"][: m.real_tokens]
+        assert trace.logprobs.shape == trained.shape
+        np.testing.assert_allclose(trace.logprobs[trained], logprobs[: m.real_tokens][trained], atol=1e-5)
+        assert np.isnan(trace.logprobs[~trained]).all()
     assert [t.sample_ids for t in traces] == [m.sample_ids for m in micro_batches]
     for trace, m in zip(traces, micro_batches, strict=True):
         wanted = m.table["routed_experts"][: m.real_tokens]

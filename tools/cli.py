@@ -12,6 +12,7 @@ from rich.console import Console
 from actors.process import find_user_modules
 from r3async.config import ConfigError, load_config
 from tools.bench.commands import app as bench
+from tools.inspect_command import inspect
 from tools.submit_commands import app as submit
 from tools.submit_commands import cluster
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(submit, name="submit")
 app.command()(cluster)
+app.command()(inspect)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
@@ -59,42 +61,6 @@ def presets(name: Annotated[str | None, typer.Argument(help="show this one whole
     from tools.presets import list_presets, show_preset
 
     typer.echo(list_presets() if name is None else show_preset(name))
-
-
-@app.command()
-def inspect(
-    run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
-    routes: Annotated[bool, typer.Option("--routes", help="a trajectory's routes against the learner's")] = False,
-    verify_routes: Annotated[
-        bool, typer.Option("--verify-routes", help="prove that training used the engine's routes; exit 1 if not")
-    ] = False,
-    trajectory: Annotated[str | None, typer.Option(help="which one (--routes)", show_default="the first")] = None,
-    step: Annotated[int | None, typer.Option(help="of this step (--routes)", show_default="the last traced")] = None,
-    layer: Annotated[
-        list[int] | None, typer.Option(help="only this MoE layer, from 0; may be repeated (--routes)")
-    ] = None,
-    diff: Annotated[bool, typer.Option("--diff", help="only tokens that learner and engine route differently")] = False,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object per token, or for the whole proof")] = False,
-) -> None:
-    """Look into a run. Without an option: what there is to see."""
-    routes = routes or diff or bool(layer) or trajectory is not None or step is not None
-    from r3async.observe.routes import RouteFileError
-    from tools.inspect_run import InspectError, find_run, overview
-
-    console = Console()
-    try:
-        run_dir = find_run(run)
-        from tools.inspect_routes import describe_kept, print_verification, show_routes
-
-        if not routes and not verify_routes:
-            overview(run_dir, describe_kept(run_dir), console)
-            return
-        if routes:
-            show_routes(run_dir, console, trajectory=trajectory, step=step, layers=layer or (), diff=diff, json=json)
-        if verify_routes and not print_verification(run_dir, console, json=json):
-            raise typer.Exit(1)
-    except (InspectError, RouteFileError) as error:
-        _fail(str(error), 2)
 
 
 @app.command(name="eval")

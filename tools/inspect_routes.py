@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from r3async.observe.routes import Entry, RouteIndex, TrainedRoutes, load
 from r3async.observe.summary import format_percent, read_run_config
 from r3async.observe.tokens import RunTokenizer, roles
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
-from tools.inspect_run import InspectError, nearest
+from tools.inspect_run import InspectError, fitted, nearest
 
 TEXT_CELLS = 12
 
@@ -239,11 +238,8 @@ def _header(sample: SampleRoutes, console: Console, say: Callable[..., None]) ->
 
 
 def _lead(row: TokenRoutes) -> str:
-    visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in row.text)
-    if cell_len(visible) > TEXT_CELLS:
-        visible = set_cell_size(visible, TEXT_CELLS - 1) + "…"
     version = "-" if row.version is None else str(row.version)
-    return f"{row.position:>5} {set_cell_size(visible, TEXT_CELLS)} {row.role:<11} {version:>4}"
+    return f"{row.position:>5} {fitted(row.text, TEXT_CELLS)} {row.role:<11} {version:>4}"
 
 
 def _cell(routes: LayerRoutes) -> str:

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 ROOT = Path("runs")
+_CHECKPOINT = re.compile(r"step-\d{8,}(\..*)?")
 
 
 class InspectError(ValueError):
     """What was asked for is not there; the message says what is."""
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is one, or was: its manifest may be what is lost."""
+    named = _CHECKPOINT.fullmatch(path.resolve().name) is not None
+    return path.is_dir() and (named or (path / "manifest.json").is_file())
+
+
+def is_run(path: Path) -> bool:
+    """A checkpoint has a `config.toml` too, but is no run."""
+    return not is_checkpoint(path) and any((path / part).is_file() for part in ("config.toml", "events.jsonl"))
+
+
+def fitted(text: str, cells: int) -> str:
+    """`text` on exactly so many cells of a terminal; what could upset one is made visible."""
+    visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if cell_len(visible) > cells:
+        visible = set_cell_size(visible, cells - 1) + "…"
+    return set_cell_size(visible, cells)
+
+
+def find_file(name: str, root: Path = ROOT) -> Path | None:
+    """A file, or a directory of a run that is not the run itself: its spool, its checkpoints, one of them. None if `name` is
+    none of these."""
+    for path in (Path(name), root / name):
+        if path.is_file():
+            return path
+        part = path.name in ("spool", "checkpoints") or is_checkpoint(path) or any(path.glob("*.spool"))
+        if path.is_dir() and part and not is_run(path):
+            return path
+    return None
+
+
 def find_run(name: str, root: Path = ROOT) -> Path:
     """The directory of a run, given as such or by its name below `root`. Raises `InspectError` with the nearest name."""
     for path in (Path(name), root / name):
-        if any((path / part).is_file() for part in ("config.toml", "events.jsonl")):
+        if is_run(path):
             return path
     if Path(name).is_dir():
         raise InspectError(

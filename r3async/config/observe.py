@@ -27,9 +27,9 @@ class ObserveConfig(Section):
     sink_timeout: float = 15.0
     """Seconds that the end of a run waits for sinks to write what they have."""
     prometheus_port: int | None = None
-    """If set, the driver serves `/metrics` on the first free port from this one on: the figures of the last step, and its own
-    memory and CPU time. Where is written into `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any
-    free port."""
+    """If set, every process of the run serves `/metrics` on the first free port from this one on: its memory and CPU time; the
+    driver also the figures of the last step, and a generator those of its engine. Where is written into
+    `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any free port."""
     prometheus_host: str = "127.0.0.1"
     """Interface that it binds to. Loopback unless named."""
 

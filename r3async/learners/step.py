@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -90,6 +91,8 @@ class Step:
         self._version, self._coef = version, rollout_kl_coef
         self._total: np.ndarray | None = None
         self._traces: list[RouteTrace] = []
+        self._scored: dict[int, Tensor] = {}
+        """With `trace`: the log-probs of each micro-batch's trained rows."""
         self._chosen = [trained_tokens(m) for m in micro_batches]
         self._sums: ObjectiveSums | None = None
         counts = np.asarray(
@@ -162,6 +165,8 @@ class Step:
         def column(name: str) -> Tensor | None:
             return torch.from_numpy(table[name][rows]).to(logprobs.device) if name in table else None
 
+        if self.trace and micro_batch.sample_ids:
+            self._scored[index] = logprobs.detach()
         rollout_logprobs, advantages = column("rollout_logprobs"), column("advantages")
         assert rollout_logprobs is not None
         assert advantages is not None
@@ -239,7 +244,26 @@ class Step:
                 "routing/agreement_min": float(agreement.min()),
                 "routing/load_imbalance": float(worst.max()),
             }
-        return StepResult(metrics, agreement.astype(np.float32), load.astype(np.int64), self._traces)
+        return StepResult(metrics, agreement.astype(np.float32), load.astype(np.int64), self._with_logprobs())
+
+    def _with_logprobs(self) -> list[RouteTrace]:
+        """The traces, each with its micro-batch's log-probs where this rank has them. A last pipeline stage may have no MoE
+        layer and so no trace of its own: its log-probs come with a trace of no layer."""
+        logprobs: dict[tuple[str, ...], np.ndarray] = {}
+        for index, values in self._scored.items():
+            micro_batch = self.micro_batches[index]
+            row = np.full(micro_batch.real_tokens, np.nan, np.float32)
+            row[self.rows(index)] = values.float().cpu().numpy()
+            logprobs[tuple(micro_batch.sample_ids)] = row
+        traces = [msgspec.structs.replace(t, logprobs=logprobs.pop(tuple(t.sample_ids), None)) for t in self._traces]
+        for index in self._scored:
+            micro_batch = self.micro_batches[index]
+            samples = tuple(micro_batch.sample_ids)
+            if samples in logprobs:
+                none = np.zeros((0, 0, 0), np.uint16)
+                starts = micro_batch.cu_seqlens[: len(samples) + 1]
+                traces.append(RouteTrace(samples, starts, 0, [], none, none, logprobs[samples]))
+        return traces
 
 
 def combined(results: Sequence[StepResult]) -> StepResult:

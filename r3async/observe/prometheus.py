@@ -9,12 +9,15 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from r3async.config.observe import ObserveConfig
 from r3async.observe.metrics import METRICS
+from r3async.observe.summary import read_run_config
 
 PORTS_TRIED = 100
 
@@ -25,15 +28,17 @@ def metric_name(name: str) -> str:
 
 
 class Endpoint:
-    """One process's endpoint: its memory, CPU time and open files, and the last row that `update` was given.
+    """One process's endpoint: its memory, CPU time and open files, the last row that `update` was given, and what `read()`
+    returns at that moment.
 
-    Served by a thread of its own; `close` ends it. `port`: where it listens.
+    Served by a thread of its own, which is the one that calls `read`; `close` ends it. `port`: where it listens.
     """
 
     def __init__(self, role: str, run_dir: Path, config: ObserveConfig):
         from prometheus_client import CollectorRegistry, ProcessCollector
 
         self._row: dict[str, float] = {}
+        self.read: Callable[[], Mapping[str, Any]] = dict
         self._labels = {"role": role, "run": run_dir.name}
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -48,13 +53,18 @@ class Endpoint:
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Show these figures from now on; whatever is no number is left out."""
-        self._row = {n: float(v) for n, v in row.items() if isinstance(v, (int, float))}
+        self._row = _numbers(row)
 
     def collect(self) -> Iterable[Any]:
         """For prometheus_client: a gauge a metric."""
         from prometheus_client.metrics_core import GaugeMetricFamily
 
-        for name, value in self._row.items():
+        try:
+            now = _numbers(self.read())
+        except Exception as error:  # of an engine that is just stopping, say: the rest is still worth showing
+            print(f"figures for Prometheus could not be read: {error!r}", file=sys.stderr)
+            now = {}
+        for name, value in (self._row | now).items():
             docs = METRICS[name].docs if name in METRICS else name
             gauge = GaugeMetricFamily(metric_name(name), docs, labels=list(self._labels))
             gauge.add_metric(list(self._labels.values()), value)
@@ -66,6 +76,20 @@ class Endpoint:
         self._server.server_close()
         self._thread.join(5.0)
         self.target.unlink(missing_ok=True)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
+
+
+def serve_actor(role: str, run_dir: Path) -> Endpoint | None:
+    """`serve_metrics` for a process that knows only its run's directory; None too where there is no configuration in it."""
+    try:
+        config = msgspec.convert(read_run_config(run_dir).get("observe", {}), ObserveConfig)
+    except msgspec.ValidationError as error:
+        print(f"no Prometheus endpoint for {role}: {error}", file=sys.stderr)
+        return None
+    return serve_metrics(role, run_dir, config)
 
 
 def serve_metrics(role: str, run_dir: Path, config: ObserveConfig) -> Endpoint | None:

@@ -81,7 +81,8 @@ function drawMaps() {
 function drawChart(chart) {
   const traces = chart.lines.map((line) => ({
     type: "scatter", x: line.x ? data.series[line.x] : data.steps, y: data.series[line.metric], name: line.label, connectgaps: false,
-    mode: line.points || data.steps.length < 2 ? "markers" : "lines",
+    mode: line.marks ? "lines+markers" : line.points || data.steps.length < 2 ? "markers" : "lines",
+    error_y: line.error ? { type: "data", array: data.series[line.error], thickness: 1, width: 2 } : {},
     marker: { size: line.points ? 4 : 7, color: color(line.color) },
     line: { color: color(line.color), width: line.dash ? 1.5 : 2, dash: line.dash || "solid" },
     hovertemplate: "%{y:" + chart.format + "}" + (chart.unit ? " " + chart.unit : "") + "<extra>" + line.label + "</extra>",
@@ -97,7 +98,7 @@ function drawChart(chart) {
   if (chart.range) { y.range = chart.range; }
   Plotly.react(chart.id, traces, {
     ...box, ...look(), showlegend: false, hovermode: "x unified",
-    xaxis: { ...axis, showgrid: false, showline: true, nticks: 8, tickformat: ",d", range: span, dtick: last - first < 8 ? 1 : null,
+    xaxis: { ...axis, showgrid: false, showline: true, nticks: 8, tickformat: ",d", range: chart.span || span, dtick: last - first < 8 ? 1 : null,
       title: titled("step"), unifiedhovertitle: { text: "step %{x}" } },
     yaxis: y,
   }, { displayModeBar: false, responsive: true });

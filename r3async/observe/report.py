@@ -24,6 +24,7 @@ from r3async.observe.maps import describe_maps
 from r3async.observe.metrics import read_metrics
 from r3async.observe.report_drift import describe_ages, drift_table
 from r3async.observe.report_episodes import conversations_section, tokens_section
+from r3async.observe.report_evaluation import describe_evaluation, describe_evaluations, read_evaluations
 from r3async.observe.report_timeline import describe_timeline, timeline_card
 from r3async.observe.summary import RunSummary, read_run_config, summarize_records
 from r3async.observe.timeline import Span, read_timeline, spans_from_metrics
@@ -78,6 +79,8 @@ def write_report(run_dir: Path, *others: Path, path: Path | None = None) -> Path
 
 def _one(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
     charts, series = describe_charts(run.rows, run.summary.staleness_bound)
+    evaluation, evaluated = describe_evaluation(read_evaluations(run.run_dir), run.rows)
+    charts[1:1], series = evaluation, series | evaluated  # beside the reward, which is the first
     more, columns, constants = describe_more(run.rows)
     maps = describe_maps(list(read_objects(run.run_dir / "routing.jsonl")))
     ages = describe_ages(run.run_dir, run.rows, run.summary.staleness_bound)
@@ -110,6 +113,9 @@ def _one(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
 def _compared(runs: Sequence[RunRecord]) -> tuple[list[str], dict[str, Any]]:
     names = compare.distinct([run.summary.name for run in runs], [run.run_dir for run in runs])
     charts, series = compare.describe_overlays([run.rows for run in runs], names)
+    evaluations = [read_evaluations(run.run_dir) for run in runs]
+    evaluation, evaluated = describe_evaluations(evaluations, names, [compare.color(i) for i in range(len(runs))])
+    charts, series = [*evaluation, *charts], series | evaluated
     body = [
         compare.header(names, [run.summary for run in runs]),
         compare.figures([run.summary for run in runs], names),

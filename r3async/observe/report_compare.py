@@ -17,6 +17,7 @@ from r3async.observe.timeline import Span, busy_shares
 
 __all__ = [
     "chart_cards",
+    "color",
     "config_table",
     "describe_overlays",
     "distinct",
@@ -35,6 +36,7 @@ FIGURES: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
     ("reward, first 3 steps", lambda s: format_number(s.reward_first)),
     ("reward, last 10 steps", lambda s: format_number(s.reward_last)),
     ("best step's reward", lambda s: format_number(s.reward_best)),
+    ("reward of the last evaluation", lambda s: format_number(s.evaluation_last)),
     ("drift k3, last 10 steps", lambda s: format_number(s.drift)),
     ("drift k3, worst step", lambda s: format_number(s.drift_max)),
     ("mean age", lambda s: format_number(s.staleness_mean)),

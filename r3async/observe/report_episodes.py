@@ -156,8 +156,7 @@ class _Sample:
             style.append(f"--p:{_unit(-logprob / 4)}")
             kinds.append(f"v{max(0, int(trained.policy_version[at])) % PALETTE}")
             title.append(f"log-prob {logprob:.3f}, version {int(trained.policy_version[at])}")
-            if self.ratio is not None:
-                ratio = float(self.ratio[at])
+            if self.ratio is not None and math.isfinite(ratio := float(self.ratio[at])):
                 style.append(f"--r:{_unit(abs(ratio) / 0.2)}")
                 kinds += ["down"] * (ratio < 0)
                 title.append(f"log-ratio {ratio:+.4f}")

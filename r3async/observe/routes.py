@@ -6,7 +6,7 @@ lengths, checksums), a msgpack header and the raw bytes of its arrays. A file th
 there, and what is wrong with it is told.
 
 Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
-14 + 2 L K ids per token; the engine's is 8 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
+25 + 2 L K ids per token; the engine's is 8 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
 48 layers with 8 of 128 experts: 0.8 + 0.4 kB per token, so 5 MB for one trajectory of 4,096 tokens.
 """
 
@@ -88,7 +88,8 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
 
     `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`: columns of the sample. `own`, `used` `[T, L, K]`: the
     experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what the learner
-    thought of the tokens before the step, if its trace says so.
+    thought of the trained tokens before the step, NaN for the others. `turn` int32 and `rewards` float32 `[T]`: further columns
+    of the sample. Those that may be None are not in files of older releases.
     """
 
     step: int
@@ -101,6 +102,8 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
     own: np.ndarray
     used: np.ndarray
     learner_logprobs: np.ndarray | None = None
+    turn: np.ndarray | None = None
+    rewards: np.ndarray | None = None
 
 
 Record = TypeVar("Record", EngineCall, TrainedRoutes)
@@ -258,10 +261,12 @@ def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
 
 
 def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
-    tokens, top_k = int(parts[0].cu_seqlens[-1]), parts[0].own.shape[-1]
-    merged = np.zeros((2, tokens, layers, top_k), parts[0].own.dtype)
+    tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
+    merged = np.zeros((2, tokens, layers, top_k), np.uint16)
     have = np.zeros((tokens, layers), bool)
     for part in parts:
+        if not part.columns:
+            continue
         here = np.ix_(range(part.first, part.first + len(part.own)), part.columns)
         for whole, chosen in zip(merged, (part.own, part.used), strict=True):
             if (whole[here] != chosen)[have[here]].any():
@@ -277,4 +282,8 @@ def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
             "the traces of all its ranks are needed"
         )
     own, used = merged
-    return msgspec.structs.replace(parts[0], first=0, columns=list(range(layers)), own=own, used=used)
+    # Every rank that has them computed the same.
+    logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
+    return msgspec.structs.replace(
+        parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
+    )

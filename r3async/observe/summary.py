@@ -11,6 +11,7 @@ import msgspec
 
 from r3async.observe.events import read_events
 from r3async.observe.metrics import read_metrics
+from r3async.observe.report_evaluation import REWARD, read_evaluations
 from r3async.scheduling.admission import oldest_age
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     """Mean reward of the last ten steps."""
     reward_best: float | None = None
     """Highest mean reward of a step."""
+    evaluation_last: float | None = None
+    """Mean reward of the evaluation after the latest step that has one."""
     drift: float | None = None
     """KL(rollout ‖ learner), estimator k3, nats per token: mean of the last ten steps."""
     drift_max: float | None = None
@@ -115,6 +118,7 @@ def summarize_records(
     reward, drift = _values(rows, "reward/mean"), _values(rows, "rollout_kl/k3")
     ages = _values(rows, "staleness/max")
     levels = [event.get("level") for event in events]
+    evaluations = read_evaluations(run_dir)
 
     def last_count(name: str) -> int:
         values = _values(rows, name)
@@ -131,6 +135,7 @@ def summarize_records(
         reward_first=_mean(reward[:FIRST_STEPS]),
         reward_last=_mean(reward[-LAST_STEPS:]),
         reward_best=max(reward, default=None),
+        evaluation_last=evaluations[-1][REWARD] if evaluations else None,
         drift=_mean(drift[-LAST_STEPS:]),
         drift_max=max(drift, default=None),
         staleness_mean=_mean(_values(rows, "staleness/mean")),

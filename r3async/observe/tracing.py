@@ -121,7 +121,7 @@ class StepTracer:
                 if which is None or not self._plan.wants(sample_id):
                     continue
                 table, rows = tables[sample_id], slice(trace.cu_seqlens[index], trace.cu_seqlens[index + 1])
-                columns = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")
+                columns = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
                 self._file.append(
                     TrainedRoutes(
                         step,
@@ -130,5 +130,6 @@ class StepTracer:
                         **{name: table[name] for name in columns},
                         own=trace.own[rows].astype(dtype),
                         used=trace.used[rows].astype(dtype),
+                        learner_logprobs=None if trace.logprobs is None else trace.logprobs[rows],
                     )
                 )

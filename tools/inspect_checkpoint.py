@@ -1,0 +1,194 @@
+"""A checkpoint as a person wants to see it: which files are as they were written, the books, and the tensors by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.checkpoint.books import RunState, decode_state
+from r3async.checkpoint.directory import STATE, Checkpoints, open_checkpoint
+from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.manifest import MANIFEST, check_file, decode_manifest
+
+MAX_HEADER = 100 * 2**20
+"""What safetensors allows."""
+
+
+class FileSeen(msgspec.Struct, frozen=True):
+    """`problem`: "" if every byte is as it was written."""
+
+    name: str
+    size: int
+    problem: str
+
+
+class TensorSeen(msgspec.Struct, frozen=True):
+    """A piece in one file. `shape`: of the whole tensor; `size`: of the piece, at `offset`."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    size: list[int]
+    offset: list[int]
+    nbytes: int
+    file: str
+
+
+class CheckpointSeen(msgspec.Struct):
+    """`learner`: what the ranks say that is no tensor. `problems` names what is wrong; none if it can be resumed from."""
+
+    path: str
+    step: int | None = None
+    files: list[FileSeen] = []
+    state: RunState | None = None
+    learner: dict[str, Any] = {}
+    tensors: list[TensorSeen] = []
+    problems: list[str] = []
+
+
+def look(path: Path) -> CheckpointSeen:
+    """Everything that can be read, also of one that is damaged. Takes as long as reading it."""
+    seen = CheckpointSeen(str(path))
+    try:
+        manifest = decode_manifest((path / MANIFEST).read_bytes())
+    except OSError as error:
+        seen.problems.append(f"{MANIFEST}: {error.strerror or error}")
+    except CheckpointError as error:
+        seen.problems.append(str(error))
+    else:
+        seen.step = manifest.step
+        for record in manifest.files:
+            problem = _problem(path, record)
+            seen.files.append(FileSeen(record.name, record.size, problem))
+            seen.problems += [problem] if problem else []
+    listed = {file.name for file in seen.files}
+    if not listed:  # what is there, with nothing to compare it with
+        for entry in sorted(path.iterdir()):
+            seen.files.append(FileSeen(entry.name, entry.stat().st_size, "the manifest does not vouch for it"))
+    try:
+        seen.state = decode_state((path / STATE).read_bytes())
+    except (OSError, CheckpointError) as error:
+        _add(seen, f"{STATE}: {error}" if isinstance(error, OSError) else str(error))
+    for part in sorted(path.glob("learner-*.safetensors")):
+        try:
+            learner, tensors = read_tensors(part)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            _add(seen, f"{part.name}: its header can not be read: {error}")
+            continue
+        seen.learner = seen.learner or learner
+        seen.tensors += tensors
+    if not seen.problems:
+        try:
+            open_checkpoint(path, check_tensors=False).learner()
+        except CheckpointError as error:
+            _add(seen, str(error))
+    return seen
+
+
+def _add(seen: CheckpointSeen, problem: str) -> None:
+    """Unless the file is known to be broken already."""
+    name = problem.partition(":")[0]
+    if not any(known.startswith(f"{name}:") for known in seen.problems):
+        seen.problems.append(problem)
+
+
+def _problem(path: Path, record: Any) -> str:
+    try:
+        check_file(path, record)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Any], list[TensorSeen]]:
+    """What the header of a safetensors file says: facts of the learner, if it is ours, and the tensors.
+
+    Raises `OSError`, or what Python raises on a header that is none (`ValueError`, `KeyError`, `TypeError`, ...).
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size):
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+    about = header.pop("__metadata__", {})
+    ours = json.loads(about.get("r3async", "{}"))
+    places = json.loads(about.get("DCP_SHARDING_INFO", "{}"))
+    shapes = ours.get("shapes", {})
+    tensors = []
+    for name, told in header.items():
+        size, (start, stop) = told["shape"], told["data_offsets"]
+        offset = places.get(name, {}).get("saved_offsets", [0] * len(size))
+        seen = (name, told["dtype"], shapes.get(name, size), size, offset, stop - start, path.name)
+        tensors.append(msgspec.convert(dict(zip(TensorSeen.__struct_fields__, seen, strict=True)), TensorSeen))
+    return dict(ours.get("facts", {})), sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def describe(seen: CheckpointSeen, limit: int) -> list[str]:
+    """In words. `limit`: tensors to name; 0: all."""
+    size = sum(file.size for file in seen.files)
+    intact = "intact" if not seen.problems else "BROKEN: it can not be resumed from"
+    step = "unknown step" if seen.step is None else f"after step {seen.step}"
+    lines = [f"checkpoint {seen.path}: {step}, {size:,} bytes, {intact}", "files"]
+    for file in seen.files:
+        _, _, why = file.problem.partition(": ")
+        lines.append(f"  {file.name:<40} {file.size:>15,}  {(why or file.problem) or 'as written'}")
+    if seen.state is not None:
+        lines += ["books", *_books(seen.state)]
+    if seen.learner:
+        lines.append(f"learner  {', '.join(f'{k} {v}' for k, v in seen.learner.items())}")
+    if seen.tensors:
+        values = sum(math.prod(t.size) for t in seen.tensors)
+        nbytes = sum(t.nbytes for t in seen.tensors)
+        lines.append(f"tensors  {len(seen.tensors)} pieces, {values:,} values, {nbytes:,} bytes")
+    shown = seen.tensors[:limit] if limit else seen.tensors
+    width = max((len(t.name) for t in shown), default=0)
+    for t in shown:
+        part = "" if t.size == t.shape else f"  {t.size} at {t.offset}, {t.file}"
+        lines.append(f"  {t.name:<{width}} {t.dtype:<5} {t.shape!s:<20} {t.nbytes:>13,}{part}")
+    if len(shown) < len(seen.tensors):
+        lines.append(f"and {len(seen.tensors) - len(shown)} more; --limit 0 shows all")
+    return lines
+
+
+def _books(state: RunState) -> list[str]:
+    groups = sorted({t.group_index for t in state.spooled})
+    spooled = f"{len(state.spooled)} trajectories" + (f" of groups {groups[0]} to {groups[-1]}" if groups else "")
+    facts = {
+        "run": state.run_id,
+        "model": state.model_path,
+        "steps": state.steps,
+        "version": state.version,
+        "groups trained": state.consumed,
+        "accepted, not trained": spooled,
+        "tokens generated": f"{state.generated_tokens:,}",
+        "seconds of running": f"{state.elapsed:.0f}",
+    }
+    return [f"  {name:<22} {value}" for name, value in facts.items()]
+
+
+def overview(directory: Path) -> tuple[list[str], list[str]]:
+    """A line for each checkpoint of a run, oldest first, and what is wrong. Files of the learner are compared by their size
+    only; `look` reads them."""
+    lines, problems = [], []
+    checkpoints = Checkpoints(directory)
+    for step in checkpoints.steps():
+        path = checkpoints.path(step)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        try:
+            opened = open_checkpoint(path, check_tensors=False)
+            short = [f for f in opened.manifest.files if (path / f.name).stat().st_size != f.size]
+            if short:
+                raise CheckpointError(f"{short[0].name}: it is not {short[0].size} bytes long")
+            told = f"version {opened.state.version}, {opened.state.consumed} groups trained"
+        except (CheckpointError, OSError) as error:
+            told = f"BROKEN: {error}"
+            problems.append(f"{path}: {error}")
+        lines.append(f"{path.name}  {size:>15,} bytes  {told}")
+    for path in sorted(directory.glob("step-*.*")):
+        lines.append(f"{path.name}  (set aside, or being written)")
+    return lines, problems

@@ -1,0 +1,105 @@
+"""Trajectories as a file for other programs: an object of JSON a line, or Parquet. Both hold the same rows.
+
+A row is a trajectory: the facts that `inspect --json` shows, `turns`, `preview`, and `samples`, each with its columns as lists
+of one length. A column that a source does not have is left out (JSON), or null (Parquet). JSON has null for a number that is
+not finite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.records import SCHEMA
+from tools.inspect_run import InspectError
+from tools.inspect_trajectories import Seen
+
+ROWS_AT_ONCE = 64
+TRACED = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}
+"""Columns of traces that `records.SCHEMA` has not: dtype, and dimensions after the tokens."""
+
+
+def row_of(seen: Seen, version: int | None) -> dict[str, Any]:
+    """Plain lists and numbers."""
+    samples = [
+        {"sample_id": s.sample_id, "temperature": s.temperature} | {n: a.tolist() for n, a in s.columns.items()}
+        for s in seen.samples
+    ]
+    turns = [msgspec.to_builtins(turn) for turn in seen.turns]
+    return seen.facts(version) | {"turns": turns, "preview": seen.preview, "samples": samples}
+
+
+def export(found: Iterable[Seen], path: Path, version: int | None) -> int:
+    """Write `path` and return the number of rows. The file appears whole or not at all.
+
+    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet can not be written.
+    """
+    writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
+    if path.suffix not in writers:
+        raise InspectError(f"--export {path}: the name has to end in .jsonl or .parquet")
+    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        count = writers[path.suffix]((row_of(seen, version) for seen in found), aside)
+        aside.replace(path)
+    except OSError as error:
+        raise InspectError(f"--export {path}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return count
+
+
+def _write_jsonl(rows: Iterator[dict[str, Any]], path: Path) -> int:
+    count = 0
+    with path.open("xb") as file:
+        for row in rows:
+            file.write(msgspec.json.encode(row) + b"\n")
+            count += 1
+    return count
+
+
+def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> int:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise InspectError(
+            'Parquet needs pyarrow: pip install "r3async[parquet]"; or --export FILE.jsonl, which needs nothing'
+        ) from error
+    schema, count = _schema(pyarrow), 0
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        while some := list(islice(rows, ROWS_AT_ONCE)):
+            writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
+            count += len(some)
+    return count
+
+
+def _schema(pa: Any) -> Any:
+    """Of a row. Columns of samples follow from their declaration, widest dtype."""
+    kinds = {"bool": pa.bool_(), "int32": pa.int32(), "float32": pa.float32(), "uint16": pa.uint16()}
+    columns = {c.name: (c.dtypes[-1], len(c.inner)) for c in SCHEMA.columns.values()} | TRACED
+
+    def listed(dtype: str, inner: int) -> Any:
+        kind = kinds[dtype]
+        for _ in range(1 + inner):
+            kind = pa.list_(kind)
+        return kind
+
+    sample = [("sample_id", pa.string()), ("temperature", pa.float64())]
+    sample += [(name, listed(*of)) for name, of in columns.items()]
+    counts = ("index", "sample", "start", "stop")
+    turn = [*((name, pa.int64()) for name in counts), ("reward", pa.float64()), ("stop_reason", pa.string())]
+    fields = {
+        **dict.fromkeys(("source", "where", "trajectory_id", "generator_id", "stop_reason"), pa.string()),
+        **dict.fromkeys(("step", "learner_version", "group_index", "episode_index", "task_seed"), pa.int64()),
+        **dict.fromkeys(("tokens", "sampled", "version_min", "version_max", "age"), pa.int64()),
+        **dict.fromkeys(("reward", "started_at", "finished_at"), pa.float64()),
+        "turns": pa.list_(pa.struct(turn)),
+        "preview": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+        "samples": pa.list_(pa.struct(sample)),
+    }
+    return pa.schema(list(fields.items()))

@@ -1,0 +1,121 @@
+"""Trajectories on a terminal: one a line, or one token a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from r3async.observe.summary import format_number
+from tools.inspect_run import fitted
+from tools.inspect_trajectories import Seen, SeenToken, tokens_of
+
+LIST_HEADS = ("trajectory", "from", "step", "reward", "turns", "tokens", "trained", "versions", "age", "ended")
+LAYERS_SHOWN = 3
+
+
+def printer(console: Console) -> Callable[..., None]:
+    """`say(line, style)`: no markup, no wrapping; lines come from runs."""
+    return lambda line, style="": console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
+def print_list(found: Sequence[dict[str, Any]], hidden: int, console: Console) -> None:
+    """`found`: `Seen.facts`. `hidden`: how many more there are."""
+    rows = [LIST_HEADS, *(_list_row(facts) for facts in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(LIST_HEADS))]
+    say = printer(console)
+    for number, row in enumerate(rows):
+        cells = [c.ljust(w) if i in (0, 1, 9) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        say(" ".join(cells).rstrip(), "" if number else "bold")
+    if hidden:
+        say(f"and {hidden} more; --limit 0 shows all")
+
+
+def _list_row(facts: dict[str, Any]) -> tuple[str, ...]:
+    low, high = facts["version_min"], facts["version_max"]
+    versions = "-" if low is None else str(low) if low == high else f"{low}-{high}"
+    return (
+        fitted(facts["trajectory_id"] or "-", 40).strip(),
+        facts["source"],
+        _or_dash(facts["step"]),
+        format_number(facts["reward"]),
+        str(facts["turns"]),
+        str(facts["tokens"] or "-"),
+        str(facts["sampled"] or "-"),
+        versions,
+        _or_dash(facts["age"]),
+        fitted(facts["stop_reason"] or "", 20).strip(),
+    )
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def print_tokens(seen: Seen, version: int | None, text: Callable[[int], str], console: Console) -> None:
+    """Every token of every sample."""
+    say = printer(console)
+    facts = seen.facts(version)
+    of = f"step {seen.step}" if seen.step is not None else "not in a checkpoint yet"
+    say(f"trajectory {seen.trajectory_id} ({seen.source}; {of})", "bold")
+    ended = f"; ended: {seen.stop_reason}" if seen.stop_reason else ""
+    say(f"reward {format_number(seen.reward)}, {facts['turns']} turns, age {_or_dash(facts['age'])}{ended}")
+    for sample in seen.samples:
+        tokens = list(tokens_of(seen, sample, text))
+        at = f", temperature {sample.temperature:g}" if sample.temperature is not None else ""
+        say(f"sample {sample.sample_id}: {len(tokens)} tokens{at}")
+        learner = any(token.learner_logprob is not None for token in tokens)
+        heads = [
+            "pos",
+            "id",
+            "text".ljust(12),
+            "mask",
+            "logprob",
+            *(["learner"] * learner),
+            "ver",
+            "turn",
+            "reward",
+            "experts",
+        ]
+        rows = [heads, *(_token_row(token, learner) for token in tokens)]
+        widths = [max(len(row[i]) for row in rows[:1] + rows[1:]) for i in range(len(heads))]
+        widths[2], widths[-1] = 12, 0  # wide characters are in cells already
+        for number, row in enumerate(rows):
+            cells = [c if i in (2, len(row) - 1) else c.rjust(widths[i]) for i, c in enumerate(row)]
+            style = "" if number == 0 or tokens[number - 1].loss_mask else "dim"
+            say(" ".join(cells).rstrip(), style if number else "bold")
+
+
+def _token_row(token: SeenToken, learner: bool) -> list[str]:
+    def logprob(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    return [
+        str(token.position),
+        str(token.token),
+        fitted(token.text, 12),
+        "1" if token.loss_mask else "0",
+        logprob(token.logprob),
+        *([logprob(token.learner_logprob)] * learner),
+        _or_dash(token.version),
+        _or_dash(token.turn),
+        "-" if not token.reward else f"{token.reward:g}",
+        short_routes(token.routes),
+    ]
+
+
+def short_routes(routes: list[list[int]] | None) -> str:
+    """The experts of the first MoE layers, and how many layers more there are; `-` if none are recorded."""
+    if routes is None:
+        return "-"
+    shown = [",".join(map(str, layer)) for layer in routes[:LAYERS_SHOWN]]
+    more = len(routes) - len(shown)
+    return " ".join([*shown, *([f"+{more}"] if more else [])])
+
+
+def write_json(objects: Iterable[Any], console: Console) -> None:
+    """One object a line."""
+    for each in objects:
+        console.file.write(msgspec.json.encode(each).decode() + "\n")

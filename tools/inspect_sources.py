@@ -1,0 +1,134 @@
+"""Where `r3async inspect` finds trajectories. What can not be read is told to `problem(text)`, and the rest is still read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from r3async.buffer.spool_file import Torn, load, map_file, read_records
+from r3async.checkpoint.books import decode_state
+from r3async.checkpoint.directory import STATE
+from r3async.checkpoint.error import CheckpointError
+from r3async.observe.jsonl import read_objects
+from r3async.observe.metrics import read_metrics
+from r3async.observe.routes import RouteFileError, RouteIndex, TrainedRoutes
+from r3async.observe.routes import load as load_route
+from r3async.observe.summary import read_run_config
+from r3async.observe.verify import engine_rows
+from r3async.records import SCHEMA
+from r3async.transport.wire import WireError
+from tools.inspect_run import is_run
+from tools.inspect_trajectories import Seen, of_episode, of_trained, of_trajectory
+
+Problem = Callable[[str], object]
+
+
+def spool_files(path: Path) -> list[Path]:
+    """`path` itself, or all files of that spool."""
+    return sorted(path.glob("*.spool")) if path.is_dir() else [path]
+
+
+def read_spool(path: Path, problem: Problem) -> Iterator[Seen]:
+    """Of a spool file, or of all files of a directory. A trajectory that was written twice comes once."""
+    known: set[tuple[int, str]] = set()
+    for file in spool_files(path):
+        try:
+            view = map_file(file)
+        except OSError as error:
+            problem(f"{file}: {error.strerror or error}")
+            continue
+        for record in read_records(view):
+            if isinstance(record, Torn):
+                problem(f"{file}: from byte {record.offset} on there is no record: {record.reason}")
+                continue
+            try:
+                trajectory = load(record, SCHEMA).trajectory
+            except WireError as error:
+                problem(f"{file}: the record at byte {record.offset} can not be read: {error}")
+                continue
+            name = (trajectory.group_index, trajectory.trajectory_id)
+            if name not in known:
+                known.add(name)
+                yield of_trajectory(trajectory, str(file))
+
+
+def read_traces(run_dir: Path, problem: Problem) -> Iterator[Seen]:
+    """Of the samples that `routing.trace` kept, in the order of their steps."""
+    index = RouteIndex(run_dir)
+    for text in index.problems:
+        problem(text)
+    # A step's row has the version that the step made; ages count from the one before it.
+    before = {
+        row.get("step"): int(row["version"]) - 1 for row in read_metrics(run_dir / "metrics.jsonl") if "version" in row
+    }
+    for (step, _), entries in itertools.groupby(index.trained, lambda e: (e.facts["step"], e.facts["trajectory_id"])):
+        kept = list(entries)
+        try:
+            trained = [load_route(entry, TrainedRoutes) for entry in kept]
+            calls = index.calls_of(trained[0].trajectory_id)
+            pairs = [(one, engine_rows(one, calls)) for one in trained]
+        except RouteFileError as error:
+            problem(str(error))
+            continue
+        yield of_trained(pairs, str(kept[0].path), before.get(step))
+
+
+def read_episodes(run_dir: Path) -> Iterator[Seen]:
+    """Conversations that the conductor kept, the first two of each step."""
+    path = run_dir / "episodes.jsonl"
+    return (seen for line in read_objects(path) if (seen := of_episode(line, str(path))) is not None)
+
+
+def read_run(run_dir: Path, problem: Problem) -> Iterator[Seen]:
+    """All that the run holds: what waits to be trained, then what was trained, then conversations."""
+    yield from read_spool(run_dir / "spool", problem)
+    yield from read_traces(run_dir, problem)
+    yield from read_episodes(run_dir)
+
+
+def newest_version(run_dir: Path | None) -> int | None:
+    """The newest version that the run's records know of."""
+    found = []
+    if run_dir is not None:
+        found += [int(row["version"]) for row in read_metrics(run_dir / "metrics.jsonl")[-1:] if "version" in row]
+        for path in sorted((run_dir / "checkpoints").glob(f"step-*/{STATE}"))[-1:]:
+            try:
+                found.append(decode_state(path.read_bytes()).version)
+            except (OSError, CheckpointError):
+                continue
+    return max(found, default=None)
+
+
+def newest_sampled(path: Path) -> int | None:
+    """The newest version that any token of a spool was sampled with."""
+    return max((seen.versions[1] for seen in read_spool(path, lambda _: None) if seen.versions), default=None)
+
+
+def run_of(path: Path) -> Path | None:
+    """The run that a file or a directory belongs to: the nearest one above it."""
+    return next((parent for parent in path.resolve().parents if is_run(parent)), None)
+
+
+def sources_of(run_dir: Path) -> list[str]:
+    """A line for each source of trajectories, and which setting would give more."""
+    config = read_run_config(run_dir)
+    durability = config.get("buffer", {}).get("durability", "memory")
+    spooled = spool_files(run_dir / "spool") if (run_dir / "spool").is_dir() else []
+    episodes = sum(1 for _ in read_episodes(run_dir))
+    index = RouteIndex(run_dir)
+    traced = len({(e.facts["step"], e.facts["trajectory_id"]) for e in index.trained})
+    trace = config.get("routing", {}).get("trace", "off")
+    if durability == "disk" or spooled:
+        size = sum(path.stat().st_size for path in spooled)
+        spool = f"{len(spooled)} files, {size:,} bytes, of groups that no checkpoint has trained"
+    else:
+        spool = f'none (`buffer.durability` is "{durability}"; "disk" keeps what waits to be trained)'
+    more = "" if trace == "all" else f' (`routing.trace` is "{trace}"; "all" keeps every one of an MoE model)'
+    return [
+        f"spool: {spool}",
+        f"traces: {traced} trained trajectories, token by token{more}",
+        f"conversations: {episodes} (episodes.jsonl), without tokens",
+        "  --trajectories                      list all of them; --reward-below, --age-above, --turns: fewer",
+        "  --tokens --trajectory ID            one token a line; --export FILE.jsonl or FILE.parquet: for programs",
+    ]

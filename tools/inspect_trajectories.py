@@ -1,0 +1,232 @@
+"""Trajectories as `r3async inspect` sees them, wherever they come from: a spool, traces of training, or kept conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from r3async.observe.routes import TrainedRoutes, parse_id
+from r3async.records import Trajectory, Turn
+
+Source = Literal["spool", "trace", "episode"]
+"""`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`. `episode`: trained, of which
+only the conversation was kept."""
+
+
+class SeenSample(msgspec.Struct):
+    """`columns` by name, all of one length `T`: those of `records.SCHEMA` that are known, and of traces also
+    `learner_logprobs` float32 `[T]` and `learner_experts` `[T, L, K]`."""
+
+    sample_id: str
+    columns: dict[str, np.ndarray]
+    temperature: float | None = None
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """What is known of one trajectory; None for what its source does not say. `where`: the file that holds it.
+
+    `learner_version`: of the weights that were trained with it, from which its age counts.
+    """
+
+    source: Source
+    where: str
+    trajectory_id: str
+    step: int | None = None
+    learner_version: int | None = None
+    group_index: int | None = None
+    episode_index: int | None = None
+    task_seed: int | None = None
+    generator_id: str | None = None
+    stop_reason: str | None = None
+    reward: float | None = None
+    turns: list[Turn] = []
+    samples: list[SeenSample] = []
+    preview: list[dict[str, str]] = []
+    started_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.columns["token_ids"]) for sample in self.samples)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that are trained."""
+        return sum(int(sample.columns["loss_mask"].sum()) for sample in self.samples)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Of the weights that sampled its tokens, the oldest and the newest."""
+        found = [s.columns["policy_version"][s.columns["loss_mask"]] for s in self.samples]
+        every = np.concatenate(found) if found else np.zeros(0, np.int32)
+        return (int(every.min()), int(every.max())) if len(every) else None
+
+    def age(self, version: int | None) -> int | None:
+        """Of its oldest sampled token, in versions: at the step that trained it, otherwise at `version`."""
+        at = self.learner_version if self.learner_version is not None else version
+        return None if at is None or self.versions is None else at - self.versions[0]
+
+    def facts(self, version: int | None) -> dict[str, Any]:
+        """Everything but the tokens and the text."""
+        low, high = self.versions or (None, None)
+        kept = {n: getattr(self, n) for n in self.__struct_fields__ if n not in ("turns", "samples", "preview")}
+        figures = {"turns": len(self.turns), "tokens": self.tokens, "sampled": self.sampled}
+        return kept | figures | {"version_min": low, "version_max": high, "age": self.age(version)}
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which trajectories to show; None: all. What is unknown is not below, above, or of a step."""
+
+    reward_below: float | None = None
+    age_above: int | None = None
+    turns: int | None = None
+    trajectory: str | None = None
+    step: int | None = None
+
+    def keeps(self, seen: Seen, version: int | None) -> bool:
+        """`version`: from which the ages of those that are not trained yet count."""
+        age = seen.age(version) if self.age_above is not None else None
+        names = {seen.trajectory_id, *(sample.sample_id for sample in seen.samples)}
+        return (
+            (self.reward_below is None or (seen.reward is not None and seen.reward < self.reward_below))
+            and (self.age_above is None or (age is not None and age > self.age_above))
+            and (self.turns is None or len(seen.turns) >= self.turns)
+            and (self.trajectory is None or self.trajectory in names)
+            and (self.step is None or self.step == seen.step)
+        )
+
+
+def of_trajectory(trajectory: Trajectory, where: str) -> Seen:
+    """One that came over the wire."""
+    names = ("trajectory_id", "group_index", "episode_index", "task_seed", "generator_id", "stop_reason")
+    return Seen(
+        source="spool",
+        where=where,
+        **{name: getattr(trajectory, name) for name in names},
+        reward=trajectory.reward,
+        turns=trajectory.turns,
+        samples=[SeenSample(s.sample_id, dict(s.table.items()), s.temperature) for s in trajectory.samples],
+        preview=trajectory.preview,
+        started_at=trajectory.started_at,
+        finished_at=trajectory.finished_at,
+    )
+
+
+def of_trained(
+    samples: Iterable[tuple[TrainedRoutes, tuple[np.ndarray, np.ndarray] | None]],
+    where: str,
+    learner_version: int | None,
+) -> Seen:
+    """The samples of one trajectory that a step trained (at least one), each with the engine's rows of it and where there are
+    any, if they are known. Rewards are not in traces of older releases."""
+    seen: list[SeenSample] = []
+    turns: list[Turn] = []
+    rewards: list[float | None] = []
+    for number, (trained, rows) in enumerate(samples):
+        columns = {
+            name: value
+            for name in ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
+            if (value := getattr(trained, name)) is not None
+        }
+        if rows is not None:
+            columns |= {"routed_experts": rows[0], "routing_recorded": rows[1]}
+        if trained.learner_logprobs is not None:
+            columns["learner_logprobs"] = trained.learner_logprobs
+        columns["learner_experts"] = trained.own
+        seen.append(SeenSample(trained.sample_id, columns))
+        turns += _turns(trained, number)
+        rewards.append(None if trained.rewards is None else float(trained.rewards.sum(dtype=np.float64)))
+        last = trained
+    which = parse_id(last.trajectory_id)
+    return Seen(
+        source="trace",
+        where=where,
+        trajectory_id=last.trajectory_id,
+        step=last.step,
+        learner_version=learner_version,
+        group_index=which.group_index if which else None,
+        episode_index=which.episode_index if which else None,
+        reward=None if None in rewards else sum(r for r in rewards if r is not None),
+        turns=turns,
+        samples=seen,
+    )
+
+
+def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
+    """From the columns: a turn is a stretch of tokens that one answer sampled."""
+    mask = trained.loss_mask
+    number = trained.turn if trained.turn is not None else np.zeros(len(mask), np.int32)
+    key = np.where(mask, number, -1)
+    edges = np.flatnonzero(np.diff(key, prepend=-1, append=-1))
+    stretches = [(int(a), int(b)) for a, b in pairwise(edges) if mask[a]]
+    for count, (start, stop) in enumerate(stretches):
+        index = int(number[start]) if trained.turn is not None else count
+        reward = float(trained.rewards[start:stop].sum(dtype=np.float64)) if trained.rewards is not None else 0.0
+        yield Turn(index, sample, start, stop, reward, "")
+
+
+def of_episode(line: dict[str, Any], where: str) -> Seen | None:
+    """A line of `episodes.jsonl`; None if it is not one. Such a line names no trajectory."""
+    said, reward, step = line.get("turns"), line.get("reward"), line.get("step")
+    if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
+        return None
+    turns, preview = [], []
+    for index, turn in enumerate(said):
+        earned = turn.get("reward")
+        turns.append(Turn(index, 0, 0, 0, float(earned) if isinstance(earned, (int, float)) else 0.0, ""))
+        preview.append({"role": "user", "content": str(turn.get("user") or "")})
+        preview.append({"role": "assistant", "content": str(turn.get("assistant") or "")})
+    return Seen(
+        source="episode",
+        where=where,
+        trajectory_id="",
+        step=step if isinstance(step, int) else None,
+        reward=float(reward) if isinstance(reward, (int, float)) else None,
+        turns=turns,
+        preview=preview,
+    )
+
+
+class SeenToken(msgspec.Struct, frozen=True):
+    """One token. `logprob` and `version` are the rollout's, None where nothing was sampled; `learner_logprob` None where
+    unknown. `routes`: its experts by MoE layer, None where none are recorded."""
+
+    trajectory: str
+    sample: str
+    position: int
+    token: int
+    text: str
+    loss_mask: bool
+    logprob: float | None
+    learner_logprob: float | None
+    version: int | None
+    turn: int | None
+    reward: float | None
+    routes: list[list[int]] | None
+
+
+def tokens_of(seen: Seen, sample: SeenSample, text: Callable[[int], str]) -> Iterator[SeenToken]:
+    """`text(token)`: how it reads."""
+    columns = sample.columns
+    recorded, learner, rewards = (columns.get(n) for n in ("routing_recorded", "learner_logprobs", "rewards"))
+    turn, experts = columns.get("turn"), columns.get("routed_experts")
+    for at, token in enumerate(columns["token_ids"].tolist()):
+        sampled = bool(columns["loss_mask"][at])
+        yield SeenToken(
+            trajectory=seen.trajectory_id,
+            sample=sample.sample_id,
+            position=at,
+            token=token,
+            text=text(token),
+            loss_mask=sampled,
+            logprob=float(columns["rollout_logprobs"][at]) if sampled else None,
+            learner_logprob=float(learner[at]) if sampled and learner is not None else None,
+            version=int(columns["policy_version"][at]) if columns["policy_version"][at] >= 0 else None,
+            turn=int(turn[at]) if turn is not None and turn[at] >= 0 else None,
+            reward=None if rewards is None else float(rewards[at]),
+            routes=experts[at].tolist() if experts is not None and recorded is not None and recorded[at] else None,
+        )

@@ -1,0 +1,116 @@
+"""Messages of the wire, frame by frame: those of a spool file, or a control message by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.buffer.spool_file import MAGIC, Torn, map_file, read_records
+from r3async.records import SCHEMA
+from r3async.transport.codec import LENGTH, checksum
+from r3async.transport.wire import WIRE_VERSION, Frame, WireError, decode_control, decode_trajectory
+from tools.inspect_run import InspectError
+
+MAX_SHOWN = 200
+"""Characters of a control message's field."""
+
+
+def is_spool_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tuple[int, list[Frame]]]:
+    """Where each message of a file begins, and its frames. A file without records is one frame of a control message.
+
+    Raises `InspectError` if it is neither.
+    """
+    if not is_spool_file(path):
+        data = path.read_bytes()
+        try:
+            decode_control(data)
+        except WireError as error:
+            raise InspectError(
+                f"{path} holds no message: it begins with {data[:8]!r}, which is no record of a spool, and as a control "
+                f"message it is a {error}"
+            ) from error
+        yield 0, [data]
+        return
+    for record in read_records(map_file(path)):
+        if isinstance(record, Torn):
+            problem(f"{path}: from byte {record.offset} on there is no record: {record.reason}")
+        else:
+            yield record.offset, list(record.frames)
+
+
+def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
+    """A line for each frame, and for each column that is in the header; and what is wrong with the message, or ""."""
+    lines, rest = [], list(frames)
+    if rest and (control := _control(rest[0])):
+        lines.append(_line(0, rest[0], control))
+        rest = rest[1:]
+    if not rest:
+        return lines, "" if lines else "it has no frame"
+    first = len(lines)
+    try:
+        header = msgspec.msgpack.decode(rest[0])
+        described, columns = _trajectory(header, rest)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, UnicodeDecodeError) as error:
+        described, columns = "not a header that this release can read", []
+        problem = f"frame {first}: {error!r}"
+    else:
+        problem = ""
+    lines.append(_line(first, rest[0], described))
+    framed = [text for kind, text in columns if kind == "frame"]
+    lines += [f"  in the header  {text}" for kind, text in columns if kind == "runs"]
+    for number, frame in enumerate(rest[1:]):
+        lines.append(_line(first + 1 + number, frame, framed[number] if number < len(framed) else "described nowhere"))
+    lines += [f"  missing        {text}" for text in framed[len(rest) - 1 :]]
+    try:
+        decode_trajectory(rest, SCHEMA)
+    except WireError as error:
+        problem = str(error)
+    return lines, problem
+
+
+def _control(frame: Frame) -> str:
+    try:
+        message = decode_control(frame)
+    except WireError:
+        return ""
+    fields = {name: str(value)[:MAX_SHOWN] for name, value in msgspec.structs.asdict(message).items()}
+    return " ".join([type(message).__name__.upper(), *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _line(number: int, frame: Frame, text: str) -> str:
+    return f"  frame {number:<3} {memoryview(frame).nbytes:>12,} bytes  {text}"
+
+
+def _trajectory(header: dict[str, Any], frames: Sequence[Frame]) -> tuple[str, list[tuple[str, str]]]:
+    """The header in words; and of each column, in the order of the layouts, `("frame" | "runs", words)`."""
+    body = msgspec.msgpack.decode(frames[0], type=_Signed).body
+    found = checksum([body, *frames[1:]])
+    right = "right" if found == header["crc32"] else f"wrong: the frames have {found:08x}"
+    schema = "ours" if header["schema"] == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"
+    wire = "" if header["wire"] == WIRE_VERSION else f" (ours is {WIRE_VERSION})"
+    described = (
+        f"trajectory {header['body']['trajectory_id']}: wire {header['wire']}{wire}, schema {header['schema']} ({schema}), "
+        f"checksum {header['crc32']:08x} ({right})"
+    )
+    columns = []
+    for sample in header["body"]["samples"]:
+        for name, dtype, shape, *runs in sample["table"]:
+            text = f"{name} {dtype} {list(shape)} of sample {sample['sample_id']}"
+            if runs and runs[0] is not None:
+                width = LENGTH.itemsize + {"bool": 1, "uint8": 1, "uint16": 2}.get(dtype, 4)
+                columns.append(("runs", f"{text}, as {len(runs[0]) // width} runs"))
+            else:
+                columns.append(("frame", text))
+    return described, columns
+
+
+class _Signed(msgspec.Struct):
+    body: msgspec.Raw

@@ -206,11 +206,14 @@ class Events:
         return lambda event, **fields: self.said.append((event, fields))
 
 
-def evaluator(tmp_path, answer, state="healthy", **settings):
+def evaluator(tmp_path, answer, dead=False, **settings):
     config = config_from_dict({"evaluation": {"every": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
     events = Events()
     fleet = Fleet(config, events, {"g": types.SimpleNamespace(evaluate=Remote(answer))})
-    fleet["g"].state = state
+    fleet["g"].health.loaded()
+    fleet["g"].health.installed(0, 0)
+    if dead:
+        fleet["g"].health.died()
     return Evaluator(config, tmp_path, events, lambda: fleet), events
 
 
@@ -252,7 +255,7 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     await it.finish(2, lambda: False)
     assert [(e, f["step"]) for e, f in events.said] == [("evaluation_failed", 2)]
     assert "the environment is away" in events.said[0][1]["error"]
-    it, events = evaluator(tmp_path, answer, state="dead")
+    it, events = evaluator(tmp_path, answer, dead=True)
     it.after(2)
     await settle(it)
     assert events.said[0][1]["error"] == "no generator is alive"
@@ -285,8 +288,14 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
 class Learner:
     """Where a generator's sender would send to."""
 
+    unacknowledged = 0
+
     def __init__(self):
         self.got = {}
+
+    @property
+    def acked(self):
+        return len(self.got)
 
     async def send(self, trajectory):
         self.got[trajectory.trajectory_id] = trajectory

@@ -156,15 +156,12 @@ def describe(seen: CheckpointSeen, limit: int) -> list[str]:
 
 
 def _books(state: RunState) -> list[str]:
-    groups = sorted({t.group_index for t in state.spooled})
-    spooled = f"{len(state.spooled)} trajectories" + (f" of groups {groups[0]} to {groups[-1]}" if groups else "")
     facts = {
         "run": state.run_id,
         "model": state.model_path,
         "steps": state.steps,
         "version": state.version,
-        "groups trained": state.consumed,
-        "accepted, not trained": spooled,
+        "groups trained": state.consumed + len(state.consumed_beyond),
         "tokens generated": f"{state.generated_tokens:,}",
         "seconds of running": f"{state.elapsed:.0f}",
     }

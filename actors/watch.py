@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,7 @@ class Watch:
                 self._fleet.tick()
                 await self._ask_learner()
                 self.look()
-                for stall in self.dog.news():
-                    await self._act(stall)
+                await self._act_on(self.dog.news())
         finally:
             if self._asked is not None:
                 self._asked.cancel()
@@ -137,6 +136,16 @@ class Watch:
         self.dog.see(sending, int(load.get("acknowledged", 0)), int(load.get("unacknowledged", 0)))
 
     # -- what is done about it -----------------------------------------------------------------------------------
+
+    async def _act_on(self, stalls: Sequence[Stall]) -> None:
+        """Once for each generator: one that stands still does so in several stages, and its next process has not."""
+        seen = set()
+        for stall in stalls:
+            generator = self._generator(stall)
+            who = generator.generator_id if generator is not None else stall.stage
+            if who not in seen:
+                seen.add(who)
+                await self._act(stall)
 
     async def _act(self, stall: Stall) -> None:
         action, generator = self.config.supervise.on_stall, self._generator(stall)

@@ -54,6 +54,30 @@ def four_ranks(tmp_path_factory):
     yield from _ranks(4, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory):
+    """Directory of a small model that was hardly warmed up, for runs whose engine is scripted."""
+    from r3async.config import load_config
+    from tools.init_model import init_model
+
+    path = tmp_path_factory.mktemp("model") / "init"
+    tiny = ["hidden_size=32", "expert_hidden_size=16", "layers=2", "max_warm_steps=1", "warm_reward=0.01"]
+    init_model(path, load_config("quickstart", [f"model.init.{setting}" for setting in tiny]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """One local Ray for all runs of a module, also those of child processes: to start one takes ten seconds and more."""
+    import ray
+
+    ray.init(num_cpus=32, include_dashboard=False, logging_level="error")
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    yield
+    del os.environ["RAY_ADDRESS"]
+    ray.shutdown()
+
+
 EXIT_SECONDS = 60.0
 
 

@@ -21,7 +21,7 @@ from tools.init_model import init_model
 from tools.inspect_routes import print_verification, show_routes
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 SMALL = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
 STEPS = 24

@@ -16,10 +16,9 @@ from rich.console import Console
 from r3async.config import load_config
 from r3async.envs.base import Message, StepResult
 from r3async.observe.metrics import read_metrics
-from tools.init_model import init_model
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 STEPS = 6
 SMALL = [
@@ -50,14 +49,6 @@ class HoldsUp:
 
     async def step(self, action):
         return StepResult(float(len(action.text) % 2), done=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "init"
-    tiny = ["hidden_size=32", "expert_hidden_size=16", "layers=2", "max_warm_steps=1", "warm_reward=0.01"]
-    init_model(path, load_config("quickstart", [f"model.init.{setting}" for setting in tiny]))
-    return path
 
 
 def run(model, tmp_path, meddle, *overrides):
@@ -99,7 +90,7 @@ def named(seen, event):
     return [e for e in seen if e["event"] == event]
 
 
-def test_a_generator_that_is_stopped_for_a_while_is_suspect_and_recovers(model, tmp_path):
+def test_a_generator_that_is_stopped_for_a_while_is_suspect_and_recovers(untrained, tmp_path):
     def stop_and_go_on(run_dir):
         first_step(run_dir)
         pid = named(events(run_dir), "generator_started")[0]["pid"]
@@ -107,7 +98,7 @@ def test_a_generator_that_is_stopped_for_a_while_is_suspect_and_recovers(model, 
         until(lambda: named(events(run_dir), "generator_suspect"))
         os.kill(pid, signal.SIGCONT)
 
-    seen = run(model, tmp_path, stop_and_go_on)
+    seen = run(untrained, tmp_path, stop_and_go_on)
     assert named(seen, "generator_suspect")[0]["seconds"] > 2
     recovered = named(seen, "generator_recovered")
     assert len(recovered) == len(named(seen, "generator_suspect"))
@@ -116,7 +107,7 @@ def test_a_generator_that_is_stopped_for_a_while_is_suspect_and_recovers(model, 
     assert not named(seen, "stalled")
 
 
-def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_restarted(model, tmp_path):
+def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_restarted(untrained, tmp_path):
     def begin(run_dir):
         first_step(run_dir)
         (tmp_path / "begun").touch()
@@ -126,7 +117,7 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
         f"env.args={{ directory = '{tmp_path}' }}",
         "episode.max_turns=1",
     ]
-    seen = run(model, tmp_path, begin, *env, "supervise.stall_seconds=5", "algorithm.credit=trajectory")
+    seen = run(untrained, tmp_path, begin, *env, "supervise.stall_seconds=5", "algorithm.credit=trajectory")
     (stalled,) = named(seen, "stalled")
     assert stalled["stage"] == "playing/generator-0"
     assert stalled["seconds"] >= stalled["limit"] == 5
@@ -136,5 +127,5 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
     assert len(named(seen, "generator_died")) == len(named(seen, "generator_restarted")) == 1
     run_dir = tmp_path / "run"
     assert "in hold_everything_up" in (run_dir / "logs" / "generator-0.log").read_text()
-    assert "LearnerActor.train_step" in (run_dir / "stacks" / "learner.txt").read_text()
+    assert "LearnerActor._wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()
     assert "Conductor.run" in (run_dir / "stacks" / "conductor.txt").read_text()

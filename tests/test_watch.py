@@ -228,6 +228,20 @@ async def test_a_stalled_generator_is_restarted_by_its_death(run, monkeypatch):
     assert run.events[0][1]["action"] == "restart"
 
 
+async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once(run, monkeypatch):
+    """Or the second restart would end the process that the first one has begun."""
+    restarted = []
+
+    async def restart(generator):
+        restarted.append(generator.generator_id)
+
+    monkeypatch.setattr(run.watch, "_restart", restart)
+    stages = ("playing/generator-0", "sending/generator-0", "playing/generator-1")
+    await run.watch._act_on([Stall(stage, 101.0, STALL, 5, 1) for stage in stages])
+    assert restarted == ["generator-0", "generator-1"]
+    assert [facts["stage"] for event, facts in run.events if event == "stalled"] == [stages[0], stages[2]]
+
+
 async def test_one_that_ray_can_not_end_is_killed_by_its_host_alone(run, monkeypatch):
     ended = []
     monkeypatch.setattr("ray.kill", lambda handle, no_restart: None)

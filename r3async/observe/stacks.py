@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
+import linecache
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def dump_stacks(path: Path, reason: str = "") -> Path:
@@ -24,11 +28,30 @@ def dump_stacks(path: Path, reason: str = "") -> Path:
         out.write("".join(traceback.format_stack(frame)))
     for task in sorted(_tasks(), key=lambda t: t.get_name()):
         out.write(f"\n-- task {task.get_name()}: {getattr(task.get_coro(), '__qualname__', task.get_coro())}\n")
-        task.print_stack(file=out)
+        out.write("".join(f"  {line}\n" for line in _awaited(task.get_coro())))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(out.getvalue() + "\n")
     return path
+
+
+def _awaited(awaited: Any) -> Iterator[str]:
+    """From a task's outermost coroutine to what it waits for at last, with the line at which each stands. asyncio's own listing
+    ends at the first coroutine that is compiled, as Ray's are, and has no frame."""
+    while awaited is not None:
+        frame = next((f for k in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, k, None))), None)
+        name = getattr(awaited, "__qualname__", None)
+        if frame is not None:
+            path, line = frame.f_code.co_filename, frame.f_lineno
+            yield f"{name}, {path}:{line}: {linecache.getline(path, line).strip()}"
+        elif name:
+            yield f"{name}"
+        inner = [getattr(awaited, k, None) for k in ("cr_await", "gi_yieldfrom", "ag_await")]
+        if not name:  # an iterator that asyncio or a compiler made: of a future, or of another coroutine
+            inner = [x for x in gc.get_referents(awaited) if asyncio.iscoroutine(x)]
+            if not inner:
+                yield f"{awaited!r} of {gc.get_referents(awaited)!r}"
+        awaited = next((x for x in inner if x is not None), None)
 
 
 def _tasks() -> set[asyncio.Task]:

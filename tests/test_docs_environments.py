@@ -21,7 +21,7 @@ def test_it_takes_fewer_than_sixty_lines_of_code():
 
 
 @pytest.mark.pipeline
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(580)
 def test_the_page_takes_a_reader_to_a_trained_environment(tmp_path):
     for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL):
         if kind in ("python", "toml"):
@@ -34,7 +34,7 @@ def test_the_page_takes_a_reader_to_a_trained_environment(tmp_path):
             ["bash", "-ec", script],
             cwd=tmp_path,
             env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-            timeout=270,
+            timeout=570,
             capture_output=True,
             text=True,
         )

@@ -48,6 +48,7 @@ def test_the_list_begins_with_the_quickstart_and_explains_all():
 
 
 @pytest.mark.pipeline
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["fully_async_long_tail", "stepwise_search"])
 def test_a_preset_runs_and_keeps_its_bound(name, tmp_path):

@@ -69,7 +69,9 @@ def fuzz(directory: Path, count: int, seed: int) -> dict[str, Any]:
     checkpoints = Checkpoints(fresh(directory))
     partial = checkpoints.begin(10)
     records = [write_part(partial, tiny_state(10, rank=rank, world=2)) for rank in range(2)]
-    path = checkpoints.commit(run_state(10, admission={"waiting": [[40, [0, 2]]]}), records, {"config.toml": b"seed = 0\n"})
+    path = checkpoints.commit(
+        run_state(10, admission={"waiting": [[40, [0, 2]]]}), records, {"config.toml": b"seed = 0\n"}
+    )
     expected = contents(path)
     original = {p.name: p.read_bytes() for p in path.iterdir()}
     manifest = decode_manifest(original[MANIFEST])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import multiprocessing
 import os
 import sys
 import threading
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -78,26 +79,24 @@ def local_ray():
     ray.shutdown()
 
 
-EXIT_SECONDS = 60.0
+EXIT_SECONDS = 120.0
 
 
-def pytest_unconfigure(config):
+def pytest_sessionfinish(session, exitstatus):
     """A thread or a child that a test left behind can keep this process from ending, without a word. Say what it is, and end."""
 
     def give_up():
         sys.stderr.write(f"\nthe tests are over, and after {EXIT_SECONDS:.0f} s their process has not ended:\n")
         faulthandler.dump_traceback(all_threads=True)
-        for child in multiprocessing.active_children():
-            sys.stderr.write(f"a child lives: {child}\n")
-        os._exit(status)
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                sys.stderr.write(f"a child lives: {child.pid} {' '.join(child.cmdline())[:200]}\n")
+                child.kill()
+        sys.stderr.flush()
+        os._exit(int(exitstatus))
 
-    status = int(getattr(config, "exit_status", 0))
     timer = threading.Timer(EXIT_SECONDS, give_up)
     timer.daemon = True
     timer.start()
     # No Python thread runs if what hangs holds the interpreter.
     faulthandler.dump_traceback_later(2 * EXIT_SECONDS, exit=True)
-
-
-def pytest_sessionfinish(session, exitstatus):
-    session.config.exit_status = exitstatus

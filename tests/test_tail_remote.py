@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,7 +47,8 @@ class Cluster:
     def submit_job(self, *, entrypoint: str, runtime_env: dict, metadata: dict) -> str:
         self.environment = runtime_env
         command = entrypoint.replace("python", sys.executable, 1)
-        self.process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True)
+        # A group of its own: to end the shell alone would leave what it started, and whoever reads from that, for ever.
+        self.process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True, start_new_session=True)
         return "submitted"
 
     async def tail_job_logs(self, job: str):
@@ -57,7 +61,7 @@ class Cluster:
 
     def stop_job(self, job: str) -> None:
         assert self.process is not None
-        self.process.terminate()
+        os.killpg(self.process.pid, signal.SIGTERM)
 
 
 @pytest.fixture
@@ -70,7 +74,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     yield made
     for each in made:
         if each.process is not None:
-            each.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait(10)
 
 

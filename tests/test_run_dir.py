@@ -127,6 +127,15 @@ def test_to_begin_anew_keeps_the_old_one_under_another_name(tmp_path, model, sai
             file.rmdir() if file.is_dir() else file.unlink()
 
 
+def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monkeypatch):
+    monkeypatch.setattr("tools.run_dir.LOCK_SECONDS", 0.2)
+    running = open_run(configured(model), "quickstart", said.append, tmp_path)
+    with pytest.raises(ConfigError, match="is in use by another process"):
+        open_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)
+    assert (running.path / "config.toml").exists()
+    assert not (tmp_path / "a.superseded-1").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [

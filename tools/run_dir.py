@@ -12,7 +12,6 @@ from typing import Any
 
 from actors.saving import RECORDS, checkpoint_directory
 from r3async.checkpoint import (
-    CheckpointError,
     Checkpoints,
     Opened,
     check_model,
@@ -67,6 +66,7 @@ def open_run(
     directory = root / name
     if directory.exists() and any(directory.iterdir()):
         if config.resume == "none":
+            _locked(directory, say).close()  # a run that still writes there is not moved
             say(f"{directory} is kept as {_move_aside(directory)}")
         elif _checkpoints(config, directory, report).empty:
             raise ConfigError(
@@ -74,12 +74,7 @@ def open_run(
                 'set resume="none", which keeps it under another one'
             )
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    lock = RunLock(directory)
-    if not lock.alone(LOCK_SECONDS, lambda: say(f"waiting for processes of {directory} to end")):
-        lock.close()
-        raise ConfigError(
-            f"{directory} is in use by another process, which writes to it: wait for it, or choose another name"
-        )
+    lock = _locked(directory, say)
     try:
         resume = _resume(config, directory, say, report)
         (directory / "config.toml").write_text(to_toml(config))
@@ -89,6 +84,16 @@ def open_run(
         raise
     lock.shared()
     return RunDir(directory, resume, lock)
+
+
+def _locked(directory: Path, say: Callable[[str], object]) -> RunLock:
+    lock = RunLock(directory)
+    if not lock.alone(LOCK_SECONDS, lambda: say(f"waiting for processes of {directory} to end")):
+        lock.close()
+        raise ConfigError(
+            f"{directory} is in use by another process, which writes to it: wait for it, or choose another name"
+        )
+    return lock
 
 
 def begin_again(config: Config, run: RunDir, say: Callable[[str], object], report: Any = None) -> RunDir:
@@ -127,8 +132,8 @@ def _resume(config: Config, directory: Path, say: Callable[[str], object], repor
     say(f"going on from step {opened.state.steps} ({opened.path})")
     for key, (was, now) in _check(opened, config).items():
         say(f"changed since the checkpoint: {key} was {was!r}, is {now!r}")
-    source = opened.path.parent.parent
-    if source.absolute() != directory.absolute():
+    if opened.path.parent.absolute() != checkpoints.directory.absolute():  # of another run
+        source = opened.path.parent.parent
         for name in RECORDS:
             if (source / name).is_file():
                 shutil.copy(source / name, directory / name)
@@ -158,6 +163,3 @@ def _point_latest(root: Path, name: str) -> None:
     scratch = root / f".latest-{os.getpid()}"
     scratch.symlink_to(name)
     scratch.replace(root / "latest")
-
-
-__all__ = ["CheckpointError", "RunDir", "begin_again", "open_run"]

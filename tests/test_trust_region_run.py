@@ -240,6 +240,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
 
     async def run() -> list[dict[str, Any]]:
         await actor.start()
+        await actor.listen(None)
         await actor.publish_through("shared_memory", None)
         try:
             steps = []

@@ -241,16 +241,19 @@ def test_a_broken_scheduler_is_caught(admission, buffer, caught_by):
 def test_a_group_that_one_more_may_overtake_than_the_window_says_grows_too_old(admission, buffer, holds):
     # A search finds this in one of a thousand runs only, so here it is: groups 0 and 1 begin with version 0, and 1 lasts.
     run = Run(Shape(staleness=1, per_step=1, samples=1, window=1), 2, admission, buffer)
-    assert run.lease("p0", 1) and run.lease("p1", 1)
+    assert run.lease("p0", 1)
+    assert run.lease("p1", 1)
 
     def train_on_what_p0_plays():
-        assert run.finish("p0") and run.arrive("p0")
+        assert run.finish("p0")
+        assert run.arrive("p0")
         return run.train() and run.publish() and run.install()
 
     assert train_on_what_p0_plays()
     assert run.lease("p0", 1)  # group 2
     assert train_on_what_p0_plays() is not holds  # it may not overtake group 1
-    assert run.finish("p1") and run.arrive("p1")
+    assert run.finish("p1")
+    assert run.arrive("p1")
     with contextlib.nullcontext() if holds else pytest.raises(AgeError, match="promise at most 1"):
         assert run.train()
     assert holds is (run.trained == [0, 1])

@@ -303,6 +303,7 @@ class LearnerActor:
             "transport/received": self.receiver.received,
             "transport/duplicates": self.receiver.duplicates,
             "transport/rejected": self.receiver.rejected,
+            "transport/damaged": self.receiver.damaged,
             "learner/wait_seconds": waited,
             "learner/step_seconds": trained - step_from,
             "weights/snapshot_seconds": time.monotonic() - trained,

@@ -25,6 +25,9 @@ class Pipeline:
     The driver polls `status` and `finished`, asks for an orderly end with `stop`, and always calls `shutdown`.
     """
 
+    learner: type[LearnerActor] = LearnerActor
+    generator: type[GeneratorActor] = GeneratorActor
+
     def __init__(self, config: Config, model_path: Path, run_dir: Path, resume: Opened | None = None):
         """`resume`: the checkpoint that the run goes on from."""
         self._resume = resume
@@ -63,14 +66,14 @@ class Pipeline:
             )
 
         # With several ranks the learner actor only receives and packs; its ranks compute, in processes of their own.
-        learner = remote(LearnerActor, self.config.learner.threads, share if world == 1 else 0.0).remote(
+        learner = remote(self.learner, self.config.learner.threads, share if world == 1 else 0.0).remote(
             self.run_id, plain, str(self.model_path), directory, share, str(resume.path.absolute()) if resume else ""
         )
         generators = {}
         for index in range(self.config.generator.count):
             name = f"generator-{index}"
             kind = remote(
-                GeneratorActor,
+                self.generator,
                 self.config.generator.threads,
                 share,
                 max_restarts=self.config.generator.max_restarts,

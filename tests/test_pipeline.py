@@ -62,6 +62,7 @@ PROMISED_METRICS = [
     "transport/received",
     "transport/duplicates",
     "transport/rejected",
+    "transport/damaged",
 ]
 
 

@@ -395,11 +395,13 @@ async def test_malformed_messages():
                 answer = await peer.answer()
                 assert isinstance(answer, wire.Reject)
                 assert answer.trajectory_id == f"x{n}"
+                assert answer.damaged is (reason != "bytes were not granted")
                 assert reason in answer.reason
             # An old session's leftovers are neither taken nor answered.
             await peer.send(wire.Deliver("before", "x", 0), *frames)
             assert await peer.answer(0.3) is None
-        assert receiver.rejected == len(garbage) + 2 + len(payloads)
+        assert receiver.rejected == len(garbage) + 2 + 1
+        assert receiver.damaged == len(payloads) - 1
         assert receiver._pool.used == 0
         async with sending(endpoint) as sender:
             await send_all(sender, [nan])

@@ -329,7 +329,7 @@ def test_refused_frames():
         ([frames[0], flipped, *frames[2:]], "checksum"),
         (forge([*frames[:2], not_bool, *frames[3:]], lambda b: b), "'loss_mask' of sample 0 has a byte"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x02", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 2"),
+        ([frames[0].replace(b"\xa4wire\x03", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 3"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]
@@ -414,8 +414,9 @@ def test_no_body_raises_anything_but_wire_error(data):
 @FAST
 @given(st.binary(max_size=200) | st.sampled_from([b"\x91" * 60_000, b"\xdf" + b"\xff" * 4, b"\xa2\xff\xff"]))
 def test_control_messages_refuse_garbage(data):
-    with pytest.raises(WireError):
-        decode_control(data)
+    for frame in (data, wire.sign_control(data)):
+        with pytest.raises(WireError):
+            decode_control(frame)
 
 
 @FAST
@@ -424,14 +425,24 @@ def test_control_messages_mutated(data):
     message = wire.Offer("session", [wire.Parcel("t1", 3, 100), wire.Parcel("t2", 4, 0)])
     raw = wire.encode_control(message)
     assert decode_control(raw) == message
-    at = data.draw(st.integers(0, len(raw) - 1))
+    body = raw[: -wire.CRC_BYTES]
+    at = data.draw(st.integers(0, len(body) - 1))
     with contextlib.suppress(WireError):
-        decode_control(raw[:at] + data.draw(st.binary(max_size=4)) + raw[at + 1 :])
+        decode_control(wire.sign_control(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :]))
+
+
+def test_a_control_message_of_which_one_bit_changed_is_no_message():
+    raw = wire.encode_control(wire.Offer("session", [wire.Parcel("t1", 3, 100)]))
+    for bit in range(8 * len(raw)):
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="checksum"):
+            decode_control(bytes(changed))
 
 
 def test_control_messages_have_limits_and_may_grow():
     grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
-    assert decode_control(grown) == wire.Ack(["a"])
+    assert decode_control(wire.sign_control(grown)) == wire.Ack(["a"])
     for bad in (
         wire.Hello("s", "", "run", "schema"),
         wire.Hello("s" * 65, "g0", "run", "schema"),

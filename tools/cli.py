@@ -123,6 +123,25 @@ def export(
 
 
 @app.command()
+def chaos(
+    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(help="processes to kill, of every role", min=0)] = 20,
+    seed: Annotated[int, typer.Option(help="of the run, of who is killed when, and of the noise")] = 0,
+    engine: Annotated[str, typer.Option(help="scripted (no model plays), or vllm")] = "scripted",
+    fault: Annotated[
+        str, typer.Option(help="have the learner do one thing wrong, which the books have to show (exit 1)")
+    ] = "",
+    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+) -> None:
+    """Rehearse failure: kill processes of a real run, damage its messages, check its books. Exit 1 if they are wrong."""
+    from tools.chaos.command import chaos_command
+
+    raise typer.Exit(chaos_command(preset, overrides or [], kills, seed, engine, fault, runs, json))
+
+
+@app.command()
 def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
     follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from r3async.config import Config, ConfigError, to_dict
 from tools.live import LiveView
 from tools.run_dir import RunDir, begin_again, open_run
+
+if TYPE_CHECKING:
+    from actors.pipeline import Pipeline
 
 POLL_SECONDS = 0.5
 
@@ -77,9 +80,18 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def train(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
-    """Run to the end; returns the run directory. Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about
-    it."""
+def train(
+    config: Config,
+    preset: str,
+    console: Console | None = None,
+    root: Path = Path("runs"),
+    pipeline: type[Pipeline] | None = None,
+) -> Path:
+    """Run to the end; returns the run directory. `pipeline`: with other actors than usual.
+
+    Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it.
+    """
+    from actors.pipeline import Pipeline
     from r3async.observe.sinks import check_sinks
     from r3async.serving.agents import check_environment
 
@@ -95,7 +107,7 @@ def train(config: Config, preset: str, console: Console | None = None, root: Pat
         try:
             model_path = run.model_path(config) or _model(config, run.path, view)
             with Outlets(config, run.path, view.say) as outlets:
-                _run_on(config, model_path, run, view, outlets)
+                _run_on(config, model_path, run, view, outlets, pipeline or Pipeline)
         finally:
             run.lock.close()
             _report(run.path, view)
@@ -119,14 +131,16 @@ def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
     return directory.absolute()
 
 
-def _run_on(config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets) -> None:
+def _run_on(
+    config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets, kind: type[Pipeline]
+) -> None:
     """The run, and again from its newest checkpoint if a process that it can not do without dies."""
     from actors.fleet import ProcessDied
 
     restarts, request = 0, StopRequest()
     while True:
         try:
-            return _run(config, model_path, run, view, outlets, request)
+            return _run(kind(config, model_path, run.path, run.resume), view, outlets, request)
         except ProcessDied as error:
             if request.requested or restarts == config.supervise.max_run_restarts:
                 raise
@@ -139,11 +153,9 @@ def _run_on(config: Config, model_path: Path, run: RunDir, view: LiveView, outle
             view.rewind(step)
 
 
-def _run(config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets, request: StopRequest) -> None:
-    from actors.pipeline import Pipeline
-
+def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequest) -> None:
+    config, run_dir = pipeline.config, pipeline.run_dir
     view.phase("starting Ray and the actors")
-    pipeline = Pipeline(config, model_path, run.path, run.resume)
     try:
         pipeline.start()
         with stop_signals(request):
@@ -166,10 +178,10 @@ def _run(config: Config, model_path: Path, run: RunDir, view: LiveView, outlets:
                 view.show(status)
             result = pipeline.result()
             if result["model"]:
-                view.say(f"trained model: {run.path / 'model'}")
+                view.say(f"trained model: {run_dir / 'model'}")
             if result["stopped"] and result["steps"]:
                 done = f"{result['steps']} of {config.steps} steps"
-                view.say(f"stopped after {done}; to go on: the same command with name={run.path.name}")
+                view.say(f"stopped after {done}; to go on: the same command with name={run_dir.name}")
     finally:
         pipeline.shutdown()
 

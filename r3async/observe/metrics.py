@@ -161,6 +161,9 @@ METRICS: dict[str, Metric] = {
         "duplicates", "trajectories", "Trajectories that arrived again and were not used again."
     ),
     "transport/rejected": Metric("rejected", "trajectories", "Messages refused because they did not validate."),
+    "transport/damaged": Metric(
+        "damaged", "trajectories", "Deliveries that changed on their way, and were sent again."
+    ),
     "buffer/ready_groups": Metric("ready groups", "groups", "Complete groups that wait for the next step."),
     "slots/taken": Metric("slots taken", "groups", "Staleness slots in use."),
     "generator/concurrency": Metric("concurrency", "episodes", "Episodes that all generators may play at once now."),

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from r3async.records import Schema, Trajectory
 from r3async.transport.credit import CreditPool
@@ -24,6 +24,14 @@ TOKEN_BYTES = 16
 class Refuse(ValueError):
     """Raised by `validate` or `on_trajectory`: this trajectory will never be taken. The message is the reason that its
     sender is given."""
+
+
+class Outcome(NamedTuple):
+    """`over`: its group is, so it is a duplicate. `refused`: what it says is not accepted. `damaged`: it is not what a sender
+    makes, so it changed on its way."""
+
+    kind: Literal["taken", "over", "refused", "damaged"]
+    reason: str = ""
 
 
 class Kept(Protocol):
@@ -66,8 +74,7 @@ class Parcelled:
 class Intake:
     """Takes in one trajectory after the other, so that answers come in the order of deliveries.
 
-    `answer(parcel, reason, nbytes)` is called on the event loop when all is done: `reason` is empty if it was accepted and
-    takes `nbytes` of memory now; None if its group is over, so it is a duplicate; else it says why it was refused.
+    `answer(parcel, outcome)` is called on the event loop when all is done.
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class Intake:
         on_trajectory: Callable[[Trajectory, int], None],
         validate: Callable[[Trajectory], None] | None,
         store: Store | None,
-        answer: Callable[[Parcelled, str | None], None],
+        answer: Callable[[Parcelled, Outcome], None],
     ):
         self._schema, self._ledger, self._pool = schema, ledger, pool
         self._on_trajectory, self._validate, self._store = on_trajectory, validate, store
@@ -111,11 +118,11 @@ class Intake:
                 turn = time.perf_counter()
             parcel = await self._inbox.get()
             try:
-                reason = await self._take_in(parcel)
+                outcome = await self._take_in(parcel)
             finally:
                 self._in_hand.pop(parcel.trajectory_id, None)
             try:
-                self._answer(parcel, reason)
+                self._answer(parcel, outcome)
             except Exception:
                 logger.exception("the trajectory receiver goes on after an error")
 
@@ -140,8 +147,7 @@ class Intake:
         await store.commit(over)
         return count, refused
 
-    async def _take_in(self, parcel: Parcelled) -> str | None:
-        """What `answer` is told."""
+    async def _take_in(self, parcel: Parcelled) -> Outcome:
         try:
             trajectory, nbytes = await off_loop(parcel.nbytes, self._open, parcel)
             if self._store is not None and not self._ledger.is_forgotten(parcel.group_index):
@@ -151,15 +157,16 @@ class Intake:
                     trajectory, nbytes = kept.trajectory, kept.nbytes
             if self._ledger.is_forgotten(parcel.group_index):  # Meanwhile.
                 self._pool.release(parcel.trajectory_id)
-                return None
+                return Outcome("over")
             self._hand_over(trajectory, nbytes)
         except Exception as error:
             self._pool.release(parcel.trajectory_id)
             if isinstance(error, WireError | Refuse):
-                return str(error) or type(error).__name__
+                kind: Literal["damaged", "refused"] = "damaged" if isinstance(error, WireError) else "refused"
+                return Outcome(kind, str(error) or type(error).__name__)
             logger.exception("trajectory %r was not taken", parcel.trajectory_id)
-            return f"the learner failed to take it: {type(error).__name__}: {error}"
-        return ""
+            return Outcome("refused", f"the learner failed to take it: {type(error).__name__}: {error}")
+        return Outcome("taken")
 
     def _open(self, parcel: Parcelled) -> tuple[Trajectory, int]:
         """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""

@@ -23,6 +23,8 @@ class Pending:
     handed_over: asyncio.Future[None] | None = None
     sent_at: float = math.nan
     order: int = -1
+    damaged: int = 0
+    """Times it changed on its way."""
 
 
 class Outbox:
@@ -83,6 +85,18 @@ class Outbox:
             self._last_acked = max(self._last_acked, pending.order)
             self._progress_at = now
         return pending
+
+    def again(self, trajectory_id: str, times: int, now: float) -> bool:
+        """It was damaged on its way, and waits again. False if it was so many `times` before, or is not known."""
+        pending = self.flying.get(trajectory_id)
+        if pending is None or pending.damaged == times - 1:
+            return False
+        pending.damaged += 1
+        del self.flying[trajectory_id]
+        self._last_acked = max(self._last_acked, pending.order)
+        self._progress_at = now
+        self.waiting = {trajectory_id: pending, **self.waiting}
+        return True
 
     def touch(self, trajectory_ids: Iterable[str], now: float) -> None:
         """The receiver has these in hand: they are not lost, only not answered yet."""

@@ -18,7 +18,7 @@ from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.gate import Gate
-from r3async.transport.intake import Intake, Parcelled, Refuse, Store
+from r3async.transport.intake import Intake, Outcome, Parcelled, Refuse, Store
 from r3async.transport.keys import load_server
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import (
@@ -115,6 +115,8 @@ class Receiver:
         """Trajectories offered or delivered again after they were accepted, or after their group was over."""
         self.rejected = 0
         """Messages refused with a reason."""
+        self.damaged = 0
+        """Trajectories that changed on their way; their senders were asked to send them again."""
         self.refused: Counter[str] = Counter()
         """Peers that were not let in, each time they tried, by reason."""
         self._store = store
@@ -315,11 +317,15 @@ class Receiver:
             return
         self._intake.add(Parcelled(identity, trajectory_id, group_index, frames, nbytes))
 
-    def _answer(self, parcel: Parcelled, reason: str | None) -> None:
-        if reason is None:
+    def _answer(self, parcel: Parcelled, outcome: Outcome) -> None:
+        if outcome.kind == "over":
             self._acknowledge_again(parcel.identity, parcel.trajectory_id)
-        elif reason:
-            self._reject(parcel.identity, parcel.trajectory_id, reason)
+        elif outcome.kind == "refused":
+            self._reject(parcel.identity, parcel.trajectory_id, outcome.reason)
+        elif outcome.kind == "damaged":
+            self.damaged += 1
+            logger.warning("trajectory %r came damaged: %s", parcel.trajectory_id, outcome.reason)
+            self._send(parcel.identity, Reject(parcel.trajectory_id, outcome.reason[:MAX_REASON], damaged=True))
         else:
             self.received += 1
             self.bytes_received += parcel.wire_bytes

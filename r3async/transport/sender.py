@@ -49,6 +49,8 @@ from r3async.transport.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 8
+DAMAGED_TIMES = 3
+"""After so many damaged deliveries of one trajectory it is not the way that damages it."""
 DRAIN_SECONDS = 0.05
 """What is there is read for so long before it is judged that an answer is missing."""
 
@@ -92,6 +94,8 @@ class Sender:
         """Trajectories that had been sent and were offered again over a fresh connection."""
         self.reconnects = 0
         """Fresh connections after the first."""
+        self.damaged = 0
+        """Deliveries that changed on their way."""
         self._on_reject = on_reject
         self._schema = schema
         self._clock = clock
@@ -261,7 +265,11 @@ class Sender:
             for trajectory_id in message.ids:
                 self.acked += self._settle(trajectory_id)
         elif isinstance(message, Reject):
-            if self._settle(message.trajectory_id):
+            if message.damaged and self._outbox.again(message.trajectory_id, DAMAGED_TIMES, self._clock()):
+                self._heard_at = self._clock()
+                self.damaged += 1
+                self._offer()
+            elif self._settle(message.trajectory_id):
                 self.rejected += 1
                 if self._on_reject is not None:
                     self._on_reject(message.trajectory_id, message.reason)

@@ -14,6 +14,7 @@ is large.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -24,11 +25,12 @@ from msgspec import Meta
 from r3async.records import SCHEMA, Schema, TokenTable, Trajectory, dtype_name
 from r3async.transport.codec import WireError, checksum, from_runs, raw_bytes, to_runs
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
 MAX_CONTROL = 512 * 2**10
+CRC_BYTES = 4
 MAX_ID = 256
 MAX_PARCELS = 256
 """In one OFFER, which stays below `MAX_CONTROL` however long their ids are."""
@@ -241,7 +243,7 @@ Session = Annotated[str, Meta(max_length=64)]
 
 
 class Control(msgspec.Struct, tag_field="kind", tag=str.lower):
-    """Base of control messages: one msgpack frame, told apart by `kind`."""
+    """Base of control messages: one frame of msgpack, told apart by `kind`, and then the CRC-32 of that, little-endian."""
 
 
 class Hello(Control):
@@ -311,10 +313,14 @@ class Ack(Control):
 
 
 class Reject(Control):
-    """Receiver: it will never take this one. The id is empty if the message was too broken to have one."""
+    """Receiver: it will never take this one. The id is empty if the message was too broken to have one.
+
+    `damaged`: what came is not what a sender of this schema makes, so it changed on its way, and may be sent again.
+    """
 
     trajectory_id: str
     reason: str
+    damaged: bool = False
 
 
 Message = Hello | Welcome | Refusal | Offer | Grant | Deliver | Ack | Reject
@@ -322,7 +328,12 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode_control(message: Message) -> bytes:
-    return msgspec.msgpack.encode(message)
+    return sign_control(msgspec.msgpack.encode(message))
+
+
+def sign_control(body: bytes) -> bytes:
+    """A changed bit could make of one valid message another one: TCP's own checksum, of 16 bits, lets some through."""
+    return body + zlib.crc32(body).to_bytes(CRC_BYTES, "little")
 
 
 def decode_control(frame: Frame) -> Message:
@@ -330,7 +341,10 @@ def decode_control(frame: Frame) -> Message:
     view = _view(frame)
     if len(view) > MAX_CONTROL:
         raise WireError(f"a control message of {len(view)} bytes, more than {MAX_CONTROL}")
+    body, crc = view[:-CRC_BYTES], view[-CRC_BYTES:]
+    if zlib.crc32(body) != int.from_bytes(crc, "little") or not body:
+        raise WireError("malformed control message: its checksum is wrong, or it is of another version of the protocol")
     try:
-        return _decoder.decode(view)
+        return _decoder.decode(body)
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise WireError(f"malformed control message: {error}") from error

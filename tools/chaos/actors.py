@@ -1,0 +1,166 @@
+"""The run's actors, with a bad way between generators and learner; and learners with a known fault, to be found out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.generator import GeneratorActor
+from actors.learner import LearnerActor
+from actors.pipeline import Pipeline
+from r3async.buffer.groups import GroupBuffer
+from r3async.observe.jsonl import LineFile
+from r3async.observe.trained import checksum
+from r3async.records import Trajectory
+from r3async.transport import Ledger
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
+from tools.chaos.books import Acknowledged, Passed, Sent
+from tools.chaos.relay import Direction, Noise, Relay
+
+LATE_SECONDS = 2.0
+"""By which the learner that acknowledges too early writes too late."""
+
+
+def chaos_directory(run_dir: Path) -> Path:
+    """Beside the run's own, which belongs to the run."""
+    return run_dir.with_name(f"{run_dir.name}.chaos")
+
+
+class Notebook:
+    """What passes one relay, written down before it goes on."""
+
+    def __init__(self, path: Path):
+        self._file = LineFile(path)
+
+    def __call__(self, direction: Direction, frames: Sequence[bytes]) -> None:
+        try:
+            message = decode_control(frames[0])
+        except WireError:
+            return
+        if isinstance(message, Deliver):
+            self._write(self._sent(decode_trajectory(frames[1:])))
+        elif isinstance(message, Ack):
+            self._write(Acknowledged(time.time(), list(message.ids)))
+
+    @staticmethod
+    def _sent(trajectory: Trajectory) -> Sent:
+        versions = [int(s.table["policy_version"].max(initial=-1)) for s in trajectory.samples]
+        return Sent(
+            time.time(),
+            trajectory.trajectory_id,
+            trajectory.group_index,
+            f"{trajectory.generator_id} {trajectory.started_at!r}",
+            max(versions, default=-1),
+            checksum(trajectory),
+        )
+
+    def _write(self, message: Passed) -> None:
+        self._file.append(msgspec.json.encode(message))
+
+
+class ChaosGenerator(GeneratorActor):
+    """Reaches the learner through a `Relay` of its own process."""
+
+    async def connect(self, endpoint: str, backend: str) -> None:
+        directory = chaos_directory(self.run_dir)
+        noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
+        seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
+        note = Notebook(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
+        self.relay = Relay(endpoint, noise, random.Random(seed), note)
+        self.relay.start()
+        await super().connect(self.relay.endpoint, backend)
+
+
+class AckBeforeSpool(LearnerActor):
+    """Acknowledges what is not on disk yet."""
+
+    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
+        heard = await super().listen(routing)
+        spool = self._spool
+        assert spool is not None, "buffer.durability = disk"
+        put, tasks = spool.put, set()
+
+        async def late(*arguments: Any, **options: Any) -> None:
+            await asyncio.sleep(LATE_SECONDS)
+            await put(*arguments, **options)
+
+        async def put_later(*arguments: Any, **options: Any) -> None:
+            tasks.add(asyncio.create_task(late(*arguments, **options)))
+
+        spool.put = put_later  # type: ignore[method-assign]
+        return heard
+
+
+class UnlinkBeforeCommit(LearnerActor):
+    """Forgets what it trained before a checkpoint has it."""
+
+    async def train_step(self, last: bool = False) -> dict[str, Any] | None:
+        result = await super().train_step(last)
+        if result is not None:
+            assert self._spool is not None, "buffer.durability = disk"
+            await self._spool.commit(result["groups"])
+        return result
+
+
+class NoMemory(Ledger):
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return False
+
+
+class KeepsAll(GroupBuffer):
+    """Also the second of two that are the same episode."""
+
+    def add(self, trajectory: Trajectory, nbytes: int) -> bool:
+        if not super().add(trajectory, nbytes):
+            group = self._groups.get(trajectory.group_index)
+            if group is None:
+                return False
+            group[self.samples_per_group + len(group)] = (trajectory, nbytes)
+        return True
+
+    def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
+        all_of_them = [[t for t, _ in self._groups[g].values()] for g in groups]
+        return all_of_them, super().take(groups)[1]
+
+
+class NoDedupe(LearnerActor):
+    """Takes whatever comes, however often."""
+
+    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
+        taken, schedule = self.buffer.taken, self.config.schedule
+        self.buffer = KeepsAll(
+            schedule.samples_per_group, schedule.window, head=taken.head, beyond=sorted(taken.beyond)
+        )
+        heard = await super().listen(routing)
+        self.receiver.ledger = self.receiver._intake._ledger = NoMemory()
+        return heard
+
+
+FAULTS: dict[str, type[LearnerActor]] = {
+    "ack-before-spool": AckBeforeSpool,
+    "no-dedupe": NoDedupe,
+    "unlink-before-commit": UnlinkBeforeCommit,
+}
+"""Learners that are wrong, each in its way; the books have to show it."""
+
+
+def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[Pipeline]:
+    """`fault`: one of `FAULTS`, or "" for the learner as it is. `begun()` is called whenever the actors of a run exist."""
+
+    class ChaosPipeline(Pipeline):
+        learner = FAULTS[fault] if fault else LearnerActor
+        generator = ChaosGenerator
+
+        def start(self) -> None:
+            super().start()
+            begun()
+
+    return ChaosPipeline

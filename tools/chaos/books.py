@@ -1,0 +1,107 @@
+"""Whether everything was trained once, as it was sent, and nothing that had been acknowledged was lost. Pure.
+
+A run's own record (`trained.jsonl`) says what was trained; what passed the relays says what was sent and acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from r3async.observe.trained import TrainedStep
+
+
+class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
+    """A trajectory's payload left its generator. `play`: of one playing of the episode, unlike all others'. `newest`: version
+    of its newest token; -1 if it has none that was sampled."""
+
+    at: float
+    trajectory_id: str
+    group: int
+    play: str
+    newest: int
+    crc32: int
+
+
+class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="kind"):
+    """The learner said that it has these."""
+
+    at: float
+    trajectory_ids: list[str]
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """The run began again from a checkpoint of that version, from which groups before `groups` may have a slot."""
+
+    at: float
+    version: int
+    groups: int
+
+
+Passed = Sent | Acknowledged
+
+
+def check_trained(
+    steps: Sequence[TrainedStep], expected: int, groups_per_step: int, samples_per_group: int
+) -> list[str]:
+    """What is wrong with the record of `expected` steps: each step once, each group once, each episode of it once."""
+    problems = []
+    if [s.step for s in steps] != list(range(1, expected + 1)):
+        problems.append(f"steps are not 1 to {expected}, each once and in order: {[s.step for s in steps]}")
+    groups = Counter(g for s in steps for g in s.groups)
+    problems += [f"group {g} was trained {n} times" for g, n in groups.items() if n > 1]
+    lost = sorted(set(range(expected * groups_per_step)) - set(groups))
+    if lost:
+        problems.append(f"groups {lost} were never trained")
+    names = Counter(name for s in steps for name in s.trajectories)
+    problems += [f"trajectory {name} was trained {n} times" for name, n in names.items() if n > 1]
+    for step in steps:
+        if len(step.trajectories) != len(step.groups) * samples_per_group:
+            problems.append(
+                f"step {step.step} trained {len(step.trajectories)} trajectories of {len(step.groups)} groups of "
+                f"{samples_per_group}"
+            )
+    return problems
+
+
+def check_content(steps: Sequence[TrainedStep], passed: Iterable[Passed]) -> list[str]:
+    """Every trajectory that was trained has the tokens with which it, or another playing of it, was sent."""
+    sent: dict[str, set[int]] = defaultdict(set)
+    for message in passed:
+        if isinstance(message, Sent):
+            sent[message.trajectory_id].add(message.crc32)
+    problems = []
+    for step in steps:
+        for name, crc32 in zip(step.trajectories, step.crc32, strict=True):
+            if crc32 not in sent[name]:
+                what = "was never sent" if not sent[name] else "was trained with other tokens than were sent"
+                problems.append(f"trajectory {name} {what}")
+    return problems
+
+
+def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str]:
+    """What was acknowledged was not played again: it was durable.
+
+    Unless the run went back to weights that are older than its tokens, or to where its group has no slot: that is given up.
+    """
+    problems: list[str] = []
+    playing: dict[str, Sent] = {}
+    kept: dict[str, tuple[float, Sent]] = {}
+    for message in sorted(passed, key=lambda m: m.at):
+        if isinstance(message, Acknowledged):
+            for name in message.trajectory_ids:
+                if name in playing and name not in kept:
+                    kept[name] = (message.at, playing[name])
+            continue
+        at, before = kept.get(message.trajectory_id, (0.0, message))
+        if before.play != message.play:
+            back = [r for r in resumed if at <= r.at <= message.at]
+            if not any(r.version < before.newest or r.groups <= before.group for r in back):
+                problems.append(
+                    f"trajectory {message.trajectory_id} was acknowledged and then played again: it had been lost"
+                )
+            del kept[message.trajectory_id]
+        playing[message.trajectory_id] = message
+    return problems

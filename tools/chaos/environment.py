@@ -1,0 +1,43 @@
+"""An environment whose processes can be killed: blocking, of several turns, quick; now and then it raises."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+
+from r3async.envs.base import Action, Message, StepResult
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Unsteady:
+    """A task is a few letters; the reward is 0 or 1, of the answers' bytes alone."""
+
+    def __init__(self, turns: int = 2, seconds: float = 0.02, failing: float = 0.01):
+        """`seconds`: of a call, at most. `failing`: chance that a call raises."""
+        self._turns, self._seconds, self._failing = turns, seconds, failing
+        self._chance = random.Random()
+        self._answers = ""
+        self._left = turns
+
+    def reset(self, task_seed: int) -> list[Message]:
+        self._answers, self._left = "", self._turns
+        self._work()
+        return [Message("user", "".join(random.Random(task_seed).choices(LETTERS, k=6)))]
+
+    def step(self, action: Action) -> StepResult:
+        self._work()
+        self._answers += action.text
+        self._left -= 1
+        if self._left:
+            return StepResult(0.0, [Message("user", "more")])
+        return StepResult(float(zlib.crc32(self._answers.encode()) & 1), done=True)
+
+    def oracle(self) -> str:
+        return "a"
+
+    def _work(self) -> None:
+        time.sleep(self._chance.uniform(0, self._seconds))
+        if self._chance.random() < self._failing:
+            raise RuntimeError("this environment fails now and then, on purpose")

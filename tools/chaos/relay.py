@@ -1,0 +1,109 @@
+"""A bad way between a sender and its receiver: frames are held up, and bits of them change. Everything that passes is noted."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import zmq
+
+Direction = Literal["to_learner", "to_generator"]
+Note = Callable[[Direction, Sequence[bytes]], object]
+
+POLL_MS = 20
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """Chances for each message. `delay`: that it, and with it all behind it, is held up for up to `max_delay` seconds.
+    `damage`: that one bit of one of its frames changes."""
+
+    seed: int = 0
+    delay: float = 0.05
+    max_delay: float = 0.3
+    damage: float = 0.05
+
+
+class Relay(threading.Thread):
+    """Between one sender, which connects to `endpoint`, and the receiver at `target`. Messages of one direction stay in order, as
+    TCP keeps them. `note(direction, frames)` is called on this thread with each message as it was sent, before it goes on."""
+
+    def __init__(self, target: str, noise: Noise, chance: random.Random, note: Note = lambda direction, frames: None):
+        super().__init__(name="chaos-relay", daemon=True)
+        self.damaged = self.delayed = 0
+        """Messages."""
+        self._noise, self._chance, self._note = noise, chance, note
+        self._context = zmq.Context()
+        self._front = self._context.socket(zmq.ROUTER)
+        self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._front.linger = 0
+        self._front.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._target = target
+        self._back: zmq.Socket[bytes] | None = None
+        self._identity = b""
+        self._held: dict[Direction, deque[tuple[float, list[bytes]]]] = {"to_learner": deque(), "to_generator": deque()}
+        self._closing = threading.Event()
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._front, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll(POLL_MS))
+            if self._front in ready:
+                self._identity, *frames = self._front.recv_multipart()
+                if self._back is None:
+                    self._back = self._context.socket(zmq.DEALER)
+                    self._back.linger = 0
+                    self._back.setsockopt(zmq.ROUTING_ID, self._identity)
+                    self._back.connect(self._target)
+                    poller.register(self._back, zmq.POLLIN)
+                self._hold("to_learner", frames)
+            if self._back is not None and self._back in ready:
+                self._hold("to_generator", self._back.recv_multipart())
+            self._release()
+        for socket in (self._front, self._back):
+            if socket is not None:
+                socket.close()
+        self._context.term()
+
+    def close(self) -> None:
+        self._closing.set()
+        self.join(5.0)
+
+    def _hold(self, direction: Direction, frames: list[bytes]) -> None:
+        self._note(direction, frames)
+        due = time.monotonic()
+        if self._chance.random() < self._noise.delay:
+            self.delayed += 1
+            due += self._chance.uniform(0, self._noise.max_delay)
+        if self._chance.random() < self._noise.damage:
+            self.damaged += 1
+            frames = flip(self._chance, frames)
+        self._held[direction].append((due, frames))
+
+    def _release(self) -> None:
+        now = time.monotonic()
+        for direction, held in self._held.items():
+            while held and held[0][0] <= now:
+                _, frames = held.popleft()
+                if direction == "to_generator":
+                    self._front.send_multipart([self._identity, *frames])
+                elif self._back is not None:
+                    self._back.send_multipart(frames)
+
+
+def flip(chance: random.Random, frames: Sequence[bytes]) -> list[bytes]:
+    """One bit of one frame that is not empty."""
+    frames = list(frames)
+    full = [i for i, frame in enumerate(frames) if frame]
+    if full:
+        i = chance.choice(full)
+        changed = bytearray(frames[i])
+        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        frames[i] = bytes(changed)
+    return frames

@@ -56,7 +56,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
                 patch.setattr("r3async.transport.sender.encode_trajectory", wrong)
                 await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
             assert await sender.flush(LIMIT) == 0
-            assert (sender.damaged, sender.rejected, receiver.damaged) == (2, 1, 3)
+            assert (sender.damaged, sender.rejected, receiver.damaged) == (7, 1, 8)
     assert not inbox.trajectories
     ((name, why),) = refused
     assert name == "t0"

@@ -49,7 +49,7 @@ from r3async.transport.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 8
-DAMAGED_TIMES = 3
+DAMAGED_TIMES = 8
 """After so many damaged deliveries of one trajectory it is not the way that damages it."""
 DRAIN_SECONDS = 0.05
 """What is there is read for so long before it is judged that an answer is missing."""

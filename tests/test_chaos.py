@@ -10,6 +10,7 @@ import pytest
 
 from r3async.observe.trained import TrainedStep
 from r3async.transport import wire
+from r3async.transport.outbox import Outbox, Pending
 from tests.helpers_transport import FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 from tools.chaos.books import Acknowledged, Resumed, Sent, check_content, check_kept, check_trained
 from tools.chaos.relay import Noise, Relay, flip
@@ -32,13 +33,15 @@ async def test_all_arrive_once_and_as_they_were_sent_over_a_way_that_delays_and_
     inbox = Inbox()
     async with receiving(inbox) as (receiver, endpoint):
         with relayed(endpoint, Noise(seed=seed, delay=0.1, max_delay=0.05, damage=0.1)) as relay:
-            async with sending(relay.endpoint) as sender:
+            refused: list[tuple[str, str]] = []
+            async with sending(relay.endpoint, on_reject=lambda *why: refused.append(why)) as sender:
                 await asyncio.wait_for(send_all(sender, sent), 60)
                 assert await sender.flush(60) == 0
+            assert refused == []
             assert relay.damaged
             assert relay.delayed
         assert receiver.rejected - receiver.damaged <= relay.damaged  # control messages, each with a reason
-    assert inbox.once({t.trajectory_id for t in sent})
+    assert inbox.seen == {t.trajectory_id: 1 for t in sent}
     assert sorted(inbox.trajectories, key=lambda t: t.group_index * 100 + int(t.trajectory_id[1:])) == sent
 
 
@@ -61,6 +64,21 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
     ((name, why),) = refused
     assert name == "t0"
     assert why
+
+
+def test_a_trajectory_that_came_damaged_before_a_new_session_began_waits_as_before():
+    outbox = Outbox()
+    outbox.add(Pending(wire.Parcel("t", 0, 1), []))
+    outbox.mark_sent("t", 0.0)
+    outbox.reset()
+    assert outbox.again("t", 3, 1.0)
+    assert list(outbox.waiting) == ["t"]
+    outbox.mark_sent("t", 2.0)
+    assert outbox.again("t", 3, 3.0)
+    assert (list(outbox.waiting), list(outbox.flying)) == (["t"], [])
+    outbox.mark_sent("t", 4.0)
+    assert not outbox.again("t", 3, 5.0)
+    assert list(outbox.flying) == ["t"]
 
 
 # -- the books ---------------------------------------------------------------------------------------------------------

@@ -88,14 +88,14 @@ class Outbox:
 
     def again(self, trajectory_id: str, times: int, now: float) -> bool:
         """It was damaged on its way, and waits again. False if it was so many `times` before, or is not known."""
-        pending = self.flying.get(trajectory_id)
+        pending = self.flying.get(trajectory_id) or self.waiting.get(trajectory_id)
         if pending is None or pending.damaged == times - 1:
             return False
         pending.damaged += 1
-        del self.flying[trajectory_id]
         self._last_acked = max(self._last_acked, pending.order)
         self._progress_at = now
-        self.waiting = {trajectory_id: pending, **self.waiting}
+        if self.flying.pop(trajectory_id, None):  # or a new session has it wait already
+            self.waiting = {trajectory_id: pending, **self.waiting}
         return True
 
     def touch(self, trajectory_ids: Iterable[str], now: float) -> None:

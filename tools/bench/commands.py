@@ -143,6 +143,31 @@ def weights(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="soak")
+def soak(
+    json: Json = False,
+    minutes: Annotated[float, typer.Option(help="after the first step")] = 30.0,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
+    keep: Annotated[Path | None, typer.Option(help="directory for the run; default: a temporary one")] = None,
+) -> None:
+    """Whether anything grows in a long run: memory and open files of every process, and the spool. Exit 1 if it does."""
+    import tempfile
+
+    from tools.bench.soak import render, run
+
+    with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
+        directory = keep or Path(scratch)
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            report = run(minutes, overrides or [], directory, say_on_stderr)
+        except BenchError as error:
+            typer.echo(f"the benchmark failed: {error}", err=True)
+            raise typer.Exit(1) from error
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+    if not report.flat:
+        raise typer.Exit(1)
+
+
 @app.command(name="overlap")
 def overlap(
     json: Json = False,

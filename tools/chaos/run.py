@@ -85,20 +85,25 @@ def settings(kills: int, engine: str) -> list[str]:
     ]
 
 
+def draw_roles(kills: int, chance: random.Random) -> list[Role]:
+    """Who is killed, in order. Not drawn one by one: every role has its share, however few kills there are."""
+    shares: list[Role] = [role for role, share in SHARES.items() for _ in range(share)]
+    chance.shuffle(shares)
+    roles = [shares[i % len(shares)] for i in range(kills)]
+    chance.shuffle(roles)
+    return roles
+
+
 class Killer(threading.Thread):
     """Kills one process after the other of the run in `run_dir`, each when `STEPS_PER_KILL` more steps were trained than at the
     one before, and up to a second later. `told(text)` hears of each."""
 
-    def __init__(self, run_dir: Path, kills: int, chance: random.Random, told: Any):
+    def __init__(self, run_dir: Path, roles: Sequence[Role], chance: random.Random, told: Any):
         super().__init__(name="chaos-killer", daemon=True)
-        self.run_dir, self.kills, self.chance, self.told = run_dir, kills, chance, told
+        self.run_dir, self.roles, self.chance, self.told = run_dir, roles, chance, told
         self.killed: Counter[str] = Counter()
         self._most = 0
         self._over = threading.Event()
-        # Not drawn one by one: every role has its share, however few kills there are.
-        roles = [role for role, share in SHARES.items() for _ in range(share)]
-        self._roles = [roles[i % len(roles)] for i in range(kills)]
-        chance.shuffle(self._roles)
 
     def begin(self) -> None:
         """When the actors exist: what an earlier run of that name said of its processes is set aside by then. Idempotent."""
@@ -106,7 +111,7 @@ class Killer(threading.Thread):
             self.start()
 
     def run(self) -> None:
-        for number, role in enumerate(self._roles):
+        for number, role in enumerate(self.roles):
             while self._steps() < 1 + STEPS_PER_KILL * number:
                 if self._over.wait(WAIT_SECONDS):
                     return
@@ -133,7 +138,7 @@ class Killer(threading.Thread):
                 except psutil.Error:
                     continue
                 self.killed[role] += 1
-                self.told(f"chaos: kill -9 of {role} ({victim.pid}), {number + 1} of {self.kills}")
+                self.told(f"chaos: kill -9 of {role} ({victim.pid}), {number + 1} of {len(self.roles)}")
                 return
             self._over.wait(WAIT_SECONDS)
 
@@ -175,8 +180,12 @@ def chaos(
     noise: Noise | None = None,
     root: Path = Path("runs"),
     console: Console | None = None,
+    roles: Sequence[Role] = (),
 ) -> Report:
-    """One run. Raises what `train` raises, where the run does not end well."""
+    """One run. `roles`: of whom to kill, in order, in place of what the seed draws.
+
+    Raises what `train` raises, where the run does not end well.
+    """
     from tools.chaos.actors import chaos_directory, chaos_pipeline
     from tools.train import train
 
@@ -190,7 +199,8 @@ def chaos(
     noise = msgspec.structs.replace(noise or Noise(), seed=seed)
     (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
     console = console or Console(file=sys.stderr)
-    killer = Killer(run_dir, kills, random.Random(seed), console.print)
+    chance = random.Random(seed)
+    killer = Killer(run_dir, roles or draw_roles(kills, chance), chance, console.print)
     began = time.monotonic()
     try:
         train(config, preset, console, root, pipeline=chaos_pipeline(fault, killer.begin))

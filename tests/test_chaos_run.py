@@ -1,0 +1,58 @@
+"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tools.chaos.relay import Noise
+from tools.chaos.run import chaos
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+
+
+def rehearse(untrained, root, roles, *overrides, fault="", noise=None):
+    screen = io.StringIO()
+    try:
+        return chaos(
+            "quickstart",
+            [f"model.path={untrained}", *overrides],
+            kills=len(roles),
+            seed=3,
+            fault=fault,
+            root=root,
+            console=Console(file=screen, width=160),
+            roles=roles,
+            noise=noise,
+        )
+    except BaseException:
+        print(screen.getvalue())
+        raise
+
+
+def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, tmp_path):
+    roles = ["environment", "generator", "learner", "environment", "conductor", "generator"]
+    report = rehearse(untrained, tmp_path, roles)
+    assert report.problems == []
+    assert report.kills == {"environment": 2, "generator": 2, "learner": 1, "conductor": 1}
+    assert report.resumed == 2
+    assert report.generator_restarts >= 2
+    assert report.trajectories == report.steps * 8
+    assert report.damaged
+
+
+@pytest.mark.parametrize(
+    ("fault", "roles", "problem"),
+    [
+        ("ack-before-spool", ["learner"], "was acknowledged and then played again"),
+        ("unlink-before-commit", ["learner"], "was acknowledged and then played again"),
+        ("no-dedupe", [], "times"),
+    ],
+)
+def test_the_books_show_what_a_learner_does_wrong(untrained, tmp_path, fault, roles, problem):
+    # A checkpoint every few steps only: the learner dies with something that it has trained and not saved.
+    # Without deaths, what comes twice is what was sent again because its acknowledgement was damaged.
+    noise = Noise() if roles else Noise(damage=0.2)
+    settings = ["checkpoint.every_steps=5", "steps=12"]
+    report = rehearse(untrained, tmp_path, roles, *settings, fault=fault, noise=noise)
+    assert any(problem in found for found in report.problems), report

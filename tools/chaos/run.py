@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 import threading
 import time
@@ -187,18 +188,23 @@ def chaos(
     Raises what `train` raises, where the run does not end well.
     """
     from tools.chaos.actors import chaos_directory, chaos_pipeline
+    from tools.init_model import init_model
     from tools.train import train
 
     name = f"chaos-{preset}-{seed}" + (f"-{fault}" if fault else "")
-    config = load_config(preset, [*settings(kills, engine), f"seed={seed}", f"name={name}", "resume=none", *overrides])
+    chosen = [*settings(kills, engine), f"seed={seed}", f"name={name}", "resume=none", *overrides]
+    config = load_config(preset, chosen)
     run_dir = root / config.name
     directory = chaos_directory(run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.iterdir():
-        old.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     noise = msgspec.structs.replace(noise or Noise(), seed=seed)
     (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
     console = console or Console(file=sys.stderr)
+    if not config.model.path:  # nothing is killed yet, so nothing is to fail yet either
+        calm = load_config(preset, [*chosen, *["env.args={ failing = 0.0 }"] * config.env.name.endswith(":Unsteady")])
+        init_model(directory / "init", calm, progress=console.print)
+        config = load_config(preset, [*chosen, f"model.path={directory / 'init'}"])
     chance = random.Random(seed)
     killer = Killer(run_dir, roles or draw_roles(kills, chance), chance, console.print)
     began = time.monotonic()

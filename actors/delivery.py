@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 
 from r3async.config import Config, is_loopback
 from r3async.weights.manifest import WeightManifest
@@ -22,6 +21,9 @@ from r3async.weights.transport import (
     WeightReceiver,
     WeightSender,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _WILDCARDS = ("*", "0.0.0.0", "::")
 

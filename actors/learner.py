@@ -29,7 +29,6 @@ from r3async.checkpoint.lock import RunLock
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.learners.prepare import prepare
-from r3async.learners.step import MEASURED_DRIFT, combined
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.stacks import dump_stacks
@@ -340,6 +339,8 @@ class LearnerActor:
         return [] if self._interrupted else indices
 
     def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:
+        from r3async.learners.step import MEASURED_DRIFT, combined
+
         assert self.backend is not None
         minibatches, metrics = prepare(groups, self.config)
         samples = [s for part in minibatches for s in part]

@@ -8,19 +8,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from actors.delivery import sender
 from actors.process import begin, environment
-from r3async.algorithms.policy_loss import needs_old_logprobs
 from r3async.batching.packing import MicroBatch
 from r3async.checkpoint import FileRecord, open_checkpoint
-from r3async.checkpoint.tensors import LearnerState, write_part
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.transport import Publication, WeightSender
+
+if TYPE_CHECKING:
+    from r3async.checkpoint.tensors import LearnerState
 
 RANK_THREADS: dict[str, Any] = {"max_concurrency": 1, "concurrency_groups": {"write": 1, "checkpoint": 1}}
 """Options of a rank's actor: one thread makes every call but `write` and `write_state`, which have their own."""
@@ -65,6 +66,8 @@ class LocalLearner:
         """One optimizer step for each minibatch, which has micro-batches for one data-parallel rank: this one. What is asked
         of the model as it is before the first of them comes first: its own routes (`routing.replay = learner`), its
         log-probs, those of the reference model."""
+        from r3async.algorithms.policy_loss import needs_old_logprobs
+
         algorithm = self._config.algorithm
         batches = [list(mine) for (mine,) in minibatches]
         if self._config.routing.replay == "learner":
@@ -111,6 +114,8 @@ class LocalLearner:
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """Write what is held into `directory` and let go of it, whatever comes of it. From any thread, beside a step."""
+        from r3async.checkpoint.tensors import write_part
+
         held, self._held = self._held, None
         if held is None:
             raise LearnerError("nothing is held for a checkpoint")

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from r3async.checkpoint.books import RunState, decode_state, encode_state
 from r3async.checkpoint.error import CheckpointError
@@ -27,7 +27,9 @@ from r3async.checkpoint.manifest import (
     sync_directory,
     write_file,
 )
-from r3async.checkpoint.tensors import LearnerParts
+
+if TYPE_CHECKING:
+    from r3async.checkpoint.tensors import LearnerParts
 
 STATE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -53,6 +55,8 @@ class Opened:
 
     def learner(self) -> LearnerParts:
         """What the ranks wrote, for `LearnerBackend.restore`. Raises `CheckpointError`."""
+        from r3async.checkpoint.tensors import LearnerParts
+
         names = [f.name for f in self.manifest.files if f.name.startswith("learner-")]
         return LearnerParts([self.path / name for name in names])
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from r3async.batching.packing import MicroBatch
-from r3async.checkpoint.tensors import LearnerParts, LearnerState
+
+if TYPE_CHECKING:
+    import torch
+
+    from r3async.checkpoint.tensors import LearnerParts, LearnerState
 
 
 class LearnerError(RuntimeError):

@@ -22,15 +22,17 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import torch
 import zmq
 
 from r3async.weights.manifest import NcclSource, WeightManifest
 from r3async.weights.publish import Publisher, WeightError
 from r3async.weights.transport import Publication
+
+if TYPE_CHECKING:
+    import torch
 
 POLL_MILLISECONDS = 200
 CLOSE_SECONDS = 5.0

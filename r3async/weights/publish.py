@@ -14,24 +14,26 @@ import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from r3async.weights.manifest import TensorEntry, WeightManifest
 
+if TYPE_CHECKING:
+    import torch
+
 _SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 _SPARE_BYTES = 16 * 2**20
 BUCKET_BYTES = 64 * 2**20
@@ -227,6 +229,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, without a copy if it is contiguous."""
+    import torch
+
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -235,11 +239,11 @@ def _header(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtyp
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
-        if stored[name] not in _SAFETENSORS_DTYPES:
+        if _name(stored[name]) not in _SAFETENSORS_DTYPES:
             raise WeightError(f"tensor {name!r} has dtype {stored[name]}, which safetensors can not hold")
         end = offset + tensor.numel() * stored[name].itemsize
         table[name] = {
-            "dtype": _SAFETENSORS_DTYPES[stored[name]],
+            "dtype": _SAFETENSORS_DTYPES[_name(stored[name])],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

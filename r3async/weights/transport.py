@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import torch
 
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Publication(msgspec.Struct, frozen=True):

@@ -53,6 +53,6 @@ def test_the_books_show_what_a_learner_does_wrong(untrained, tmp_path, fault, ro
     # A checkpoint every few steps only: the learner dies with something that it has trained and not saved.
     # Without deaths, what comes twice is what was sent again because its acknowledgement was damaged.
     noise = Noise() if roles else Noise(damage=0.2)
-    settings = ["checkpoint.every_steps=5", "steps=12"]
+    settings = ["checkpoint.every_steps=5", "steps=10", "generator.count=1"]
     report = rehearse(untrained, tmp_path, roles, *settings, fault=fault, noise=noise)
     assert any(problem in found for found in report.problems), report

@@ -180,5 +180,6 @@ def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(model, tmp_
 
 
 def test_a_prompt_that_is_too_long_stops_the_run_and_names_the_setting(model, tmp_path):
+    scripted = ["generator.engine=scripted", "weights.probe=false"]  # no answer is ever asked for
     with pytest.raises(RunFailed, match=r"episode\.max_prompt_tokens = 8"):
-        run(model, tmp_path, "long", "episode.max_prompt_tokens=8", "env.args.letters=9")
+        run(model, tmp_path, "long", "episode.max_prompt_tokens=8", "env.args.letters=9", *scripted)

@@ -167,7 +167,7 @@ def cluster():
     finally:
         os.killpg(head.pid, signal.SIGTERM)
         try:
-            head.wait(30)
+            head.wait(5)
         except subprocess.TimeoutExpired:
             os.killpg(head.pid, signal.SIGKILL)
         shutil.rmtree(home, ignore_errors=True)

@@ -97,7 +97,7 @@ def growth(samples: Sequence[Sample]) -> Growth:
 def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
     """A run with the scripted engine for so many minutes. Raises `BenchError` if it does not go on for so long."""
     from r3async.config import load_config
-    from tools.chaos.run import settings
+    from tools.chaos.run import make_model, settings
 
     chosen = [
         *settings(0, "scripted"),
@@ -109,6 +109,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
         "generator.max_restarts=0",
         *overrides,
     ]
+    chosen.append(make_model("quickstart", chosen, directory / "init", say))
     config = load_config("quickstart", chosen)
     run_dir = directory / "soak"
     command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(directory), *chosen]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,6 +170,15 @@ def environment_workers(generator: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callable[[str], object]) -> str:
+    """Make and warm up the model that these settings ask for, while nothing fails yet. Returns the setting that names it."""
+    from tools.init_model import init_model
+
+    calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen).env.name.endswith(":Unsteady") else []
+    init_model(directory, load_config(preset, [*chosen, *calm]), progress=say)
+    return f"model.path={directory}"
+
+
 def chaos(
     preset: str,
     overrides: Sequence[str],
@@ -188,7 +197,6 @@ def chaos(
     Raises what `train` raises, where the run does not end well.
     """
     from tools.chaos.actors import chaos_directory, chaos_pipeline
-    from tools.init_model import init_model
     from tools.train import train
 
     name = f"chaos-{preset}-{seed}" + (f"-{fault}" if fault else "")
@@ -201,10 +209,8 @@ def chaos(
     noise = msgspec.structs.replace(noise or Noise(), seed=seed)
     (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
     console = console or Console(file=sys.stderr)
-    if not config.model.path:  # nothing is killed yet, so nothing is to fail yet either
-        calm = load_config(preset, [*chosen, *["env.args={ failing = 0.0 }"] * config.env.name.endswith(":Unsteady")])
-        init_model(directory / "init", calm, progress=console.print)
-        config = load_config(preset, [*chosen, f"model.path={directory / 'init'}"])
+    if not config.model.path:
+        config = load_config(preset, [*chosen, make_model(preset, chosen, directory / "init", console.print)])
     chance = random.Random(seed)
     killer = Killer(run_dir, roles or draw_roles(kills, chance), chance, console.print)
     began = time.monotonic()

@@ -30,7 +30,7 @@ SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 EVALUATE_EVERY = 5
 EVALUATE_CLOSELY = 2
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 
 
 def byte_tokenizer() -> Any:

@@ -236,10 +236,12 @@ class Conductor:
             )
         self.cursor = Cursor(self.config.seed, *sizes)
         need = largest_buffer(self.config, RoutingShape(**self._routing) if self._routing else None)
-        if need > self.config.transport.credit_bytes:
-            raise RunFailed(
-                f"transport.credit_bytes = {self.config.transport.credit_bytes} can not hold the {self.admission.slots} "
-                f"groups that schedule.max_staleness and schedule.groups_per_step allow: set it to at least {need}"
+        if need > self.config.transport.credit_bytes:  # the groups of the next step pass in any case: `CreditPool`
+            self.events.warning(
+                "credit_is_small",
+                credit_bytes=self.config.transport.credit_bytes,
+                slots=self.admission.slots,
+                hint=f"trajectories may wait for credit; transport.credit_bytes of {need} would hold all that may be in flight",
             )
         if self._routing is None and self.config.routing.replay == "rollout":
             raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')

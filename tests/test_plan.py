@@ -144,7 +144,6 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
         ("moe_30b_r3", "learner.parallel.tp=1", ["`ep`", "dp * tp"]),
         ("moe_30b_r3", "learner.parallel.pp=1", ["learner", "GiB", "cluster.gpu_gib", "learner.recompute"]),
         ("moe_30b_r3", "generator.dtype=float32", ["tensor_parallel_size"]),
-        ("moe_30b_r3", "transport.credit_bytes=268435456", ["transport.credit_bytes", "at least"]),
         ("moe_30b_r3", "transport.max_message_bytes=1000000", ["transport.max_message_bytes", "at least"]),
         ("moe_30b_r3", "model.path=models/Nothing-1B", ["model.path", "Nothing-1B", "Qwen3-30B-A3B"]),
         ("moe_30b_r3", "cluster.gpu_gib=-1", ["gpu_gib"]),
@@ -161,6 +160,14 @@ def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
         make_plan(load_config(preset, [override]))
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_little_credit_is_said_and_not_refused():
+    said = []
+    for overrides in ([], ["transport.credit_bytes=268435456"]):
+        config = load_config("moe_30b_r3", overrides)
+        said.append("may wait for credit" in describe(make_plan(config), config))
+    assert said == [False, True]
 
 
 def test_another_environment_does_not_inherit_arguments_that_were_not_meant_for_it():

@@ -146,11 +146,6 @@ def _check(config: Config, shape: Shape, plan: Plan, on_gpus: bool) -> None:
             f"`episode.max_total_tokens` = {episode.max_total_tokens} is more than the {shape.positions} positions of "
             f"{shape.name}"
         )
-    if plan.buffer_bytes > transport.credit_bytes:
-        raise ConfigError(
-            f"`transport.credit_bytes` = {transport.credit_bytes} can not hold the {plan.slots} groups that may be in flight: "
-            f"set it to at least {plan.buffer_bytes}, or lower `schedule.max_staleness` or `episode.max_total_tokens`"
-        )
     largest = episode.max_total_tokens * plan.wire_bytes_per_token + HEADER_BYTES
     if largest > transport.max_message_bytes:
         raise ConfigError(
@@ -246,7 +241,8 @@ def describe(plan: Plan, config: Config) -> str:
         f"staleness   a trained token is at most {plan.staleness_bound} versions old",
         f"on the wire {plan.wire_bytes_per_token} bytes a token; at most {size(plan.wire_bytes_per_step)} a step "
         f"({number(plan.tokens_per_step)} tokens)",
-        f"buffer      at most {size(plan.buffer_bytes)}, of transport.credit_bytes = {size(config.transport.credit_bytes)}",
+        f"buffer      at most {size(plan.buffer_bytes)}, of transport.credit_bytes = {size(config.transport.credit_bytes)}"
+        + (": trajectories may wait for credit" if plan.buffer_bytes > config.transport.credit_bytes else ""),
         f"weights     {size(plan.version_bytes)} a version to each host; shared memory for {PUBLISHED_VERSIONS}: "
         f"{size(PUBLISHED_VERSIONS * plan.version_bytes)}",
         f"memory, a rank of the learner ({number(rank.parameters)} parameters), estimated",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actors.delivery import Published
-from actors.process import begin
+from actors.process import ask_for_stacks, begin
 from actors.ranks import LocalLearner, RankedLearner
 from actors.saving import Books, Progress, Saver, Trained
 from r3async.batching.cost import Cost, cost_model
@@ -246,7 +246,9 @@ class LearnerActor:
         }
 
     async def dump_stacks(self, reason: str) -> str:
-        """What this process is doing, to `stacks/learner.txt`."""
+        """What this process is doing, to `stacks/learner.txt`; its ranks write what they do to their logs."""
+        for pid in self.backend.pids if self.backend else ():
+            ask_for_stacks(pid)
         return str(dump_stacks(self.run_dir / "stacks" / "learner.txt", reason))
 
     def missing(self, group_indices: list[int]) -> dict[int, list[int]]:

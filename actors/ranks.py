@@ -36,6 +36,9 @@ class LocalLearner:
     """A backend and the sender of its weights. All calls must come from the thread that made it, but for `write` and
     `write_state`."""
 
+    pids: Sequence[int] = ()
+    """Of further processes, which compute for this one."""
+
     def __init__(self, config: Config, model_path: Path):
         import torch
 
@@ -153,8 +156,8 @@ class RankActor:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return os.getpid(), self._store.port
 
-    def load(self, port: int) -> int:
-        """Meet the other ranks and load the model; returns the vocabulary's size."""
+    def load(self, port: int) -> tuple[int, int]:
+        """Meet the other ranks and load the model; returns the vocabulary's size, and this process's id."""
         import torch
         import torch.distributed as dist
 
@@ -169,7 +172,7 @@ class RankActor:
             timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
         )
         self._learner = LocalLearner(self._config, self._model_path)
-        return self._learner.vocab_size
+        return self._learner.vocab_size, os.getpid()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A method of this rank's learner."""
@@ -211,7 +214,10 @@ class RankedLearner:
             kind.remote(rank, plain, str(model_path), str(run_dir)) for rank in range(learner.parallel.world)
         ]
         (_, port), *_ = self._wait([self._ranks[0].whereabouts.remote()], learner.start_timeout)
-        self.vocab_size: int = self._wait([r.load.remote(port) for r in self._ranks], learner.start_timeout)[0]
+        loaded = self._wait([r.load.remote(port) for r in self._ranks], learner.start_timeout)
+        self.vocab_size: int = loaded[0][0]
+        self.pids: Sequence[int] = [pid for _, pid in loaded]
+        """Of the ranks' processes, which are on this host."""
 
     def _wait(self, calls: list[Any], timeout: float | None = None) -> list[Any]:
         ray, waiting = self._ray, list(calls)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from actors.process import ask_for_stacks
 from actors.ranks import RANK_THREADS, LocalLearner, RankActor, RankedLearner
 from r3async.config import to_dict
 from r3async.learners.base import LearnerError
@@ -114,8 +115,12 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, t
 @pytest.mark.pipeline
 def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_path):
     ranked = RankedLearner(config(dp=2), model_path, tmp_path)
-    pid, _ = ray.get(ranked._ranks[1].whereabouts.remote(), timeout=30)
-    os.kill(pid, signal.SIGKILL)
+    assert ask_for_stacks(ranked.pids[0])  # as at a stall
+    deadline = time.monotonic() + 30
+    while "most recent call first" not in (tmp_path / "logs" / "learner-rank-0.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(ranked.pids[1], signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(LearnerError, match="rank 1 of the learner failed"):
         ranked.train([for_two_ranks()], version=0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from actors.delivery import Published
+from actors.process import NotLoaded
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import Health, HealthState, RestartsExhausted
@@ -78,7 +79,8 @@ def is_death(error: BaseException) -> bool:
     """Whether a call failed because the actor's process did."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
-    return isinstance(error, (Gone, ActorDiedError, ActorUnavailableError, RayActorError))
+    known = (Gone, NotLoaded, ActorDiedError, ActorUnavailableError, RayActorError)
+    return isinstance(error, known) or isinstance(getattr(error, "cause", None), NotLoaded)
 
 
 def no_delivery() -> dict[str, float]:
@@ -199,11 +201,20 @@ class Fleet:
         return self._probe_tokens
 
     async def begin(self, published: Published) -> None:
-        """Deliver version 0 the way every later one goes. Raises what the installation raised."""
+        """Deliver the first version the way every later one goes. Raises what an installation raised; those that die of it are
+        left to `supervise`, as long as one lives."""
         self.published = published
         self._began = time.monotonic()
         for generator in self:
-            await self._install(generator)
+            try:
+                await self._install(generator)
+            except Exception as error:
+                if not is_death(error):
+                    raise
+                self._bury(generator)
+                self._tell(generator, error, [])
+        if not any(g.live for g in self):
+            raise Gone("every generator died before it had weights; see logs/generator-*.log")
 
     async def deliver(self) -> dict[str, float] | None:
         """Install the newest published version in every live generator that lacks it.
@@ -286,8 +297,10 @@ class Fleet:
         except Exception as error:
             if is_death(error):
                 raise
-            reason = str(getattr(error, "cause", None) or error)
-            reason = reason or f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
+            cause = getattr(error, "cause", None) or error
+            reason = str(cause) or repr(cause)
+            if isinstance(error, TimeoutError) and not str(error):
+                reason = f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
             raise RunFailed(f"{generator.generator_id}: {reason}") from error
         finally:
             generator.asked -= 1
@@ -343,18 +356,24 @@ class Fleet:
                     raise
                 if stopping():
                     return
-                generator.health.died()
-                generator.probed = -1
-                generator.finished_tokens += generator.generated_tokens
-                generator.generated_tokens = 0
-                back = await died(generator, error)
-                self.events.warning(
-                    "generator_died",
-                    generator=generator.generator_id,
-                    pid=generator.pid,
-                    leased_again=back,
-                    error=str(error)[:300],
-                )
+                self._bury(generator)  # before anything is awaited: it is given no lease any more
+                self._tell(generator, error, await died(generator, error))
+
+    @staticmethod
+    def _bury(generator: Generator) -> None:
+        generator.health.died()
+        generator.probed = -1
+        generator.finished_tokens += generator.generated_tokens
+        generator.generated_tokens = 0
+
+    def _tell(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
+        self.events.warning(
+            "generator_died",
+            generator=generator.generator_id,
+            pid=generator.pid,
+            leased_again=leased_again,
+            error=str(error)[:300],
+        )
 
     async def _revive(self, generator: Generator) -> None:
         """Wait for Ray to restart the process, load the engine, install the current weights.

@@ -14,19 +14,20 @@ import msgspec
 import numpy as np
 
 from actors.delivery import receiver
-from actors.process import begin, show_figures
+from actors.process import NotLoaded, begin, show_figures
 from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.build import build_engine
 from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import close_environment
+from r3async.episodes.loop import EpisodeTask, close_environment, failed_trajectory
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.stacks import dump_stacks
 from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import recording
+from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
 from r3async.scheduling.failures import FailureBudget
@@ -88,9 +89,18 @@ class GeneratorActor:
         """Of the weights that were installed last, as they are on this host."""
         self.lag = LagMeter()
         self._stopping = asyncio.Event()
+        self._rejections = FailureBudget(self.config.supervise.max_failed_fraction)
         self._rejection = ""
+        """Why the run can not go on."""
         self._factories: dict[bytes, EnvironmentFactory] = {}
         self._evaluations: set[asyncio.Task[Any]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def _loaded(self) -> Engine:
+        """Ray starts a process anew without a word to its callers: what was asked of the one that died must not be answered."""
+        if self.engine is None:
+            raise NotLoaded(f"{self.generator_id} died, and process {os.getpid()} in its place has no engine yet")
+        return self.engine
 
     def whereabouts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "host": socket.gethostname()}
@@ -135,10 +145,30 @@ class GeneratorActor:
         self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
         await self.sender.start()
 
-    def _rejected(self, trajectory_id: str, reason: str) -> None:
-        """The learner will never take it, so its group can never be trained: the run has to stop and say why."""
-        self.events.error("trajectory_rejected", trajectory_id=trajectory_id, reason=reason)
-        self._rejection = f"the learner rejected trajectory {trajectory_id}: {reason}"
+    def _rejected(self, trajectory: Trajectory, reason: str) -> None:
+        """The learner will never take it. Its group is trained without it, unless that happens too often."""
+        name, failures = trajectory.trajectory_id, self._rejections
+        self.events.error("trajectory_rejected", trajectory_id=name, reason=reason)
+        if failures.ended(failed=True) or not trajectory.turns:  # what stands for a failed episode has none
+            self._rejection = (
+                f"the learner rejected trajectory {name}: {reason} ({failures.describe()} by that, "
+                f"supervise.max_failed_fraction = {failures.limit:g})"
+            )
+            return
+        assert self.engine is not None
+        assert self.sender is not None
+        task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
+        instead = failed_trajectory(
+            task, self.engine.routing, self.renderer.end_id, generator_id=self.generator_id, at=time.time()
+        )
+        sending = asyncio.create_task(self.sender.send(instead))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, trajectory: Trajectory) -> None:
+        assert self.sender is not None
+        self._rejections.ended(failed=False)  # until it is answered otherwise
+        await self.sender.send(trajectory)
 
     async def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> None:
         with self.timeline.span("play"):
@@ -146,32 +176,31 @@ class GeneratorActor:
 
     async def install(self, publication: Publication) -> InstallReport:
         """Fetch and install published weights while episodes go on."""
-        assert self.engine is not None
+        engine = self._loaded()
         assert self.weights is not None
         limit, before = self.config.weights.install_timeout, time.monotonic()
         self._manifest = await asyncio.to_thread(self.weights.fetch, publication.manifest, publication.parts, limit)
         fetched = time.monotonic() - before
-        report = await self.engine.install(self._manifest, max(0.0, limit - fetched))
+        report = await engine.install(self._manifest, max(0.0, limit - fetched))
         ended = time.time()
         self.timeline.add("pause", ended - report.pause_seconds, ended, version=self._manifest.version)
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
     async def cached_from_older(self, token_ids: list[int]) -> int:
         """See `Engine.cached_from_older`."""
-        assert self.engine is not None
-        return await self.engine.cached_from_older(np.asarray(token_ids, np.int32))
+        return await self._loaded().cached_from_older(np.asarray(token_ids, np.int32))
 
     async def differences(self) -> list[Difference]:
         """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
-        assert self.engine is not None
+        engine = self._loaded()
         assert self._manifest is not None
-        return await self.engine.differences(self._manifest, self.config.weights.install_timeout)
+        return await engine.differences(self._manifest, self.config.weights.install_timeout)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
-        assert self.engine is not None
-        return await self.engine.score(np.asarray(token_ids, np.int32))
+        return await self._loaded().score(np.asarray(token_ids, np.int32))
 
     def encode_probe(self, text: str) -> list[int]:
+        self._loaded()
         return self.renderer.tokenizer.encode(text, add_special_tokens=False)
 
     async def run(self, conductor: Any) -> None:
@@ -180,8 +209,7 @@ class GeneratorActor:
         All turns of an episode, and its retries, are played by one engine, this one. Raises what an episode failed with,
         after its retries. `TransportError` if the learner rejects a trajectory.
         """
-        assert self.engine is not None
-        engine = recording(self.engine, self.run_dir, self.generator_id, self.config, self.events.warning)
+        engine = recording(self._loaded(), self.run_dir, self.generator_id, self.config, self.events.warning)
         async with agent_player(
             self.config.env,
             engine,
@@ -202,7 +230,7 @@ class GeneratorActor:
             renderer=self.renderer,
             settings=self.config.episode,
             generator_id=self.generator_id,
-            deliver=self.sender.send,
+            deliver=self._deliver,
             report=self.events.warning,
             play=play,
             failures=FailureBudget(self.config.supervise.max_failed_fraction),
@@ -251,6 +279,8 @@ class GeneratorActor:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
         await self.sender.flush(self.config.transport.ack_timeout)
+        if self._rejection:
+            raise TransportError(self._rejection)
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/GENERATOR.txt`."""
@@ -273,14 +303,14 @@ class GeneratorActor:
 
         Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
         """
-        assert self.engine is not None
+        engine = self._loaded()
         settings = self.config.evaluation
         env = settings.env if settings.env.name else self.config.env
         playing = asyncio.create_task(
             evaluate(
                 env,
                 self._factory(env),
-                self.engine,
+                engine,
                 self.renderer,
                 self.config.episode,
                 self.config.serving,

@@ -19,6 +19,10 @@ USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable that tells an actor where the person's own modules are: where the run was started."""
 
 
+class NotLoaded(RuntimeError):
+    """This process was started in place of one that died, and was told nothing yet."""
+
+
 def environment(threads: int) -> dict[str, str]:
     """Environment variables of an actor that computes with that many threads."""
     return {"OMP_NUM_THREADS": str(threads), USER_PATH: os.environ.get(USER_PATH, os.getcwd())}

@@ -34,7 +34,9 @@ async def test_all_arrive_once_and_as_they_were_sent_over_a_way_that_delays_and_
     async with receiving(inbox) as (receiver, endpoint):
         with relayed(endpoint, Noise(seed=seed, delay=0.1, max_delay=0.05, damage=0.1)) as relay:
             refused: list[tuple[str, str]] = []
-            async with sending(relay.endpoint, on_reject=lambda *why: refused.append(why)) as sender:
+            async with sending(
+                relay.endpoint, on_reject=lambda t, why: refused.append((t.trajectory_id, why))
+            ) as sender:
                 await asyncio.wait_for(send_all(sender, sent), 60)
                 assert await sender.flush(60) == 0
             assert refused == []
@@ -49,7 +51,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
     refused: list[tuple[str, str]] = []
     inbox = Inbox()
     async with receiving(inbox, FAST) as (receiver, endpoint):
-        async with sending(endpoint, on_reject=lambda name, why: refused.append((name, why))) as sender:
+        async with sending(endpoint, on_reject=lambda t, why: refused.append((t.trajectory_id, why))) as sender:
             encode = wire.encode_trajectory
 
             def wrong(trajectory, schema):
@@ -68,7 +70,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
 
 def test_a_trajectory_that_came_damaged_before_a_new_session_began_waits_as_before():
     outbox = Outbox()
-    outbox.add(Pending(wire.Parcel("t", 0, 1), []))
+    outbox.add(Pending(make_trajectory(0), wire.Parcel("t", 0, 1), []))
     outbox.mark_sent("t", 0.0)
     outbox.reset()
     assert outbox.again("t", 3, 1.0)

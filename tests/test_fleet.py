@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError
 
 from actors.conductor import Conductor
 from actors.delivery import Published, choose_backend
-from actors.fleet import Fleet, RunFailed
+from actors.fleet import Fleet, RunFailed, is_death
+from actors.process import NotLoaded
 from r3async.config import load_config, to_dict
 from r3async.engines.base import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
@@ -99,6 +100,40 @@ class Generator:
 @pytest.fixture
 async def handles():
     return {"generator-0": Generator(), "generator-1": Generator()}
+
+
+class Replaced(Exception):
+    """As Ray hands over what an actor raised."""
+
+    cause = NotLoaded("generator-1 died")
+
+
+@pytest.mark.parametrize("death", [RayActorError(), Replaced()])
+async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, death):
+    fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
+    await fleet.load()
+    await fleet.probe_tokens()
+    handles["generator-1"].wrong["install"] = death
+    await fleet.begin(published(0))
+    assert [g.state.value for g in fleet] == ["healthy", "dead"]
+    assert fleet.events.names() == ["probe", "generator_died"]
+
+
+async def test_if_all_die_before_they_have_weights_it_is_a_death():
+    handles = {"generator-0": Generator()}
+    fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
+    await fleet.load()
+    handles["generator-0"].wrong["install"] = Replaced()
+    with pytest.raises(Exception, match="every generator died") as caught:
+        await fleet.begin(published(0))
+    assert is_death(caught.value)
+
+
+async def test_a_failure_without_words_is_not_taken_for_silence(fleet, handles):
+    handles["generator-0"].wrong["install"] = AssertionError()
+    fleet.published = published(1)
+    with pytest.raises(RunFailed, match=r"generator-0: AssertionError\(\)"):
+        await fleet.deliver()
 
 
 @pytest.fixture

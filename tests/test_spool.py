@@ -251,7 +251,7 @@ async def test_what_is_not_valid_is_neither_kept_nor_taken_again(tmp_path, caplo
     inbox, spool = Inbox(), Spool(tmp_path, DISK)
     heard: list[tuple[str, str]] = []
     async with receiving(inbox, store=spool, validate=validate) as (receiver, endpoint):
-        async with sending(endpoint, on_reject=lambda *args: heard.append(args)) as sender:
+        async with sending(endpoint, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
             await send_all(sender, [sampled(i) for i in range(3)])
             assert await sender.flush(LIMIT) == 0
     await spool.close()

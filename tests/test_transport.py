@@ -348,12 +348,13 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
     told: list[tuple[str, str]] = []
     heard: list[tuple[str, str]] = []
     receiver = Receiver("run", FAST, take, on_reject=lambda *args: told.append(args))
-    async with sending(await receiver.start(), on_reject=lambda *args: heard.append(args)) as sender:
+    async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
         await send_all(sender, [make_trajectory(i) for i in range(4)])
         assert await sender.flush(LIMIT) == 0
         await receiver.close()
     assert taken == ["t0", "t3"]
-    assert heard == told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
+    assert told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
+    assert heard == [(make_trajectory(int(name[1:])), why) for name, why in told]  # whole, as it was sent
     assert (receiver.received, receiver.rejected, sender.rejected, sender.acked) == (2, 2, 2, 2)
     assert receiver.bytes_held == 2 * memory_size(make_trajectory(0))
     assert (0, "t1") not in receiver.ledger

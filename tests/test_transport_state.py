@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from r3async.transport import Ledger, wire
 from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
+from tests.helpers_transport import make_trajectory
 
 
 def offered(messages: dict[str, int], group: int = 10**6) -> dict[str, Offered]:
@@ -219,7 +220,7 @@ def test_outbox_offers_the_oldest_groups_first():
     """Or one that the learner waits for would not be offered while more than an offer can list wait before it."""
     outbox = Outbox()
     for i in range(100):
-        outbox.add(Pending(wire.Parcel(f"{i}", 100 - i, 1), []))
+        outbox.add(Pending(make_trajectory(0), wire.Parcel(f"{i}", 100 - i, 1), []))
     assert [p.group_index for p in outbox.offers()] == list(range(1, 65))
 
 
@@ -228,10 +229,10 @@ def test_a_later_offer_repeats_what_an_earlier_one_listed():
     payload would come without one."""
     outbox = Outbox()
     for i in range(OFFERED_AT_ONCE):
-        outbox.add(Pending(wire.Parcel(f"new{i}", 1000 + i, 1), []))
+        outbox.add(Pending(make_trajectory(0), wire.Parcel(f"new{i}", 1000 + i, 1), []))
     first = {p.trajectory_id for p in outbox.offers()}
     for i in range(OFFERED_AT_ONCE):
-        outbox.add(Pending(wire.Parcel(f"old{i}", i, 1), []))
+        outbox.add(Pending(make_trajectory(0), wire.Parcel(f"old{i}", i, 1), []))
     second = [p.trajectory_id for p in outbox.offers()]
     assert first < set(second)
     assert second[:OFFERED_AT_ONCE] == [f"old{i}" for i in range(OFFERED_AT_ONCE)]
@@ -244,7 +245,9 @@ def test_a_later_offer_repeats_what_an_earlier_one_listed():
 def test_an_offer_as_long_as_it_can_be_is_a_message_that_can_be_read():
     outbox = Outbox()
     for i in reversed(range(wire.MAX_PARCELS + 1)):
-        outbox.add(Pending(wire.Parcel(f"{i:03}".ljust(wire.MAX_ID, "\U0001f40c"), 2**62 + i, 2**62), []))
+        outbox.add(
+            Pending(make_trajectory(0), wire.Parcel(f"{i:03}".ljust(wire.MAX_ID, "\U0001f40c"), 2**62 + i, 2**62), [])
+        )
         offered = outbox.offers()
     assert len(offered) == wire.MAX_PARCELS
     assert min(p.group_index for p in offered) == 2**62
@@ -255,7 +258,7 @@ def test_an_offer_as_long_as_it_can_be_is_a_message_that_can_be_read():
 
 def test_what_the_receiver_has_in_hand_is_not_overdue():
     outbox = Outbox()
-    outbox.add(Pending(wire.Parcel("a", 0, 1), []))
+    outbox.add(Pending(make_trajectory(0), wire.Parcel("a", 0, 1), []))
     outbox.mark_sent("a", 0.0)
     outbox.touch(["a", "unknown"], 5.0)
     assert not outbox.overdue(5.9, 1)
@@ -265,7 +268,7 @@ def test_what_the_receiver_has_in_hand_is_not_overdue():
 def test_outbox_knows_when_an_answer_is_missing():
     outbox = Outbox()
     for name in "abc":
-        outbox.add(Pending(wire.Parcel(name, 0, 1), []))
+        outbox.add(Pending(make_trajectory(0), wire.Parcel(name, 0, 1), []))
     assert [p.trajectory_id for p in outbox.offers()] == ["a", "b", "c"]
     assert not outbox.overdue(1e9, 1)
     for now, name in enumerate("abc"):
@@ -277,7 +280,7 @@ def test_outbox_knows_when_an_answer_is_missing():
     outbox.settle("c", 5.5)
     assert outbox.overdue(5.6, 1)  # One that overtook b: b's is lost.
     assert outbox.settle("a", 6.0) is None
-    outbox.add(Pending(wire.Parcel("d", 0, 1), []))
+    outbox.add(Pending(make_trajectory(0), wire.Parcel("d", 0, 1), []))
     assert outbox.reset() == 1
     assert [p.trajectory_id for p in outbox.offers()] == ["b", "d"]
     outbox.withdraw("b")  # It was sent once, and may be accepted.

@@ -90,7 +90,7 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.learner, "begin", lambda path: None)
     actor = LearnerActor("run", to_dict(load_config("quickstart")), "", str(tmp_path))
     actor.backend = Backend()
-    actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, forget=lambda group: None)
+    actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, damaged=0, forget=lambda group: None)
     group = [SimpleNamespace(group_index=0, preview=None)]
     actor.buffer = SimpleNamespace(
         batch=lambda *args: [0], take=lambda indices: ([group], 0), ready_groups=lambda: 0, missing=lambda group: []

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from r3async.records import Trajectory
 from r3async.transport.wire import MAX_PARCELS, Frame, Parcel
 
 OFFERED_AT_ONCE = 64
@@ -16,8 +17,10 @@ OFFERED_AT_ONCE = 64
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """One encoded trajectory, kept until it is acknowledged. The waiter is resolved when it is first handed over."""
+    """One trajectory, kept until it is acknowledged; `frames` are views of its arrays. The waiter is resolved when it is first
+    handed over."""
 
+    trajectory: Trajectory
     parcel: Parcel
     frames: list[Frame]
     handed_over: asyncio.Future[None] | None = None

@@ -63,8 +63,8 @@ class Sender:
     a fresh connection and offers again all that is not acknowledged; the receiver drops what it has. If the sender's
     process dies, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
 
-    `sender_id` names this end to the receiver: two live senders must not share one. `on_reject(trajectory_id, reason)`
-    is called, on the event loop, for a trajectory that the learner will never take.
+    `sender_id` names this end to the receiver: two live senders must not share one. `on_reject(trajectory, reason)`
+    is called, on the event loop, with a trajectory that the learner will never take.
 
     All methods belong to the event loop's thread.
     """
@@ -77,7 +77,7 @@ class Sender:
         settings: TransportConfig,
         *,
         schema: Schema = SCHEMA,
-        on_reject: Callable[[str, str], None] | None = None,
+        on_reject: Callable[[Trajectory, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.endpoint = endpoint
@@ -161,7 +161,7 @@ class Sender:
         if name in self._outbox:
             raise TransportError(f"trajectory {name!r} is being sent already")
         handed_over = asyncio.get_running_loop().create_future()
-        self._outbox.add(Pending(Parcel(name, trajectory.group_index, nbytes), frames, handed_over))
+        self._outbox.add(Pending(trajectory, Parcel(name, trajectory.group_index, nbytes), frames, handed_over))
         self._settled.clear()
         self._offer()
         try:
@@ -263,16 +263,16 @@ class Sender:
         if isinstance(message, Ack):
             self._heard_at = self._clock()
             for trajectory_id in message.ids:
-                self.acked += self._settle(trajectory_id)
+                self.acked += self._settle(trajectory_id) is not None
         elif isinstance(message, Reject):
             if message.damaged and self._outbox.again(message.trajectory_id, DAMAGED_TIMES, self._clock()):
                 self._heard_at = self._clock()
                 self.damaged += 1
                 self._offer()
-            elif self._settle(message.trajectory_id):
+            elif pending := self._settle(message.trajectory_id):
                 self.rejected += 1
                 if self._on_reject is not None:
-                    self._on_reject(message.trajectory_id, message.reason)
+                    self._on_reject(pending.trajectory, message.reason)
         elif isinstance(message, Welcome | Grant | Refusal) and message.session == self._session:
             self._heard_at = self._clock()
             if isinstance(message, Grant):
@@ -318,15 +318,16 @@ class Sender:
     def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
         return self._socket is not None and self._socket.send([encode_control(message), *frames]) == 0
 
-    def _settle(self, trajectory_id: str) -> bool:
+    def _settle(self, trajectory_id: str) -> Pending | None:
+        """What was answered for good; None if that was known already."""
         pending = self._outbox.settle(trajectory_id, self._clock())
         if pending is None:
-            return False
+            return None
         self._backoff = 1
         if pending.handed_over is not None and not pending.handed_over.done():
             pending.handed_over.set_result(None)
         self._note_settled()
-        return True
+        return pending
 
     def _note_settled(self) -> None:
         if not len(self._outbox):

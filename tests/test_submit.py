@@ -206,6 +206,36 @@ def forget_authentication():
     AuthenticationTokenLoader.instance().reset_cache()
 
 
+class NoAgentYet:
+    """A cluster's client whose agent comes up at the third request, or never."""
+
+    def __init__(self, after=2):
+        self.asked, self.after = 0, after
+
+    def get_address(self):
+        return "http://there"
+
+    def submit_job(self, **job):
+        self.asked += 1
+        if self.asked <= self.after:
+            raise RuntimeError(
+                "Request failed with status code 500: No available agent to submit job, please try again later."
+            )
+        return "job-1"
+
+
+def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr("tools.submit.time.sleep", lambda seconds: None)
+    jobs, said = Jobs.__new__(Jobs), []
+    jobs.address, jobs._client = "http://there", NoAgentYet()
+    assert jobs.submit(Package("true", {}), say=said.append) == "job-1"
+    assert said == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
+    jobs._client = NoAgentYet(after=10**9)
+    monkeypatch.setattr("tools.submit.AGENT_SECONDS", 0.01)
+    with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
+        jobs.submit(Package("true", {}))
+
+
 def job(tmp_path, entrypoint):
     made = make_package(load_config("quickstart"), "quickstart", directory=tmp_path)
     return Package(entrypoint, made.runtime_env)

@@ -40,6 +40,9 @@ REQUEST_SECONDS = 60.0
 """For one answer of the cluster."""
 SETTLE_SECONDS = 60.0
 """For the job's status to follow the end of its log."""
+AGENT_SECONDS = 30.0
+NO_AGENT = "No available agent"
+"""What the dashboard says while the agent that starts jobs is not up."""
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
 """Exit code of `submit` when the job has ended so; 2 is a mistake of the command line, as everywhere."""
 
@@ -147,7 +150,8 @@ class Jobs:
 
         from ray.job_submission import JobSubmissionClient
 
-        for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+        packaging = ("_private.runtime_env.packaging", "_private.runtime_env.working_dir")
+        for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", *packaging):
             logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
         with self._explained():
             _knock(self.address)
@@ -186,12 +190,27 @@ class Jobs:
         """The http address that `address` stands for."""
         return str(self._client.get_address())
 
-    def submit(self, package: Package, name: str = "") -> str:
-        """Package, upload, start. Returns the job's id; `name`, if given, is that."""
-        with self._explained():
-            return self._client.submit_job(
-                entrypoint=package.entrypoint, runtime_env=package.runtime_env, submission_id=name or None
-            )
+    def submit(self, package: Package, name: str = "", say: Callable[[str], object] = lambda text: None) -> str:
+        """Package, upload, start. Returns the job's id; `name`, if given, is that. A cluster that was just started may take
+        `AGENT_SECONDS` until it takes jobs."""
+        deadline = time.monotonic() + AGENT_SECONDS
+        while True:
+            try:
+                with self._explained():
+                    return self._client.submit_job(
+                        entrypoint=package.entrypoint, runtime_env=package.runtime_env, submission_id=name or None
+                    )
+            except SubmitError as error:
+                if NO_AGENT not in str(error):
+                    raise
+                if time.monotonic() > deadline:
+                    raise SubmitError(
+                        f"{self.address} takes no jobs ({NO_AGENT!r} for {AGENT_SECONDS:.0f} s): its dashboard agent is not up. "
+                        "If another Ray runs on that host, it has the agent's port: give `ray start` another "
+                        "--dashboard-agent-listen-port"
+                    ) from error
+                say("the cluster takes no jobs yet: waiting for its dashboard agent")
+                time.sleep(2.0)
 
     def status(self, job: str) -> dict[str, Any]:
         """`status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `entrypoint`, `seconds` (0 before it runs)."""

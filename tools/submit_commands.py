@@ -86,7 +86,7 @@ def submit(
     try:
         if check:
             _refuse_what_does_not_fit(plan, config, jobs)
-        job = jobs.submit(package, name)
+        job = jobs.submit(package, name, lambda text: typer.echo(text, err=True))
     except SubmitError as error:
         raise _failed(error) from error
     typer.echo(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
@@ -161,7 +161,7 @@ def stop(
     address: Address = "",
     token_file: Token = "",
 ) -> None:
-    """End a job in order: the running step is finished, the model saved."""
+    """End a job in order: the running step is finished, a checkpoint written."""
     from tools.submit import SubmitError
 
     jobs = open_jobs(address, token_file)

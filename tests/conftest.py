@@ -67,6 +67,17 @@ def untrained(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def warm_model(tmp_path_factory):
+    """Directory of the quickstart's model, warmed up a little: what runs with a real engine begin with."""
+    from r3async.config import load_config
+    from tools.init_model import init_model
+
+    path = tmp_path_factory.mktemp("model") / "init"
+    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.2"]))
+    return path
+
+
 @pytest.fixture(scope="module")
 def local_ray():
     """One local Ray for all runs of a module, also those of child processes: to start one takes ten seconds and more."""

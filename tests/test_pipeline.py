@@ -17,7 +17,6 @@ from r3async.observe.metrics import METRICS, read_metrics
 from r3async.observe.routes import RouteIndex
 from r3async.observe.summary import summarize
 from r3async.observe.verify import verify_routes
-from tools.init_model import init_model
 from tools.inspect_routes import print_verification, show_routes
 from tools.train import train
 
@@ -73,13 +72,6 @@ class NoRepack(WorkerExtension):
         pass
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "init"
-    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.2"]))
-    return path
-
-
 def run(model, tmp_path, name, *overrides):
     screen = io.StringIO()
     config = load_config("quickstart", [*SMALL, f"model.path={model}", f"name={name}", *overrides])
@@ -107,11 +99,13 @@ def kill_generator_at_step(run_dir, step, killed):
             return
 
 
-def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises(model, tmp_path):
+def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises(warm_model, tmp_path):
     killed = []
     killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
     killer.start()
-    run_dir, screen = run(model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all", "schedule.window=5")
+    run_dir, screen = run(
+        warm_model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all", "schedule.window=5"
+    )
     killer.join(timeout=10)
     assert len(killed) == 1
 
@@ -161,9 +155,15 @@ def routes_were_the_engines_own(run_dir, rows):
     assert screen.getvalue().count(" sampled ") >= 3
 
 
-def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(model, tmp_path):
+def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm_model, tmp_path):
     run_dir, _ = run(
-        model, tmp_path, "on-policy", "schedule.max_staleness=0", "schedule.window=3", "routing.replay=off", "steps=3"
+        warm_model,
+        tmp_path,
+        "on-policy",
+        "schedule.max_staleness=0",
+        "schedule.window=3",
+        "routing.replay=off",
+        "steps=3",
     )
     for row in read_metrics(run_dir / "metrics.jsonl"):
         assert row["staleness/max"] == 0
@@ -171,15 +171,15 @@ def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(mode
         assert row["routing/agreement"] > 0.999
 
 
-def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(model, tmp_path):
+def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(warm_model, tmp_path):
     hook = "generator.engine_args.worker_extension_cls=tests.test_pipeline.NoRepack"
     with pytest.raises(RunFailed, match=r"log-probs .* the largest is .* at position"):
-        run(model, tmp_path, "corrupted", hook)
+        run(warm_model, tmp_path, "corrupted", hook)
     assert read_metrics(tmp_path / "corrupted" / "metrics.jsonl") == []
     assert not (tmp_path / "corrupted" / "model").exists()
 
 
-def test_a_prompt_that_is_too_long_stops_the_run_and_names_the_setting(model, tmp_path):
+def test_a_prompt_that_is_too_long_stops_the_run_and_names_the_setting(warm_model, tmp_path):
     scripted = ["generator.engine=scripted", "weights.probe=false"]  # no answer is ever asked for
     with pytest.raises(RunFailed, match=r"episode\.max_prompt_tokens = 8"):
-        run(model, tmp_path, "long", "episode.max_prompt_tokens=8", "env.args.letters=9", *scripted)
+        run(warm_model, tmp_path, "long", "episode.max_prompt_tokens=8", "env.args.letters=9", *scripted)

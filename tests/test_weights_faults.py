@@ -10,20 +10,12 @@ from actors.fleet import RunFailed
 from r3async.config import load_config
 from r3async.observe.metrics import read_metrics
 from tests.helpers_faults import SKIPPED
-from tools.init_model import init_model
 from tools.train import train
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
 SMALL = ["steps=6", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
 CHANGES = ["learner.lr=3e-3", "weights.probe_every=1", "routing.trace=off"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "init"
-    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.2"]))
-    return path
 
 
 def run(model, tmp_path, *overrides):
@@ -54,17 +46,17 @@ def run(model, tmp_path, *overrides):
     ],
     ids=["flipped-bit", "skipped-tensor", "missed-update", "pretended-update", "stale-prefix-cache"],
 )
-def test_a_fault_of_delivery_stops_the_run_and_is_named(model, tmp_path, fault, reason):
+def test_a_fault_of_delivery_stops_the_run_and_is_named(warm_model, tmp_path, fault, reason):
     # Small blocks, or none of these short texts would fill one, and there would be no prefix cache to go stale.
     with pytest.raises(RunFailed, match=reason):
-        run(model, tmp_path, f"generator.engine_args.{fault}", "generator.engine_args.block_size=32")
+        run(warm_model, tmp_path, f"generator.engine_args.{fault}", "generator.engine_args.block_size=32")
     # No slot was freed by it.
     assert all(row["version"] < 1 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
-def test_a_run_through_the_object_store_with_every_version_probed(model, tmp_path):
+def test_a_run_through_the_object_store_with_every_version_probed(warm_model, tmp_path):
     run(
-        model,
+        warm_model,
         tmp_path,
         "weights.backend=object_store",
         "weights.bucket_bytes=100000",

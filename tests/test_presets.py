@@ -67,3 +67,28 @@ def test_a_preset_runs_and_keeps_its_bound(name, tmp_path):
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert len(rows) == 4
     assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound
+
+
+@pytest.mark.pipeline
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["on_policy", "one_step_off", "fully_async", "reverse-text", "alphabet-sort"])
+def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(name, untrained, tmp_path):
+    small = [
+        "steps=3",
+        "schedule.groups_per_step=4",
+        "schedule.samples_per_group=4",
+        f"model.path={untrained}",
+        "name=run",
+    ]
+    config = load_config(name, [*small, "generator.engine=scripted", "weights.probe=false"])
+    rows = read_metrics(train(config, name, Console(file=io.StringIO()), tmp_path) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound
+    assert all(row["batch/trained_tokens"] > 0 for row in rows)
+
+
+def test_every_preset_for_a_cpu_runs_in_these_tests_or_in_those_of_the_pipeline():
+    run = {"quickstart", "fully_async_long_tail", "stepwise_search"}
+    run |= {"on_policy", "one_step_off", "fully_async", "reverse-text", "alphabet-sort"}
+    assert {name for name in NAMES if not make_plan(load_config(name)).gpus} == run

@@ -153,7 +153,7 @@ def _check(config: Config, shape: Shape, plan: Plan, on_gpus: bool) -> None:
             f"least {largest}"
         )
     if not on_gpus:
-        if shape.head_dim < CPU_HEAD_DIM:
+        if shape.head_dim < CPU_HEAD_DIM and config.generator.engine == "vllm":
             raise ConfigError(
                 f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes {CPU_HEAD_DIM} or "
                 "more (hidden_size / heads; `model.init.heads` for a model that is made)"

@@ -207,7 +207,7 @@ class GeneratorActor:
         """Lease episodes and play them until the conductor says there is nothing more to play.
 
         All turns of an episode, and its retries, are played by one engine, this one. Raises what an episode failed with,
-        after its retries. `TransportError` if the learner rejects a trajectory.
+        after its retries. `TransportError` if the learner rejects too many trajectories (`supervise.max_failed_fraction`).
         """
         engine = recording(self._loaded(), self.run_dir, self.generator_id, self.config, self.events.warning)
         async with agent_player(

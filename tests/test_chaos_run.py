@@ -36,7 +36,7 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, t
     assert report.problems == []
     assert report.kills == {"environment": 2, "generator": 2, "learner": 1, "conductor": 1}
     assert report.resumed >= 2  # a generator that dies while the run starts takes it down, too
-    assert report.generator_restarts >= 1  # one may die after its last step
+    assert report.generator_deaths >= 1  # one may die after its last step
     assert report.trajectories == report.steps * 8
     assert report.damaged
 

@@ -33,7 +33,7 @@ WAIT_SECONDS = 0.05
 
 class Report(msgspec.Struct, frozen=True):
     """`problems` is empty if the books are right. `kills`: by role. `damaged`: trajectories that came damaged and were sent
-    again. `duplicates`: those that came twice and were dropped, since the learner was started last."""
+    again. `duplicates`: those that came twice and were dropped. `generator_deaths`: that the conductor saw."""
 
     preset: str
     seed: int
@@ -42,7 +42,7 @@ class Report(msgspec.Struct, frozen=True):
     steps: int
     trajectories: int
     resumed: int
-    generator_restarts: int
+    generator_deaths: int
     sent: int
     acknowledged: int
     damaged: int
@@ -238,9 +238,8 @@ def look_into(
         *check_kept(passed, resumed),
     ]
     rows = read_metrics(run_dir / "metrics.jsonl")
-    problems += [
-        f"step {r['step']} has no row, or two" for r in rows if Counter(x["step"] for x in rows)[r["step"]] > 1
-    ]
+    count = Counter(row["step"] for row in rows)
+    problems += [f"step {n} has {count[n]} rows of metrics" for n in range(1, config.steps + 1) if count[n] != 1]
     problems += [
         f"step {r['step']} trained a token of age {r['staleness/max']}, above the bound {r['staleness/bound']}"
         for r in rows
@@ -258,7 +257,7 @@ def look_into(
         steps=len(steps),
         trajectories=sum(len(s.trajectories) for s in steps),
         resumed=len(resumed),
-        generator_restarts=events["generator_died"],
+        generator_deaths=events["generator_died"],
         sent=sum(isinstance(p, Sent) for p in passed),
         acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, Acknowledged)),
         damaged=int(sum(drops(rows, "transport/damaged"))),

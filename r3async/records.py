@@ -36,6 +36,7 @@ class Column(msgspec.Struct, frozen=True):
     `inner`: names of the dimensions after the token dimension; their sizes are free but equal within a concat.
     `fill`: value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
     `optional`: may be absent, on all samples of a batch or on none.
+    `steady`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Column(msgspec.Struct, frozen=True):
     fill: float | int | bool | str
     inner: tuple[str, ...] = ()
     optional: bool = False
+    steady: bool = False
 
     def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> np.ndarray:
         """`[length, *inner_shape]` of the fill value."""
@@ -61,6 +63,10 @@ class Schema:
         for column in columns:
             if column.name in self.columns:
                 raise SchemaError(f"column {column.name!r} is declared twice")
+            if column.steady and (column.inner or not self.columns):
+                raise SchemaError(
+                    f"column {column.name!r} is declared steady: it is the first, or has inner dimensions"
+                )
             self.columns[column.name] = column
         declaration = msgspec.msgpack.encode([msgspec.structs.astuple(c) for c in self.columns.values()])
         self.fingerprint = f"{zlib.crc32(declaration):08x}"
@@ -72,23 +78,23 @@ class Schema:
 SCHEMA = Schema(
     [
         Column("token_ids", ("int32",), 0),
-        Column("loss_mask", ("bool",), False),
+        Column("loss_mask", ("bool",), False, steady=True),
         # Log-prob under the policy that sampled the token, after temperature: what was really sampled from.
         Column("rollout_logprobs", ("float32",), 0.0),
-        Column("policy_version", ("int32",), UNSAMPLED_VERSION),
+        Column("policy_version", ("int32",), UNSAMPLED_VERSION, steady=True),
         # Turn that sampled the token; -1 where not sampled.
-        Column("turn", ("int32",), -1),
-        Column("rewards", ("float32",), 0.0),
+        Column("turn", ("int32",), -1, steady=True),
+        Column("rewards", ("float32",), 0.0, steady=True),
         # The next four are added by the learner.
-        Column("advantages", ("float32",), 0.0, optional=True),
+        Column("advantages", ("float32",), 0.0, optional=True, steady=True),
         # What the token's terms of the loss are multiplied by: 1 / the denominator of `algorithm.reduction`.
-        Column("loss_weights", ("float32",), 0.0, optional=True),
+        Column("loss_weights", ("float32",), 0.0, optional=True, steady=True),
         # Log-probs of the learner before the step's first update, and of the frozen reference model.
         Column("old_logprobs", ("float32",), 0.0, optional=True),
         Column("reference_logprobs", ("float32",), 0.0, optional=True),
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
         Column("routed_experts", ("uint8", "uint16"), "arange", inner=("layers", "top_k"), optional=True),
-        Column("routing_recorded", ("bool",), False, optional=True),
+        Column("routing_recorded", ("bool",), False, optional=True, steady=True),
     ]
 )
 

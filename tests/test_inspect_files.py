@@ -37,14 +37,15 @@ def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
     assert "OFFER session=s1" in inspect("offer", root=tmp_path, monkeypatch=monkeypatch)
 
 
-def test_runs_in_the_header_are_counted(tmp_path, monkeypatch) -> None:
+def test_columns_that_travel_together_are_one_frame(tmp_path, monkeypatch) -> None:
     trajectory = made(0)
     trajectory.samples[0].table = TokenTable.of_tokens(np.arange(500))
     trajectory.turns = []
     append(tmp_path / "message", encode_trajectory(trajectory), fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
-    for column in ("loss_mask bool", "turn int32", "rewards float32"):
-        assert f"{column} [500] of sample g00000000e0000s0, as 1 runs" in text
+    together = "loss_mask bool, policy_version int32, turn int32, rewards float32 of sample g00000000e0000s0, packed"
+    (line,) = [line for line in text.splitlines() if together in line]
+    assert int(line.split()[2]) < 100  # bytes, of 6500
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "extra", "header"])
@@ -62,7 +63,7 @@ def test_a_broken_message_shows_its_frames_and_what_is_wrong(tmp_path, monkeypat
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch, code=2)
     expected = {
         "flipped": "wrong: the frames have",
-        "missing": "missing        routing_recorded",
+        "missing": "missing        loss_mask bool, policy_version int32",
         "extra": "described nowhere",
         "header": "not a header",
     }

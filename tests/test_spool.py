@@ -19,8 +19,8 @@ from r3async.buffer import spool as spool_module
 from r3async.buffer import spool_file
 from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
-from r3async.records import Trajectory
-from r3async.transport import Ledger, Refuse, wire
+from r3async.records import SCHEMA, Trajectory
+from r3async.transport import Ledger, Refuse, encode_trajectory, wire
 from tests.helpers_transport import (
     LIMIT,
     SLOW,
@@ -89,9 +89,9 @@ async def test_what_is_spilled_is_mapped_and_survives_its_file(tmp_path):
     (kept,) = await put_all(spool, [sent], spill=True)
     assert kept.trajectory == sent
     table = kept.trajectory.samples[0].table
-    raw = ("token_ids", "rollout_logprobs", "routed_experts")
-    assert all(table[name].flags.aligned and not table[name].flags.writeable for name in raw)
-    assert kept.nbytes == memory_size(sent) - sum(table[name].nbytes for name in raw)
+    assert all(a.flags.aligned and not a.flags.writeable for _, a in table.items())
+    unpacked = sum(a.nbytes for n, a in table.items() if SCHEMA.columns[n].steady)
+    assert kept.nbytes == len(encode_trajectory(sent)[0]) + unpacked
     await spool.commit([sent.group_index])
     assert list(tmp_path.iterdir()) == []
     assert spool.nbytes == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.transport import Ledger, wire
-from r3async.transport.credit import CreditPool, Offered
+from r3async.transport.credit import MAX_OFFERS, CreditPool, Offered
 from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
 from tests.helpers_transport import make_trajectory
 
@@ -32,12 +32,15 @@ def test_credit_pool_keeps_its_bound_and_never_sticks(data):
         action = data.draw(st.sampled_from(["offer", "offer", "arrive", "release", "drop", "withdraw"]))
         if action in ("offer", "withdraw"):
             mine = {m: n for (s, m), n in sizes.items() if s == sender}
-            if action == "offer":
-                mine[f"m{next(numbers)}"] = data.draw(st.integers(0, 160))
-            elif mine:
+            new = {f"m{next(numbers)}": data.draw(st.integers(0, 160))} if action == "offer" else {}
+            if action == "withdraw" and mine:
                 mine.pop(data.draw(st.sampled_from(sorted(mine))))
+            mine |= new
             sizes = {k: n for k, n in sizes.items() if k[0] != sender} | {(sender, m): n for m, n in mine.items()}
-            pool.offer(sender, offered(mine))
+            if new and data.draw(st.booleans()):
+                pool.offer(sender, offered(new), more=True)
+            else:
+                pool.offer(sender, offered(mine))
         elif action == "arrive" and granted:
             assert pool.arrive(sender, granted[0]) == sizes[sender, granted[0]]
             held[granted[0]] = sizes.pop((sender, granted[0]))
@@ -48,7 +51,10 @@ def test_credit_pool_keeps_its_bound_and_never_sticks(data):
         elif action == "drop":
             pool.drop(sender)
             sizes = {k: n for k, n in sizes.items() if k[0] != sender}
-        pool.grant()
+        before = {s: set(pool.granted(s)) for s in (b"a", b"b", b"c")}
+        new_grants = pool.grant()
+        assert all(len(set(ids)) == len(ids) for ids in new_grants.values())
+        assert {s: set(pool.granted(s)) - before[s] for s in before} == {s: set(new_grants.get(s, ())) for s in before}
         given_out = [n for (s, m), n in sizes.items() if m in pool.granted(s)]
         assert pool.held == sum(held.values())
         assert pool.reserved == sum(given_out)
@@ -92,7 +98,10 @@ def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(
             key = unsent.pop()
             sender = sender_of[key]
             offers[sender][f"{key[0]}-{key[1]}"] = Offered(key[0], todo[key])
-            pool.offer(sender, offers[sender])
+            if chance.random() < 0.5:
+                pool.offer(sender, {f"{key[0]}-{key[1]}": Offered(key[0], todo[key])}, more=True)
+            else:
+                pool.offer(sender, offers[sender])
         elif action == "arrive":
             sender, message = chance.choice(granted)
             assert pool.arrive(sender, message) is not None
@@ -114,10 +123,10 @@ def test_without_the_window_later_groups_hold_all_the_credit_for_ever():
     for window in (0, 1):
         pool = CreditPool(100, window)
         pool.offer(b"a", {"later": Offered(1, 100)})
-        assert pool.grant() == [b"a"]
+        assert pool.grant() == {b"a": ["later"]}
         assert pool.arrive(b"a", "later") == 100
         pool.offer(b"b", {"oldest": Offered(0, 60)})
-        assert pool.grant() == [b"b"] * window
+        assert pool.grant() == ({b"b": ["oldest"]} if window else {})
 
 
 def test_older_groups_are_granted_first_and_nothing_overtakes_a_large_message():
@@ -127,12 +136,12 @@ def test_older_groups_are_granted_first_and_nothing_overtakes_a_large_message():
     pool.arrive(b"x", "held")
     pool.offer(b"a", {"small": Offered(9, 20), "large": Offered(5, 100)})
     pool.offer(b"b", {"older": Offered(4, 15)})
-    assert pool.grant() == []
+    assert pool.grant() == {}
     pool.release("held")
-    assert pool.grant() == [b"b"]
+    assert pool.grant() == {b"b": ["older"]}
     pool.arrive(b"b", "older")
     pool.release("older")
-    assert pool.grant() == [b"a"]
+    assert pool.grant() == {b"a": ["large"]}
     assert pool.granted(b"a") == ["large"]
 
 
@@ -151,7 +160,7 @@ def test_without_room_elsewhere_only_the_next_step_is_granted():
 def test_credit_pool_refuses_what_was_not_granted():
     pool = CreditPool(100)
     pool.offer(b"a", offered({"x": 60, "y": 60}))
-    assert pool.grant() == [b"a"]
+    assert pool.grant() == {b"a": ["x"]}
     assert pool.granted(b"a") == ["x"]
     assert pool.arrive(b"a", "y") is None
     assert pool.arrive(b"b", "x") is None
@@ -166,7 +175,7 @@ def test_credit_pool_does_not_grow_with_offers_that_come_and_go():
     pool.grant()
     for i in range(10_000):
         pool.offer(b"b", offered({f"m{i}": 100}))
-        assert pool.grant() == []
+        assert pool.grant() == {}
     assert len(pool._queue) < 100
     # A message that is offered anew in another group waits in that group's place, not in its old one.
     pool.offer(b"b", {})
@@ -176,6 +185,17 @@ def test_credit_pool_does_not_grow_with_offers_that_come_and_go():
     pool.drop(b"a")
     pool.grant()
     assert pool.granted(b"b") == ["other"]
+
+
+def test_a_sender_that_only_offers_more_takes_a_bounded_place():
+    pool = CreditPool(100)
+    for i in range(3 * MAX_OFFERS):
+        pool.offer(b"a", offered({f"m{i}": 200}), more=True)
+        pool.grant()
+    assert pool.waiting + len(pool.granted(b"a")) == MAX_OFFERS
+    pool.offer(b"a", offered({f"m{MAX_OFFERS + 1}": 10}))  # what was ignored is listed again by an offer of all
+    pool.grant()
+    assert pool.granted(b"a") == [f"m{MAX_OFFERS + 1}"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -240,6 +260,43 @@ def test_a_later_offer_repeats_what_an_earlier_one_listed():
     assert {p.trajectory_id for p in outbox.offers()} == set(second) - {"new0"}
     outbox.reset()  # Grants belong to a session.
     assert {p.trajectory_id for p in outbox.offers()} == set(second[:OFFERED_AT_ONCE])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_what_was_offered_more_by_more_is_what_an_offer_of_all_would_list(data):
+    """The receiver's view, built from offers of more, has the 64 oldest groups whatever was added, sent and withdrawn."""
+    outbox = Outbox()
+    view: dict[str, int] = {}
+    numbers = itertools.count()
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["add", "add", "send", "damaged", "withdraw", "reset"]))
+        if action == "add":
+            for group in data.draw(st.lists(st.integers(0, 300), max_size=120)):
+                outbox.add(Pending(make_trajectory(0), wire.Parcel(f"t{next(numbers)}", group, 1), []))
+        elif action == "send":
+            for name in sorted(view, key=lambda n: (view[n], n))[: data.draw(st.integers(0, 80))]:
+                outbox.mark_sent(name, 0.0)
+                del view[name]
+        elif action == "damaged" and outbox.flying:
+            outbox.again(next(iter(outbox.flying)), 8, 0.0)
+        elif outbox.waiting:
+            if action == "withdraw":
+                outbox.withdraw(next(iter(outbox.waiting)))
+            elif action == "reset":
+                outbox.reset()
+            view = {p.trajectory_id: p.group_index for p in outbox.offers()}
+        more = outbox.more()
+        assert not {p.trajectory_id for p in more} & set(view)
+        view |= {p.trajectory_id: p.group_index for p in more}
+        waiting = sorted(p.parcel.group_index for p in outbox.waiting.values())
+        assert set(view) <= set(outbox.waiting)
+        assert len(view) <= wire.MAX_PARCELS
+        if len(view) < wire.MAX_PARCELS:
+            assert sorted(view.values())[:OFFERED_AT_ONCE] == waiting[:OFFERED_AT_ONCE]
+        assert not outbox.more()
+        if not data.draw(st.integers(0, 4)):
+            view = {p.trajectory_id: p.group_index for p in outbox.offers()}
 
 
 def test_an_offer_as_long_as_it_can_be_is_a_message_that_can_be_read():

@@ -6,6 +6,7 @@ import contextlib
 import math
 from typing import Any
 
+import lz4.block
 import msgspec
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajecto
 from r3async.transport import codec, wire
 from r3async.transport.wire import Header, WireError, decode_control, decode_trajectory, encode_trajectory
 
+RAW = [n for n, c in SCHEMA.columns.items() if not c.steady]
+STEADY = [n for n, c in SCHEMA.columns.items() if c.steady]
+FRAMES = len(RAW) + 1
+"""Of a table with all columns: the raw ones, and the packed."""
 FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -84,7 +89,7 @@ def test_round_trip(lengths, inner, optional, wide, name, preview, numbers):
     group, seed, when = numbers
     sent = make_trajectory(name, tables, group_index=group, task_seed=seed, preview=preview, finished_at=when)
     frames = encode_trajectory(sent)
-    assert len(frames) == 1 + sum(len(list(t)) for t in tables)
+    assert len(frames) == 1 + sum(1 + sum(n in RAW for n in t) for t in tables)
     for received in (decode_trajectory(frames), decode_trajectory(as_bytes(frames))):
         assert received == sent
         for a, b in zip(sent.samples, received.samples, strict=True):
@@ -130,38 +135,89 @@ def runny_table(length: int, turns: int = 3) -> TokenTable:
     )
 
 
-def test_columns_that_are_nearly_constant_travel_as_runs():
+def test_columns_that_are_steady_travel_packed_in_one_frame_a_row():
     tables = [runny_table(n) for n in (600, 400, 2000)]
     sent = make_trajectory(tables=tables)
     frames = encode_trajectory(sent)
-    raw = ("token_ids", "rollout_logprobs", "routed_experts")
-    assert [len(f) for f in frames[1:]] == [t[name].nbytes for t in tables for name in raw]
+    assert len(frames) == 1 + len(tables) * FRAMES
+    for i, table in enumerate(tables):
+        *raw, packed = frames[1 + i * FRAMES : 1 + (i + 1) * FRAMES]
+        assert [len(f) for f in raw] == [table[name].nbytes for name in RAW]
+        assert len(packed) * 12 < sum(table[name].nbytes for name in STEADY)
     assert len(frames[0]) < 3000
     received = decode_trajectory(as_bytes(frames))
     assert received == sent
     for a, b in zip(sent.samples, received.samples, strict=True):
         assert {n: c.dtype for n, c in a.table.items()} == {n: c.dtype for n, c in b.table.items()}
-        assert not any(c.flags.writeable for _, c in b.table.items())
-    assert wire.decoded_bytes(frames, received) == len(frames[0]) + sum(t.nbytes for t in tables)
+        assert not any(c.flags.writeable or not c.flags.aligned for _, c in b.table.items())
+    packed = sum(len(f) for f in frames[FRAMES::FRAMES])
+    assert wire.decoded_bytes(frames, received) == len(frames[0]) + packed + sum(t.nbytes for t in tables)
 
 
 @FAST
 @given(
-    values=st.lists(st.sampled_from([0.0, -0.0, math.nan, -math.inf, 1.5]), min_size=1, max_size=6),
-    lengths=st.data(),
-    dtype=st.sampled_from(["float32", "float16", "int32", "uint8", "bool", ">i4"]),
+    dtypes=st.lists(st.sampled_from(["float32", "float16", "int32", "uint8", "bool", ">i4", "int64"]), max_size=6),
+    rows=st.integers(0, 300),
+    seed=st.integers(0, 99),
+    steady=st.booleans(),
 )
-def test_runs_come_back_bit_by_bit(values, lengths, dtype):
-    counts = [lengths.draw(st.integers(1, 60)) for _ in values]
-    with np.errstate(invalid="ignore"):
-        array = np.repeat(np.array(values, np.float32).astype(dtype), counts)
-    runs = codec.to_runs(array)
-    if runs is None:
-        assert len(array) < len(values) * 8 * codec.WORTH
-        return
-    assert len(runs) * codec.WORTH <= array.nbytes
-    back = codec.from_runs(runs, np.dtype(dtype).newbyteorder("="), len(array), "c")
-    assert back.tobytes() == array.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
+    chance = np.random.default_rng(seed)
+    columns = []
+    for i, name in enumerate(dtypes):
+        dtype = np.dtype(name)
+        if dtype.kind == "b":
+            array = chance.integers(0, 2, rows).astype(bool)
+        else:  # any bits, those of every NaN and of both zeros among them
+            array = np.frombuffer(chance.bytes(rows * dtype.itemsize), dtype)
+        columns.append((f"c{i}", np.sort(array) if steady else array))
+    packed = codec.pack(columns)
+    back = codec.unpack(memoryview(packed), [(n, codec.little_endian(a.dtype)) for n, a in columns], rows)
+    assert set(back) == {n for n, _ in columns}
+    for name, array in columns:
+        assert back[name].tobytes() == array.astype(codec.little_endian(array.dtype)).tobytes()
+        assert not back[name].flags.writeable
+        assert back[name].flags.aligned
+
+
+@FAST
+@given(data=st.binary(max_size=200), rows=st.integers(0, 60))
+def test_no_bytes_unpack_to_anything_but_so_many_rows(data, rows):
+    columns = [("a", np.dtype("<i4")), ("b", np.dtype(bool))]
+    with contextlib.suppress(WireError):
+        assert {n: len(a) for n, a in codec.unpack(memoryview(data), columns, rows).items()} == {"a": rows, "b": rows}
+
+
+def test_packed_columns_can_not_grow_beyond_what_arrived():
+    """A few bytes that claim sixteen million rows are refused before anything is allocated."""
+    frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
+    names = list(SCHEMA.columns)
+    turn, mask = names.index("turn"), names.index("loss_mask")
+
+    def packed(columns: dict[str, np.ndarray]) -> list[bytes]:
+        return [*frames[:-1], codec.pack(list(columns.items()))]
+
+    table = {n: a for n, a in runny_table(100).items() if n in STEADY}
+    longer = {n: np.resize(a, 100_000) for n, a in table.items()}
+    not_bool = {**table, "loss_mask": np.full(100, 2, np.uint8).view(bool)}
+    cases = [
+        (frames, edit(*TABLE, turn, value=["turn", "int32", [2**24]]), "'turn' has 16777216 rows, expected 100"),
+        (frames, edit(*TABLE, value=[["turn", "int32", [2**24]]]), "'turn' has 16777216 rows, expected 0"),
+        (frames, edit(*TABLE, turn, value=["turn", "int32", [100, 1]]), "2 dimensions, not 1"),
+        (frames, edit(*TABLE, mask, value=["turn", "int32", [100]]), "column comes twice"),
+        (packed(longer), lambda b: b, "a packed block of .* bytes: Decompression failed"),
+        (packed({n: a[:50] for n, a in table.items()}), lambda b: b, "has 1100 bytes, expected 2200"),
+        ([*frames[:-1], b""], lambda b: b, "a packed block of 0 bytes"),
+        ([*frames[:-1], b"\xff" * 90], lambda b: b, "a packed block of 90 bytes: Decompression failed"),
+    ]
+    for sent, change, reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(forge(sent, change))
+    with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
+        packed(not_bool)
+    block = b"".join(a.tobytes() for a in sorted(not_bool.values(), key=lambda a: -a.itemsize))
+    with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
+        decode_trajectory(forge([*frames[:-1], lz4.block.compress(block, store_size=False)], lambda b: b))
 
 
 def test_many_rows_of_one_episode():
@@ -169,25 +225,6 @@ def test_many_rows_of_one_episode():
     tables = [runny_table(n) for n in range(20, 420)]
     sent = make_trajectory(tables=tables, turns=[Turn(i, i, 1, 9, 0.5, "eos") for i in range(len(tables))])
     assert decode_trajectory(as_bytes(encode_trajectory(sent))) == sent
-
-
-def test_runs_can_not_grow_beyond_what_arrived():
-    """A few bytes that claim sixteen million rows are refused before anything is allocated."""
-    frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
-    huge = np.array([2**24], "<u4").tobytes() + b"\0\0\0\0"
-    layout = ["turn", "int32", [2**24], huge]
-    cases = [
-        (edit(*TABLE, 4, value=layout), "runs of 16777216 rows, expected 100"),
-        (edit(*TABLE, 4, value=["turn", "int32", [100], huge]), "have 16777216 rows, expected 100"),
-        (edit(*TABLE, 0, value=layout), "runs of 16777216 rows, expected 0"),
-        (edit(*TABLE, 4, value=["turn", "int32", [100], huge + b"x"]), "no whole number"),
-        (edit(*TABLE, 4, value=["turn", "int32", [100], b""]), "have 0 rows"),
-        (edit(*TABLE, 1, value=["loss_mask", "bool", [100], b"d\0\0\0\2"]), "neither 0 nor 1"),
-        (edit(*TABLE, ROUTES, value=["routed_experts", "uint8", [100, 4, 2], b"d\0\0\0\2"]), "more than one value"),
-    ]
-    for change, reason in cases:
-        with pytest.raises(WireError, match=reason):
-            decode_trajectory(forge(frames, change))
 
 
 @FAST
@@ -209,15 +246,23 @@ def test_the_checksum_of_a_large_frame_sees_every_small_change(data, length, see
 def test_payload_is_raw_and_not_copied():
     sent = make_trajectory(tables=[make_table(0, 1000, 8)])
     frames = encode_trajectory(sent)
-    arrays = [array for _, array in sent.samples[0].table.items()]
+    arrays = [sent.samples[0].table[name] for name in RAW]
     assert len(frames[0]) < 2000
-    assert [len(f) for f in frames[1:]] == [a.nbytes for a in arrays]
-    for array, frame in zip(arrays, frames[1:], strict=True):
+    assert [len(f) for f in frames[1:-1]] == [a.nbytes for a in arrays]
+    for array, frame in zip(arrays, frames[1:-1], strict=True):
         assert np.shares_memory(array, np.frombuffer(frame, np.uint8))
     received = decode_trajectory(frames)
-    for array, (_, other) in zip(arrays, received.samples[0].table.items(), strict=True):
-        assert np.shares_memory(array, other)
+    for array, name in zip(arrays, RAW, strict=True):
+        assert np.shares_memory(array, received.samples[0].table[name])
         assert not decode_trajectory(as_bytes(frames)).samples[0].table["token_ids"].flags.writeable
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_what_does_not_get_smaller_is_never_more_than_was_offered(rows):
+    """A learner rejects what is larger on the wire than what was granted for it."""
+    sent = make_trajectory(tables=[make_table(5, rows, optional=False)], turns=[])
+    frames = encode_trajectory(sent)
+    assert sum(len(f) for f in frames) <= wire.decoded_bytes(frames, sent)
 
 
 def test_frames_of_zeromq_and_odd_addresses():
@@ -261,12 +306,11 @@ def edit(*path: Any, value: Any) -> Any:
     return change
 
 
-COLUMNS = len(SCHEMA.columns)
 ROUTES = list(SCHEMA.columns).index("routed_experts")
 TABLE = ("samples", 0, "table")
 FORGED = {
     "unknown column": (edit(*TABLE, 0, 0, value="surprise"), "unknown column 'surprise'"),
-    "column twice": (edit(*TABLE, 4, 0, value="token_ids"), "'token_ids' comes twice"),
+    "column twice": (edit(*TABLE, 2, value=["token_ids", "int32", [7]]), "a column comes twice"),
     "other dtype": (edit(*TABLE, 0, 1, value="float32"), "dtype 'float32', expected int32"),
     "object dtype": (edit(*TABLE, 0, 1, value="object"), "dtype 'object', expected int32"),
     "other length": (edit(*TABLE, 0, 2, value=[6]), "takes 24 bytes, its frame has 28"),
@@ -279,7 +323,7 @@ FORGED = {
     "a column too many": (edit("samples", 1, "table", value=[]), "column 'token_ids' is missing"),
     "a missing sample": (
         lambda b: b | {"samples": b["samples"][:1], "turns": []},
-        f"{2 * COLUMNS} column frames.*describes {COLUMNS}",
+        f"{2 * FRAMES} column frames.*describes {FRAMES}",
     ),
     "a table of text": (edit(*TABLE, value="rows"), r"got `str` .*at `\$.samples\[0\].table"),
     "text for a reward": (edit("turns", 0, "reward", value="0.5"), r"`\$.turns\[0\].reward"),
@@ -315,7 +359,6 @@ def test_refused_body(case):
 def test_refused_frames():
     frames = as_bytes(encode_trajectory(make_trajectory()))
     flipped = bytes([frames[1][0] ^ 1]) + frames[1][1:]
-    not_bool = b"\x02" + frames[2][1:]
     cases = [
         ([], "at least a header"),
         ([b"\xc1\x00"], "malformed header"),
@@ -323,13 +366,13 @@ def test_refused_frames():
         ([frames[0][:-3], *frames[1:]], "malformed header"),
         ([frames[0] + b"zz", *frames[1:]], "malformed header"),
         ([b"\x00" * (wire.MAX_HEADER + 1), *frames[1:]], "more than 4194304"),
-        (frames[:-1], f"only {2 * COLUMNS - 1} column frames, no frame for column 'routing_recorded'"),
-        ([*frames, b"x"], f"{2 * COLUMNS + 1} column frames, but the header describes {2 * COLUMNS}"),
+        (frames[:-1], f"only {2 * FRAMES - 1} column frames, no frame for the packed columns"),
+        (frames[:2], "only 1 column frames, no frame for column 'rollout_logprobs'"),
+        ([*frames, b"x"], f"{2 * FRAMES + 1} column frames, but the header describes {2 * FRAMES}"),
         ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
         ([frames[0], flipped, *frames[2:]], "checksum"),
-        (forge([*frames[:2], not_bool, *frames[3:]], lambda b: b), "'loss_mask' of sample 0 has a byte"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x03", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 3"),
+        ([frames[0].replace(b"\xa4wire\x04", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 4"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]

@@ -10,7 +10,7 @@ import msgspec
 
 from r3async.buffer.spool_file import MAGIC, Torn, map_file, read_records
 from r3async.records import SCHEMA
-from r3async.transport.codec import LENGTH, checksum
+from r3async.transport.codec import checksum
 from r3async.transport.wire import WIRE_VERSION, Frame, WireError, decode_control, decode_trajectory
 from tools.inspect_run import InspectError
 
@@ -47,7 +47,7 @@ def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tupl
 
 
 def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
-    """A line for each frame, and for each column that is in the header; and what is wrong with the message, or ""."""
+    """A line for each frame; and what is wrong with the message, or ""."""
     lines, rest = [], list(frames)
     if rest and (control := _control(rest[0])):
         lines.append(_line(0, rest[0], control))
@@ -57,15 +57,13 @@ def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
     first = len(lines)
     try:
         header = msgspec.msgpack.decode(rest[0])
-        described, columns = _trajectory(header, rest)
+        described, framed = _trajectory(header, rest)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, UnicodeDecodeError) as error:
-        described, columns = "not a header that this release can read", []
+        described, framed = "not a header that this release can read", []
         problem = f"frame {first}: {error!r}"
     else:
         problem = ""
     lines.append(_line(first, rest[0], described))
-    framed = [text for kind, text in columns if kind == "frame"]
-    lines += [f"  in the header  {text}" for kind, text in columns if kind == "runs"]
     for number, frame in enumerate(rest[1:]):
         lines.append(_line(first + 1 + number, frame, framed[number] if number < len(framed) else "described nowhere"))
     lines += [f"  missing        {text}" for text in framed[len(rest) - 1 :]]
@@ -89,8 +87,8 @@ def _line(number: int, frame: Frame, text: str) -> str:
     return f"  frame {number:<3} {memoryview(frame).nbytes:>12,} bytes  {text}"
 
 
-def _trajectory(header: dict[str, Any], frames: Sequence[Frame]) -> tuple[str, list[tuple[str, str]]]:
-    """The header in words; and of each column, in the order of the layouts, `("frame" | "runs", words)`."""
+def _trajectory(header: dict[str, Any], frames: Sequence[Frame]) -> tuple[str, list[str]]:
+    """The header in words; and each frame that should follow."""
     body = msgspec.msgpack.decode(frames[0], type=_Signed).body
     found = checksum([body, *frames[1:]])
     right = "right" if found == header["crc32"] else f"wrong: the frames have {found:08x}"
@@ -100,16 +98,17 @@ def _trajectory(header: dict[str, Any], frames: Sequence[Frame]) -> tuple[str, l
         f"trajectory {header['body']['trajectory_id']}: wire {header['wire']}{wire}, schema {header['schema']} ({schema}), "
         f"checksum {header['crc32']:08x} ({right})"
     )
-    columns = []
+    framed = []
     for sample in header["body"]["samples"]:
-        for name, dtype, shape, *runs in sample["table"]:
-            text = f"{name} {dtype} {list(shape)} of sample {sample['sample_id']}"
-            if runs and runs[0] is not None:
-                width = LENGTH.itemsize + {"bool": 1, "uint8": 1, "uint16": 2}.get(dtype, 4)
-                columns.append(("runs", f"{text}, as {len(runs[0]) // width} runs"))
+        packed = []
+        for name, dtype, shape in sample["table"]:
+            if name in SCHEMA.columns and SCHEMA.columns[name].steady:
+                packed.append(f"{name} {dtype}")
             else:
-                columns.append(("frame", text))
-    return described, columns
+                framed.append(f"{name} {dtype} {list(shape)} of sample {sample['sample_id']}")
+        if packed:
+            framed.append(f"{', '.join(packed)} of sample {sample['sample_id']}, packed")
+    return described, framed
 
 
 class _Signed(msgspec.Struct):

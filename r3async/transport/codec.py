@@ -1,21 +1,17 @@
-"""Columns that are nearly constant, as runs of equal values; and the checksum. Pure.
+"""How columns become bytes: raw, or packed together where they are nearly constant; and the checksum. Pure.
 
-Runs are `n` lengths (uint32) and then `n` values (the column's dtype), little-endian. Values are compared by their bits, so
-every NaN and the sign of zero come back as they were.
+Bytes are little-endian. Packed columns come back bit by bit: they are compressed (LZ4), never rounded.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import lz4.block
 import numpy as np
-
-WORTH = 4
-"""A column becomes runs if that takes at most a fourth of its bytes. Log-probs of a sample that is mostly sampled never
-do, so they are not copied; it costs one pass over one value a token to find out."""
-LENGTH = np.dtype("<u4")
 
 LANES = 1021
 """A prime, so that blocks of a disk or a network that change places do not stay in their lanes."""
@@ -27,41 +23,63 @@ class WireError(ValueError):
     """Bytes (or a trajectory to be encoded) that do not fit the wire format; the message says where and why."""
 
 
+@functools.cache
+def little_endian(dtype: str | np.dtype) -> np.dtype:
+    """NumPy makes one anew each time, which takes as long as reading a column."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
 def raw_bytes(array: np.ndarray) -> memoryview:
     """The array as little-endian bytes, without a copy if it is that already."""
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8).data
+    return _little(array).reshape(-1).view(np.uint8).data
 
 
-def to_runs(array: np.ndarray) -> bytes | None:
-    """`array [T]` as runs; None if it has more dimensions, is empty, or is not worth it."""
-    if array.ndim != 1 or not len(array):
-        return None
-    bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-    changes = (bits[1:] != bits[:-1]).nonzero()[0]
-    if (len(changes) + 1) * (LENGTH.itemsize + array.dtype.itemsize) * WORTH > array.nbytes:
-        return None
-    edges = np.empty(len(changes) + 2, np.int64)
-    edges[0], edges[1:-1], edges[-1] = 0, changes + 1, len(array)
-    lengths = (edges[1:] - edges[:-1]).astype(LENGTH)
-    return lengths.tobytes() + bytes(raw_bytes(array[edges[:-1]]))
+def pack(columns: Sequence[tuple[str, np.ndarray]]) -> bytes:
+    """Columns of one table, by name, as one block. Raises `WireError` for a bool that is neither 0 nor 1."""
+    columns = sorted(columns, key=lambda column: _place(column[1].dtype))
+    block = b"".join([_little(array).data for _, array in columns])
+    _check_bools(np.frombuffer(block, np.uint8), [(name, array.dtype) for name, array in columns])
+    return lz4.block.compress(block, store_size=False) if block else b""
 
 
-def from_runs(runs: bytes, dtype: np.dtype, rows: int, column: str) -> np.ndarray:
-    """`[rows]`, read-only. Raises `WireError` if the runs are not of exactly so many rows."""
-    count, rest = divmod(len(runs), LENGTH.itemsize + dtype.itemsize)
-    if rest:
-        raise WireError(f"the runs of column {column!r} take {len(runs)} bytes, which is no whole number of them")
-    lengths = np.frombuffer(runs, LENGTH, count)
-    total = int(lengths.sum(dtype=np.uint64))
-    if total != rows:
-        raise WireError(f"the runs of column {column!r} have {total} rows, expected {rows}")
-    values = np.frombuffer(runs, dtype.newbyteorder("<"), count, count * LENGTH.itemsize)
-    if dtype.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
-        raise WireError(f"the runs of bool column {column!r} have a byte that is neither 0 nor 1")
-    array = np.repeat(values, lengths)
-    array.flags.writeable = False
-    return array
+def unpack(block: memoryview, columns: Sequence[tuple[str, np.dtype]], rows: int) -> dict[str, np.ndarray]:
+    """The columns, by name, each `[rows]`, read-only and aligned.
+
+    Nothing larger than they are is ever allocated. Raises `WireError` for a block that does not hold exactly that.
+    """
+    size = rows * sum(dtype.itemsize for _, dtype in columns)
+    try:
+        data = lz4.block.decompress(block, uncompressed_size=size) if size else bytes(block)
+    except (lz4.block.LZ4BlockError, ValueError) as error:
+        raise WireError(f"a packed block of {len(block)} bytes: {error}") from error
+    if len(data) != size:
+        raise WireError(f"a packed block has {len(data)} bytes, expected {size}")
+    columns = sorted(columns, key=lambda column: _place(column[1]))
+    _check_bools(np.frombuffer(data, np.uint8), columns)
+    arrays, at = {}, 0
+    for name, dtype in columns:
+        arrays[name] = np.frombuffer(data, little_endian(dtype), rows, at)
+        at += arrays[name].nbytes
+    return arrays
+
+
+def _place(dtype: np.dtype) -> tuple[int, bool]:
+    """Wide columns first, so that each is aligned; bools last, so that they are checked together."""
+    return -dtype.itemsize, dtype.kind == "b"
+
+
+def _check_bools(block: np.ndarray, columns: Sequence[tuple[str, np.dtype]]) -> None:
+    bools = [name for name, dtype in columns if dtype.kind == "b"]
+    rows = len(block) // max(1, sum(dtype.itemsize for _, dtype in columns))
+    values = block[len(block) - rows * len(bools) :]
+    if bools and values.max(initial=0) > 1:
+        wrong = bools[int((values > 1).argmax()) // rows]
+        raise WireError(f"bool column {wrong!r} has a byte that is neither 0 nor 1")
+
+
+def _little(array: np.ndarray) -> np.ndarray:
+    """C-contiguous and little-endian."""
+    return np.ascontiguousarray(array, dtype=little_endian(array.dtype))
 
 
 def checksum(buffers: Iterable[Any]) -> int:

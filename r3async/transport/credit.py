@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+MAX_OFFERS = 256
+"""Of one sender at a time, however often it offers more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offered:
@@ -64,14 +67,16 @@ class CreditPool:
         """Groups before `oldest` are consumed."""
         self.oldest = max(self.oldest, oldest)
 
-    def offer(self, sender: bytes, messages: Mapping[str, Offered]) -> None:
+    def offer(self, sender: bytes, messages: Mapping[str, Offered], *, more: bool = False) -> None:
         """All that `sender` wants to send, replacing its earlier offers. What it offered before keeps its place and its
-        grant; what it no longer offers, and has not arrived, loses both."""
+        grant; what it no longer offers, and has not arrived, loses both. If `more`, what it wants to send besides; beyond
+        `MAX_OFFERS` in all that is ignored, until it is among those of an offer of all."""
         offers = self._offers.setdefault(sender, {})
-        for message in offers.keys() - messages.keys():
-            self.cancel(sender, message)
+        if not more:
+            for message in offers.keys() - messages.keys():
+                self.cancel(sender, message)
         for message, offered in messages.items():
-            if message not in offers:
+            if message not in offers and not (more and len(offers) >= MAX_OFFERS):
                 offers[message] = offered
                 order = self._waiting[sender, message] = next(self._order)
                 heapq.heappush(self._queue, (offered.group_index, order, sender, message))
@@ -79,13 +84,13 @@ class CreditPool:
             self._queue = [entry for entry in self._queue if self._waiting.get(entry[2:]) == entry[1]]
             heapq.heapify(self._queue)
 
-    def grant(self, room: float = math.inf) -> list[bytes]:
-        """Reserve what the rule allows. Returns the senders that have a new grant.
+    def grant(self, room: float = math.inf) -> dict[bytes, list[str]]:
+        """Reserve what the rule allows. Returns what is granted now, by sender.
 
         `room`: bytes that may be reserved for messages outside of the window, because what arrives also has to go
         somewhere else (a disk).
         """
-        granted = []
+        granted: dict[bytes, list[str]] = {}
         self.short_of_room = False
         while self._queue:
             group_index, order, sender, message = self._queue[0]
@@ -98,9 +103,9 @@ class CreditPool:
                     break
                 del self._waiting[sender, message]
                 self.reserved += nbytes
-                granted.append(sender)
+                granted.setdefault(sender, []).append(message)
             heapq.heappop(self._queue)
-        return list(dict.fromkeys(granted))
+        return granted
 
     def granted(self, sender: bytes) -> list[str]:
         """Messages of `sender` that are granted and have not arrived."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,8 +37,11 @@ class Outbox:
     def __init__(self) -> None:
         self.waiting: dict[str, Pending] = {}
         self.flying: dict[str, Pending] = {}
-        self._offered: set[str] = set()
-        """Of those that wait: a grant may be on its way for each."""
+        self._offered: dict[str, int] = {}
+        """Of those that wait, with their groups: a grant may be on its way for each."""
+        # Entries of what was offered meanwhile, or does not wait any more, stay until they are on top.
+        self._unoffered: list[tuple[int, int, str]] = []
+        self._order = itertools.count()
         self._sent = 0
         self._last_acked = -1
         self._progress_at = -math.inf
@@ -55,27 +59,51 @@ class Outbox:
     def add(self, pending: Pending) -> None:
         assert pending.parcel.trajectory_id not in self
         self.waiting[pending.parcel.trajectory_id] = pending
+        self._note_unoffered(pending.parcel)
+
+    def _note_unoffered(self, parcel: Parcel) -> None:
+        heapq.heappush(self._unoffered, (parcel.group_index, next(self._order), parcel.trajectory_id))
 
     def withdraw(self, trajectory_id: str) -> None:
         """Give up a trajectory that was never sent. One that was sent may be accepted already, and stays."""
         pending = self.waiting.get(trajectory_id)
         if pending is not None and pending.order < 0:
             del self.waiting[trajectory_id]
-            self._offered.discard(trajectory_id)
+            self._offered.pop(trajectory_id, None)
 
     def offers(self) -> list[Parcel]:
-        """What to ask credit for: the oldest groups, so that one the learner waits for is never left out, and whatever was
-        offered before. An offer replaces the one before it, so to leave that out would withdraw a grant that is on its way."""
+        """All to ask credit for: the oldest groups, so that one the learner waits for is never left out, and whatever was
+        offered before. It replaces what was offered before, so to leave that out would withdraw a grant that is on its way."""
         oldest = heapq.nsmallest(OFFERED_AT_ONCE, self.waiting.values(), key=lambda p: p.parcel.group_index)
-        self._offered.update(p.parcel.trajectory_id for p in oldest)
         again = (p for name, p in self.waiting.items() if name in self._offered)
-        listed = heapq.nsmallest(MAX_PARCELS, again, key=lambda p: p.parcel.group_index)
-        self._offered = {p.parcel.trajectory_id for p in listed}
-        return [p.parcel for p in listed]
+        listed = heapq.nsmallest(
+            MAX_PARCELS, {p.parcel.trajectory_id: p.parcel for p in (*oldest, *again)}.values(), key=_group
+        )
+        self._offered = {p.trajectory_id: p.group_index for p in listed}
+        self._unoffered = []
+        for name, pending in self.waiting.items():
+            if name not in self._offered:
+                self._note_unoffered(pending.parcel)
+        return listed
+
+    def more(self) -> list[Parcel]:
+        """What to ask credit for besides: of what was not offered yet the oldest groups, while fewer than `OFFERED_AT_ONCE`
+        are offered, and any that is older than one of those. The work is of what is new, however much waits."""
+        new: list[Parcel] = []
+        while self._unoffered and len(self._offered) < MAX_PARCELS:
+            group, _, name = self._unoffered[0]
+            pending = self.waiting.get(name)
+            if pending is not None and name not in self._offered:
+                if len(self._offered) >= OFFERED_AT_ONCE and group >= max(self._offered.values()):
+                    break
+                self._offered[name] = group
+                new.append(pending.parcel)
+            heapq.heappop(self._unoffered)
+        return new
 
     def mark_sent(self, trajectory_id: str, now: float) -> None:
         pending = self.waiting.pop(trajectory_id)
-        self._offered.discard(trajectory_id)
+        self._offered.pop(trajectory_id, None)
         pending.sent_at, pending.order = now, self._sent
         self._sent += 1
         self.flying[trajectory_id] = pending
@@ -83,7 +111,7 @@ class Outbox:
     def settle(self, trajectory_id: str, now: float) -> Pending | None:
         """The receiver has answered for good. None if there is no such trajectory (an answer that came twice)."""
         pending = self.flying.pop(trajectory_id, None) or self.waiting.pop(trajectory_id, None)
-        self._offered.discard(trajectory_id)
+        self._offered.pop(trajectory_id, None)
         if pending is not None:
             self._last_acked = max(self._last_acked, pending.order)
             self._progress_at = now
@@ -99,6 +127,7 @@ class Outbox:
         self._progress_at = now
         if self.flying.pop(trajectory_id, None):  # or a new session has it wait already
             self.waiting = {trajectory_id: pending, **self.waiting}
+            self._note_unoffered(pending.parcel)
         return True
 
     def touch(self, trajectory_ids: Iterable[str], now: float) -> None:
@@ -122,5 +151,9 @@ class Outbox:
         count = len(self.flying)
         self.waiting = {**self.flying, **self.waiting}
         self.flying = {}
-        self._offered.clear()
+        self._offered = {}  # until all is offered anew: a session begins with that
         return count
+
+
+def _group(parcel: Parcel) -> int:
+    return parcel.group_index

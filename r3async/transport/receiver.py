@@ -129,6 +129,7 @@ class Receiver:
         self._acks: dict[bytes, list[str]] = {}
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
+        self._granting = False
         self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, store, self._answer)
         self._context: zmq.Context[Any] | None = None
         self._socket: LoopSocket | None = None
@@ -287,12 +288,16 @@ class Receiver:
                 # What is in hand already (its sender reconnected while it was being written) is answered when it is done.
                 if p.trajectory_id not in refused and p.trajectory_id not in self._intake
             },
+            more=offer.more,
         )
         if known:
             self._acknowledge_again(identity, *known)  # Without moving their payload again.
         for parcel in too_large:
             self._reject(identity, parcel.trajectory_id, f"{parcel.nbytes} bytes, more than {limit}")
-        self._grant(identity)
+        if offer.more:
+            self._grant()
+        else:
+            self._grant_now(identity)
 
     def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
         trajectory_id, group_index = message.trajectory_id, message.group_index
@@ -353,17 +358,24 @@ class Receiver:
         if self._on_reject is not None:
             self._on_reject(trajectory_id, reason)
 
-    def _grant(self, also: bytes | None = None) -> None:
-        """Tell senders what they may send: those with a new grant, and one that may have missed the last."""
+    def _grant(self) -> None:
+        """One GRANT to each sender for all that becomes possible in this round of the event loop."""
+        if not self._granting:
+            self._granting = True
+            asyncio.get_running_loop().call_soon(self._grant_now)
+
+    def _grant_now(self, also: bytes | None = None) -> None:
+        """Tell senders what they may send from now on; and one of them, that may have missed it, whatever it may."""
+        self._granting = False
         if self._store is None:
-            identities = self._pool.grant()
+            granted = self._pool.grant()
         else:
-            identities = self._pool.grant(self._store.room)
+            granted = self._pool.grant(self._store.room)
             self._store.note_waiting(self._pool.short_of_room)
-        if also is not None and also not in identities and self._pool.granted(also):
-            identities.append(also)
-        for identity in identities:
-            self._send(identity, Grant(self._peers[identity].session, self._pool.granted(identity)))
+        if also is not None and (all_of_it := self._pool.granted(also)):
+            granted[also] = all_of_it
+        for identity, ids in granted.items():
+            self._send(identity, Grant(self._peers[identity].session, ids))
 
     def _welcome(self, identity: bytes) -> None:
         in_hand = self._intake.of(identity)[:MAX_IN_HAND]
@@ -381,7 +393,7 @@ class Receiver:
                 self._drop(identity)
             else:
                 self._welcome(identity)
-        self._grant()
+        self._grant_now()
 
     def _send(self, identity: bytes, message: Message) -> None:
         """Every answer may be lost: heartbeats, new offers and resending make it good."""

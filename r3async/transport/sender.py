@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -17,14 +17,14 @@ from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.gate import Knock
 from r3async.transport.keys import ClientKeys, load_client
-from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
+from r3async.transport.outbox import Outbox, Pending
 from r3async.transport.sockets import (
-    TURN_SECONDS,
+    OFFLOAD_BYTES,
     LoopSocket,
     TransportError,
     TransportRefused,
+    Turns,
     close_context,
-    off_loop,
     open_socket,
 )
 from r3async.transport.wire import (
@@ -106,9 +106,10 @@ class Sender:
         self._error: TransportError | None = None
         self._session = ""
         self._welcomed = False
-        self._offering = False
+        self._offering: Literal["", "more", "all"] = ""
+        self._turns = Turns()
         self._encoding = asyncio.Lock()
-        self._turn_ends = 0.0
+        """One thread is enough: it keeps up with the connection."""
         self._heard_at = 0.0
         self._backoff = 1
         self._context: zmq.Context[Any] | None = None
@@ -145,11 +146,11 @@ class Sender:
         """
         self._raise_error()
         nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
-        async with self._encoding:  # many episodes may end at once: their encoding must not hold up the loop together
-            frames = await off_loop(nbytes, encode_trajectory, trajectory, self._schema)
-            if time.perf_counter() > self._turn_ends:
-                await asyncio.sleep(0)
-                self._turn_ends = time.perf_counter() + TURN_SECONDS
+        if nbytes <= OFFLOAD_BYTES:  # many episodes may end at once
+            frames = await self._turns.do(encode_trajectory, trajectory, self._schema)
+        else:
+            async with self._encoding:
+                frames = await asyncio.to_thread(encode_trajectory, trajectory, self._schema)
         self._raise_error()  # Things may have changed while it was encoded.
         nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id
@@ -169,7 +170,7 @@ class Sender:
         except asyncio.CancelledError:
             self._outbox.withdraw(name)
             self._note_settled()
-            self._offer()  # Or its credit would stay reserved until the next heartbeat.
+            self._offer(all_of_it=True)  # Or its credit would stay reserved until the next heartbeat.
             raise
 
     async def flush(self, timeout: float) -> int:
@@ -280,15 +281,13 @@ class Sender:
             elif isinstance(message, Welcome):
                 self.epoch, self._welcomed = message.epoch, True
                 self._outbox.touch(message.in_hand, self._clock())
-                self._offer()
+                self._offer(all_of_it=True)
             elif message.final:
                 self._fail(TransportRefused(f"{self.endpoint} refuses {message.reason}"))
             else:
                 self._connect()
 
     def _deliver(self, granted: Sequence[str]) -> None:
-        not_offered = len(self._outbox.waiting) > OFFERED_AT_ONCE
-        sent_before = self.sent
         for trajectory_id in granted:
             pending = self._outbox.waiting.get(trajectory_id)
             if pending is None:
@@ -300,20 +299,22 @@ class Sender:
             self.sent += 1
             if pending.handed_over is not None and not pending.handed_over.done():
                 pending.handed_over.set_result(None)
-        # Only then: an offer is answered by a grant, and the two must not go on for ever.
-        if not_offered and self.sent > sent_before:
-            self._offer()
+        self._offer()
 
-    def _offer(self) -> None:
-        """One OFFER for everything that changes in this round of the event loop."""
+    def _offer(self, *, all_of_it: bool = False) -> None:
+        """One OFFER for everything that changes in this round of the event loop: of what is new, or of all."""
         if not self._offering:
-            self._offering = True
             asyncio.get_running_loop().call_soon(self._offer_now)
+        self._offering = "all" if all_of_it else self._offering or "more"
 
     def _offer_now(self) -> None:
-        self._offering = False
-        if self._welcomed:
+        offering, self._offering = self._offering, ""
+        if not self._welcomed:
+            return
+        if offering == "all":
             self._say(Offer(self._session, self._outbox.offers()))
+        elif parcels := self._outbox.more():
+            self._say(Offer(self._session, parcels, more=True))
 
     def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
         return self._socket is not None and self._socket.send([encode_control(message), *frames]) == 0

@@ -1,14 +1,13 @@
 """What goes over the wire: trajectories as a header and raw frames, and the small control messages around them.
 
 A trajectory is `[header, frame, frame, ...]`: a msgpack header (schema fingerprint, checksum, every field of the
-trajectory, and in place of each token table its layout) and one raw little-endian frame for each column of each sample
-that is not in the header, in the order of the layouts. Which columns there are, their dtypes and their dimensions come
-from the `Schema` alone, so a column added there travels without a change here.
+trajectory, and in place of each token table its layouts) and for each sample one raw little-endian frame a column, in
+the order of the layouts, and then one frame with all columns that are declared steady (turn, version, mask, rewards),
+packed together by `codec.py`. Which columns there are, their dtypes and their dimensions come from the `Schema` alone,
+so a column added there travels without a change here.
 
-A column of one value a token that is nearly constant (turn, version, mask, rewards) travels as runs, inside the header:
-`codec.py`. The others are not copied in either direction: encoded frames are views of the trajectory's arrays, decoded
-arrays are read-only views of the frames. Both directions checksum the payload, so call them off the event loop when it
-is large.
+Raw columns are not copied in either direction: encoded frames are views of the trajectory's arrays, decoded arrays are
+read-only views of the frames. Both directions checksum the payload, so call them off the event loop when it is large.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from r3async.records import SCHEMA, Schema, TokenTable, Trajectory, dtype_name
-from r3async.transport.codec import WireError, checksum, from_runs, raw_bytes, to_runs
+from r3async.records import SCHEMA, Column, Schema, TokenTable, Trajectory, dtype_name
+from r3async.transport.codec import WireError, checksum, little_endian, pack, raw_bytes, unpack
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
@@ -43,8 +42,8 @@ Frame = Any
 T = TypeVar("T")
 
 
-class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How to read one column: from its frame, or from `runs` (see `codec.py`), and then it has no frame.
+class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How to read one column: from its frame, or, if it is declared steady, from the packed frame of its table.
 
     A bool column is declared `bool` and travels as one byte, 0 or 1, a value.
     """
@@ -52,7 +51,6 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     column: str
     dtype: str
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_DIM)], ...], Meta(min_length=1)]
-    runs: bytes | None = None
 
 
 class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
@@ -71,7 +69,7 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
     `decode_trajectory` would refuse at the other end.
     """
     _check_values(trajectory)
-    buffers: list[memoryview] = []
+    buffers: list[bytes | memoryview] = []
 
     def lay_out(value: Any) -> Any:
         if isinstance(value, np.generic):  # Environments return NumPy scalars as rewards.
@@ -81,11 +79,18 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
         if value.schema.fingerprint != schema.fingerprint:
             raise WireError(f"a table has schema {value.schema.fingerprint}, the connection has {schema.fingerprint}")
         layouts: list[Layout] = []
+        steady: list[tuple[str, np.ndarray]] = []
         for name, array in value.items():
-            runs = to_runs(array) if layouts else None  # the first column says how many rows there are
-            if runs is None:
-                buffers.append(raw_bytes(array))
-            layouts.append(Layout(name, dtype_name(array.dtype), array.shape, runs))
+            if schema.columns[name].steady:
+                steady.append((name, array))
+            else:
+                raw = raw_bytes(array)
+                if array.dtype == bool:
+                    _check_bool(raw, name)
+                buffers.append(raw)
+            layouts.append(Layout(name, dtype_name(array.dtype), array.shape))
+        if steady:
+            buffers.append(pack(steady))
         return layouts
 
     try:
@@ -120,47 +125,52 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
             f"schema {header.schema!r}, expected {schema.fingerprint!r}: both ends must run the same columns"
         )
 
-    buffers = views[1:]
+    buffers = iter(views[1:])
     used = 0
-    # It comes raw and before all others, so what runs may grow to is bounded by the bytes that really arrived.
+    # It comes raw, so what is unpacked is bounded by the bytes that really arrived.
     first = next(iter(schema.columns))
 
-    def read_table(kind: type, value: Any) -> TokenTable:
+    def take(what: str) -> memoryview:
         nonlocal used
+        used += 1
+        buffer = next(buffers, None)
+        if buffer is None:
+            raise WireError(f"only {len(views) - 1} column frames, no frame for {what}")
+        return buffer
+
+    def read_table(kind: type, value: Any) -> TokenTable:
         columns: dict[str, np.ndarray] = {}
+        steady: list[tuple[str, np.dtype]] = []
         try:
             layouts = msgspec.convert(value, list[Layout])
         except msgspec.ValidationError as error:
             raise WireError(f"table layout: {error}") from error  # So that msgspec adds where the table is.
+        if len({layout.column for layout in layouts}) != len(layouts):
+            raise WireError(f"a column comes twice: {', '.join(layout.column for layout in layouts)}")
         for layout in layouts:
-            if layout.column in columns:
-                raise WireError(f"column {layout.column!r} comes twice")
-            _check_layout(layout, schema)
-            if layout.runs is not None:
-                rows = len(next(iter(columns.values()))) if first in columns else -1
+            name = layout.column
+            if _declared(layout, schema).steady:
+                rows = len(columns[first]) if first in columns else 0
                 if rows != layout.shape[0]:
-                    raise WireError(
-                        f"column {layout.column!r} has runs of {layout.shape[0]} rows, expected {max(rows, 0)}"
-                    )
-                columns[layout.column] = from_runs(layout.runs, np.dtype(layout.dtype), rows, layout.column)
-                continue
-            if used == len(buffers):
-                raise WireError(f"only {len(buffers)} column frames, no frame for column {layout.column!r}")
-            columns[layout.column] = _array(layout, buffers[used])
-            used += 1
+                    raise WireError(f"column {name!r} has {layout.shape[0]} rows, expected {rows}")
+                steady.append((name, little_endian(layout.dtype)))
+            else:
+                columns[name] = _array(layout, take(f"column {name!r}"))
+        if steady:
+            columns |= unpack(take("the packed columns"), steady, len(columns[first]))
         return TokenTable(columns, schema)
 
     trajectory = _decode(header.body, Trajectory, "trajectory", read_table)
-    if used != len(buffers):
-        raise WireError(f"{len(buffers)} column frames, but the header describes {used}")
-    crc32 = checksum([header.body, *buffers])
+    if used != len(views) - 1:
+        raise WireError(f"{len(views) - 1} column frames, but the header describes {used}")
+    crc32 = checksum([header.body, *views[1:]])
     if crc32 != header.crc32:
         raise WireError(f"checksum {crc32:08x}, but the header says {header.crc32:08x}")
     _check_values(trajectory)
     return trajectory
 
 
-def _check_layout(layout: Layout, schema: Schema) -> None:
+def _declared(layout: Layout, schema: Schema) -> Column:
     declared = schema.columns.get(layout.column)
     if declared is None:
         raise WireError(f"unknown column {layout.column!r}; the schema has {', '.join(schema.columns)}")
@@ -168,26 +178,36 @@ def _check_layout(layout: Layout, schema: Schema) -> None:
         raise WireError(f"column {layout.column!r} has dtype {layout.dtype!r}, expected {' or '.join(declared.dtypes)}")
     if len(layout.shape) != 1 + len(declared.inner):
         raise WireError(f"column {layout.column!r} has {len(layout.shape)} dimensions, not {1 + len(declared.inner)}")
-    if layout.runs is not None and len(layout.shape) > 1:
-        raise WireError(f"column {layout.column!r} has runs, but more than one value a token")
+    return declared
 
 
 def _array(layout: Layout, buffer: memoryview) -> np.ndarray:
     """One column's frame as an array. A dtype is only ever made from a name that the schema declares."""
-    dtype = np.dtype(layout.dtype).newbyteorder("<")
+    dtype = little_endian(layout.dtype)
     size = math.prod(layout.shape) * dtype.itemsize
     if size != len(buffer):
         raise WireError(
             f"column {layout.column!r} of shape {list(layout.shape)} takes {size} bytes, its frame has {len(buffer)}"
         )
+    if dtype.kind == "b":
+        _check_bool(buffer, layout.column)
     array = np.frombuffer(buffer, dtype).reshape(layout.shape)
     # ZeroMQ hands out small messages as slices of one receive buffer, at any address.
     return array if array.flags.aligned else array.copy()
 
 
+def _check_bool(buffer: memoryview, name: str) -> None:
+    if np.frombuffer(buffer, np.uint8).max(initial=0) > 1:
+        raise WireError(f"bool column {name!r} has a byte that is neither 0 nor 1")
+
+
 def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
-    """What a trajectory takes in memory while its arrays are views of `frames`: the header, and every column in full."""
-    return len(frames[0]) + sum(sample.table.nbytes for sample in trajectory.samples)
+    """What a trajectory takes in memory while its raw columns are views of `frames`: those, and what was unpacked."""
+    unpacked = 0
+    for sample in trajectory.samples:
+        columns = sample.table.schema.columns
+        unpacked += sum(array.nbytes for name, array in sample.table.items() if columns[name].steady)
+    return sum(map(len, frames)) + unpacked
 
 
 def _check_values(trajectory: Trajectory) -> None:
@@ -198,13 +218,12 @@ def _check_values(trajectory: Trajectory) -> None:
         _check_finite(getattr(trajectory, name), name)
     for i, sample in enumerate(trajectory.samples):
         _check_finite(sample.temperature, f"the temperature of sample {i}")
-        for name, array in sample.table.items():
-            if array.dtype == bool and array.view(np.uint8).max(initial=0) > 1:
-                raise WireError(f"bool column {name!r} of sample {i} has a byte that is neither 0 nor 1")
         if "rewards" in sample.table:
-            _check_finite(sample.table["rewards"], f"a reward in sample {i}")
+            # Double precision can not overflow here, and one pass is all that it takes.
+            _check_finite(sample.table["rewards"].sum(dtype=np.float64), f"a reward in sample {i}")
     for turn in trajectory.turns:
-        _check_finite(turn.reward, f"the reward of turn {turn.index}")
+        if not math.isfinite(turn.reward):
+            raise WireError(f"the reward of turn {turn.index} is not finite")
         if not 0 <= turn.sample < len(trajectory.samples):
             raise WireError(f"turn {turn.index} is of sample {turn.sample}, there are {len(trajectory.samples)}")
         length = len(trajectory.samples[turn.sample].table)
@@ -212,9 +231,8 @@ def _check_values(trajectory: Trajectory) -> None:
             raise WireError(f"turn {turn.index} is tokens {turn.start}:{turn.stop} of a sample of {length}")
 
 
-def _check_finite(value: float | np.ndarray, what: str) -> None:
-    # Several times as fast for a plain number; an environment's NumPy scalar is one.
-    if not (np.isfinite(value).all() if isinstance(value, np.ndarray) else math.isfinite(value)):
+def _check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
         raise WireError(f"{what} is not finite")
 
 
@@ -285,14 +303,17 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(Control):
-    """Sender: all it wants to send next, in order, replacing its earlier offers. Empty: a sign of life."""
+    """Sender: what it wants to send next: all of it, in place of its earlier offers, or, if `more`, besides them. All of
+    it and empty: a sign of life."""
 
     session: Session
     parcels: Annotated[list[Parcel], Meta(max_length=MAX_PARCELS)]
+    more: bool = False
 
 
 class Grant(Control):
-    """Receiver: credit is reserved for these trajectories (all of this session's, so a lost one is made good)."""
+    """Receiver: credit is reserved for these trajectories. An offer of all is answered with all that are granted and have
+    not arrived, so a lost grant is made good."""
 
     session: Session
     ids: list[str]

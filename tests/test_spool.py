@@ -91,7 +91,8 @@ async def test_what_is_spilled_is_mapped_and_survives_its_file(tmp_path):
     table = kept.trajectory.samples[0].table
     assert all(a.flags.aligned and not a.flags.writeable for _, a in table.items())
     unpacked = sum(a.nbytes for n, a in table.items() if SCHEMA.columns[n].steady)
-    assert kept.nbytes == len(encode_trajectory(sent)[0]) + unpacked
+    header = encode_trajectory(sent)[0]
+    assert kept.nbytes == len(header) + wire.read_header(header).nbytes + unpacked
     await spool.commit([sent.group_index])
     assert list(tmp_path.iterdir()) == []
     assert spool.nbytes == 0
@@ -284,6 +285,36 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_credit_is_free_agai
         assert sorted(inbox.trajectories, key=lambda t: t.group_index) == sent
         assert receiver.bytes_held < config.credit_bytes < 30 * size
     await mapped.close()
+
+
+async def test_what_is_being_written_takes_room_already(tmp_path):
+    """Or a disk that is slower than the senders would be granted again and again before the first file counts."""
+    sent = [sampled(i, 500, group=10 + i) for i in range(8)]
+    nbytes = wire.decoded_bytes(wire.encode_trajectory(sent[0]), sent[0])
+    spool = Spool(tmp_path, BufferConfig(durability="disk", disk_bytes=3 * nbytes + 100))
+    go_on, write = asyncio.Event(), spool.put
+    begun: list[str] = []
+
+    async def put(trajectory: Trajectory, frames: Any, *, spill: bool) -> Any:
+        begun.append(trajectory.trajectory_id)
+        await go_on.wait()
+        return await write(trajectory, frames, spill=spill)
+
+    spool.put = put  # type: ignore[method-assign]
+    inbox = Inbox()
+    async with receiving(inbox, SLOW, store=spool, window=1) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
+        feeds = [asyncio.create_task(sender.send(trajectory)) for trajectory in sent]
+        await until(lambda: begun)
+        await asyncio.sleep(0.2)
+        assert sum(feed.done() for feed in feeds) <= 3
+        receiver.forget(10)  # wakes whatever waits for room
+        await asyncio.sleep(0.1)
+        assert sum(feed.done() for feed in feeds) <= 3
+        for feed in feeds:
+            feed.cancel()
+        go_on.set()
+        await sender.flush(LIMIT)
+    await spool.close()
 
 
 async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_through(tmp_path):

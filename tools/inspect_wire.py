@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from r3async.buffer.spool_file import MAGIC, Torn, map_file, read_records
 from r3async.records import SCHEMA
 from r3async.transport.codec import checksum
-from r3async.transport.wire import WIRE_VERSION, Frame, WireError, decode_control, decode_trajectory
+from r3async.transport.wire import (
+    WIRE_VERSION,
+    Frame,
+    WireError,
+    decode_control,
+    decode_trajectory,
+    read_header,
+)
 from tools.inspect_run import InspectError
 
 MAX_SHOWN = 200
@@ -56,8 +62,7 @@ def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
         return lines, "" if lines else "it has no frame"
     first = len(lines)
     try:
-        header = msgspec.msgpack.decode(rest[0])
-        described, framed = _trajectory(header, rest)
+        described, framed = _trajectory(rest)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, UnicodeDecodeError) as error:
         described, framed = "not a header that this release can read", []
         problem = f"frame {first}: {error!r}"
@@ -87,19 +92,20 @@ def _line(number: int, frame: Frame, text: str) -> str:
     return f"  frame {number:<3} {memoryview(frame).nbytes:>12,} bytes  {text}"
 
 
-def _trajectory(header: dict[str, Any], frames: Sequence[Frame]) -> tuple[str, list[str]]:
+def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str]]:
     """The header in words; and each frame that should follow."""
-    body = msgspec.msgpack.decode(frames[0], type=_Signed).body
-    found = checksum([body, *frames[1:]])
-    right = "right" if found == header["crc32"] else f"wrong: the frames have {found:08x}"
-    schema = "ours" if header["schema"] == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"
-    wire = "" if header["wire"] == WIRE_VERSION else f" (ours is {WIRE_VERSION})"
+    header = read_header(frames[0])
+    body = msgspec.msgpack.decode(header.body)
+    found = checksum([header.packed, *frames[1:]])
+    right = "right" if found == header.crc32 else f"wrong: the frames have {found:08x}"
+    schema = "ours" if header.schema == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"
+    wire = "" if header.wire == WIRE_VERSION else f" (ours is {WIRE_VERSION})"
     described = (
-        f"trajectory {header['body']['trajectory_id']}: wire {header['wire']}{wire}, schema {header['schema']} ({schema}), "
-        f"checksum {header['crc32']:08x} ({right})"
+        f"trajectory {body['trajectory_id']}: wire {header.wire}{wire}, schema {header.schema} ({schema}), "
+        f"checksum {header.crc32:08x} ({right})"
     )
     framed = []
-    for sample in header["body"]["samples"]:
+    for sample in body["samples"]:
         packed = []
         for name, dtype, shape in sample["table"]:
             if name in SCHEMA.columns and SCHEMA.columns[name].steady:
@@ -109,7 +115,3 @@ def _trajectory(header: dict[str, Any], frames: Sequence[Frame]) -> tuple[str, l
         if packed:
             framed.append(f"{', '.join(packed)} of sample {sample['sample_id']}, packed")
     return described, framed
-
-
-class _Signed(msgspec.Struct):
-    body: msgspec.Raw

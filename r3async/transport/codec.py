@@ -34,12 +34,27 @@ def raw_bytes(array: np.ndarray) -> memoryview:
     return _little(array).reshape(-1).view(np.uint8).data
 
 
+def compress(data: bytes) -> bytes:
+    return lz4.block.compress(data, store_size=False) if data else b""
+
+
+def decompress(block: bytes | memoryview, size: int) -> bytes:
+    """Exactly `size` bytes, or `WireError`; nothing larger is ever allocated."""
+    try:
+        data = lz4.block.decompress(block, uncompressed_size=size) if size else bytes(block)
+    except (lz4.block.LZ4BlockError, ValueError) as error:
+        raise WireError(f"a packed block of {len(block)} bytes: {error}") from error
+    if len(data) != size:
+        raise WireError(f"a packed block has {len(data)} bytes, expected {size}")
+    return data
+
+
 def pack(columns: Sequence[tuple[str, np.ndarray]]) -> bytes:
     """Columns of one table, by name, as one block. Raises `WireError` for a bool that is neither 0 nor 1."""
     columns = sorted(columns, key=lambda column: _place(column[1].dtype))
     block = b"".join([_little(array).data for _, array in columns])
     _check_bools(np.frombuffer(block, np.uint8), [(name, array.dtype) for name, array in columns])
-    return lz4.block.compress(block, store_size=False) if block else b""
+    return compress(block)
 
 
 def unpack(block: memoryview, columns: Sequence[tuple[str, np.dtype]], rows: int) -> dict[str, np.ndarray]:
@@ -47,13 +62,7 @@ def unpack(block: memoryview, columns: Sequence[tuple[str, np.dtype]], rows: int
 
     Nothing larger than they are is ever allocated. Raises `WireError` for a block that does not hold exactly that.
     """
-    size = rows * sum(dtype.itemsize for _, dtype in columns)
-    try:
-        data = lz4.block.decompress(block, uncompressed_size=size) if size else bytes(block)
-    except (lz4.block.LZ4BlockError, ValueError) as error:
-        raise WireError(f"a packed block of {len(block)} bytes: {error}") from error
-    if len(data) != size:
-        raise WireError(f"a packed block has {len(data)} bytes, expected {size}")
+    data = decompress(block, rows * sum(dtype.itemsize for _, dtype in columns))
     columns = sorted(columns, key=lambda column: _place(column[1]))
     _check_bools(np.frombuffer(data, np.uint8), columns)
     arrays, at = {}, 0

@@ -90,6 +90,8 @@ class Intake:
         self._schema, self._ledger, self._pool = schema, ledger, pool
         self._on_trajectory, self._validate, self._store = on_trajectory, validate, store
         self._answer = answer
+        self.nbytes = 0
+        """What was granted to those that arrived and are not answered yet."""
         self._in_hand: dict[str, Parcelled] = {}
         self._inbox: asyncio.Queue[Parcelled] = asyncio.Queue()
 
@@ -107,6 +109,7 @@ class Intake:
 
     def add(self, parcel: Parcelled) -> None:
         self._in_hand[parcel.trajectory_id] = parcel
+        self.nbytes += parcel.nbytes
         self._inbox.put_nowait(parcel)
 
     async def run(self) -> None:
@@ -120,7 +123,8 @@ class Intake:
             try:
                 outcome = await self._take_in(parcel)
             finally:
-                self._in_hand.pop(parcel.trajectory_id, None)
+                del self._in_hand[parcel.trajectory_id]
+                self.nbytes -= parcel.nbytes
             try:
                 self._answer(parcel, outcome)
             except Exception:

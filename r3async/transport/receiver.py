@@ -370,7 +370,8 @@ class Receiver:
         if self._store is None:
             granted = self._pool.grant()
         else:
-            granted = self._pool.grant(self._store.room)
+            # What is in hand is not in the store yet.
+            granted = self._pool.grant(self._store.room - self._intake.nbytes)
             self._store.note_waiting(self._pool.short_of_room)
         if also is not None and (all_of_it := self._pool.granted(also)):
             granted[also] = all_of_it

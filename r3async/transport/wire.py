@@ -22,7 +22,16 @@ import numpy as np
 from msgspec import Meta
 
 from r3async.records import SCHEMA, Column, Schema, TokenTable, Trajectory, dtype_name
-from r3async.transport.codec import WireError, checksum, little_endian, pack, raw_bytes, unpack
+from r3async.transport.codec import (
+    WireError,
+    checksum,
+    compress,
+    decompress,
+    little_endian,
+    pack,
+    raw_bytes,
+    unpack,
+)
 
 WIRE_VERSION = 4
 """Changes when an older peer would misread a message. Both ends must have the same."""
@@ -54,12 +63,31 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
-    """First frame of a trajectory. `crc32` covers the body and then every column frame, in order (`codec.checksum`)."""
+    """First frame of a trajectory. `packed` is its body, of `nbytes` when unpacked; `crc32` covers that as it is here, and
+    then every column frame, in order (`codec.checksum`)."""
 
     wire: int
     schema: str
     crc32: int
-    body: msgspec.Raw
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_HEADER)]
+    packed: bytes
+
+    @property
+    def body(self) -> bytes:
+        """The trajectory in msgpack, with layouts for tables. Raises `WireError`."""
+        return decompress(self.packed, self.nbytes)
+
+
+def sign(body: bytes, frames: Sequence[Frame], schema: Schema = SCHEMA) -> bytes:
+    """The header of a body and the column frames that follow it."""
+    packed = compress(body)
+    header = Header(WIRE_VERSION, schema.fingerprint, checksum([packed, *frames]), len(body), packed)
+    return msgspec.msgpack.encode(header)
+
+
+def read_header(frame: Frame) -> Header:
+    """Raises `WireError` for what is no header."""
+    return _decode(_view(frame), Header, "header")
 
 
 def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[bytes | memoryview]:
@@ -99,14 +127,12 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
         raise
     except (ValueError, TypeError, OverflowError) as error:
         raise WireError(f"trajectory {trajectory.trajectory_id!r} can not be encoded: {error}") from error
-    signed = Header(WIRE_VERSION, schema.fingerprint, checksum([body, *buffers]), msgspec.Raw(body))
-    header = msgspec.msgpack.encode(signed)
-    if len(header) > MAX_HEADER:
-        raise WireError(f"the header takes {len(header)} bytes, more than {MAX_HEADER}: shorten the preview")
-    return [header, *buffers]
+    if len(body) > MAX_HEADER:
+        raise WireError(f"the header takes {len(body)} bytes, more than {MAX_HEADER}: shorten the preview")
+    return [sign(body, buffers, schema), *buffers]
 
 
-def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_header: int = MAX_HEADER) -> Trajectory:
+def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Trajectory:
     """The trajectory in `frames`. Its arrays are read-only views that keep the frames alive.
 
     Raises `WireError`, and nothing else, for whatever bytes are not exactly one valid trajectory of `schema`. A
@@ -115,9 +141,7 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
     views = [_view(frame) for frame in frames]
     if not views:
         raise WireError("a trajectory has at least a header frame")
-    if len(views[0]) > max_header:
-        raise WireError(f"the header takes {len(views[0])} bytes, more than {max_header}")
-    header = _decode(views[0], Header, "header")
+    header = read_header(views[0])
     if header.wire != WIRE_VERSION:
         raise WireError(f"wire version {header.wire}, expected {WIRE_VERSION}")
     if header.schema != schema.fingerprint:
@@ -163,7 +187,7 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA, max_head
     trajectory = _decode(header.body, Trajectory, "trajectory", read_table)
     if used != len(views) - 1:
         raise WireError(f"{len(views) - 1} column frames, but the header describes {used}")
-    crc32 = checksum([header.body, *views[1:]])
+    crc32 = checksum([header.packed, *views[1:]])
     if crc32 != header.crc32:
         raise WireError(f"checksum {crc32:08x}, but the header says {header.crc32:08x}")
     _check_values(trajectory)
@@ -203,7 +227,7 @@ def _check_bool(buffer: memoryview, name: str) -> None:
 
 def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
     """What a trajectory takes in memory while its raw columns are views of `frames`: those, and what was unpacked."""
-    unpacked = 0
+    unpacked = read_header(frames[0]).nbytes
     for sample in trajectory.samples:
         columns = sample.table.schema.columns
         unpacked += sum(array.nbytes for name, array in sample.table.items() if columns[name].steady)

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from actors.delivery import choose_backend
+from actors.deaths import ProcessDied, RunFailed, is_death, root_cause
+from actors.delivery import choose_backend, no_delivery
 from actors.evaluation import Evaluator
-from actors.fleet import RPC_SECONDS, Fleet, Generator, ProcessDied, RunFailed, is_death, no_delivery
+from actors.fleet import RPC_SECONDS, Fleet, Generator
 from actors.process import begin
 from actors.saving import RECORDS, Books
 from actors.watch import Watch
@@ -183,7 +184,7 @@ class Conductor:
             self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
             return {"steps": steps, "model": model if steps else "", "stopped": self._stopping}
         except Exception as error:
-            cause = self._root_cause(error)
+            cause = root_cause(error, self.run_dir)
             self.events.error("run_failed", error=cause)
             raise (ProcessDied if is_death(error) else RunFailed)(cause) from error
         finally:
@@ -198,22 +199,6 @@ class Conductor:
             self._phase = "ended"
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _root_cause(self, error: BaseException) -> str:
-        """The innermost message a person can use: Ray wraps an actor's exception, a task group wraps its members'."""
-        from ray.exceptions import RayActorError
-
-        while True:
-            inner = getattr(error, "cause", None) or (
-                error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
-            )
-            if isinstance(error, RayActorError):
-                return (
-                    f"an actor process died ({str(error).splitlines()[0]}); its last words are in {self.run_dir}/logs"
-                )
-            if not isinstance(inner, BaseException):
-                return f"{type(error).__name__}: {error}" if not isinstance(error, RunFailed) else str(error)
-            error = inner
 
     async def _start(self) -> None:
         self._phase = "loading learner and engine"

@@ -176,3 +176,9 @@ def _buckets(parts: Iterator[Any] | EncodedWeights, size: int) -> Iterator[np.nd
         count += len(data)
     if held:
         yield np.concatenate(held)
+
+
+def no_delivery() -> dict[str, float]:
+    """The figures of a step whose weights were never delivered."""
+    names = ("update_seconds", "transfer_seconds", "load_seconds", "pause_seconds", "paused_share", "bytes")
+    return {f"weights/{name}": 0.0 for name in names}

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.delivery import Published
-from actors.process import NotLoaded
+from actors.deaths import Gone, RunFailed, is_death
+from actors.delivery import Published, no_delivery
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import Health, HealthState, RestartsExhausted
@@ -20,18 +20,6 @@ from r3async.weights.probe import compare_probe, name_differences, probe_text, p
 
 RPC_SECONDS = 30.0
 BACKOFF_MAX_SECONDS = 60.0
-
-
-class RunFailed(RuntimeError):
-    """The run can not go on; the message is for the person who started it."""
-
-
-class ProcessDied(RunFailed):
-    """A process that the run can not do without died. From the newest checkpoint, it can begin again."""
-
-
-class Gone(RuntimeError):
-    """A process died, and its death was seen elsewhere first."""
 
 
 class Generator(msgspec.Struct):
@@ -73,20 +61,6 @@ class Generator(msgspec.Struct):
     def live(self) -> bool:
         """It has an engine that plays, or may play on: it needs every new version."""
         return self.state in (HealthState.HEALTHY, HealthState.SUSPECT)
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether a call failed because the actor's process did."""
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
-
-    known = (Gone, NotLoaded, ActorDiedError, ActorUnavailableError, RayActorError)
-    return isinstance(error, known) or isinstance(getattr(error, "cause", None), NotLoaded)
-
-
-def no_delivery() -> dict[str, float]:
-    """The figures of a step whose weights were never delivered."""
-    names = ("update_seconds", "transfer_seconds", "load_seconds", "pause_seconds", "paused_share", "bytes")
-    return {f"weights/{name}": 0.0 for name in names}
 
 
 class Fleet:

@@ -107,7 +107,7 @@ class Pipeline:
         newest checkpoint."""
         import ray
 
-        from actors.fleet import ProcessDied, RunFailed
+        from actors.deaths import ProcessDied, RunFailed
 
         try:
             return ray.get(self._result, timeout=STATUS_SECONDS)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.fleet import RPC_SECONDS, Fleet, Generator, RunFailed
+from actors.deaths import RunFailed
+from actors.fleet import RPC_SECONDS, Fleet, Generator
 from actors.process import ask_for_stacks, end
 from r3async.config import Config
 from r3async.observe.stacks import dump_stacks

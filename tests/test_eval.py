@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import actors.generator
+from actors.deaths import RunFailed
 from actors.evaluation import Evaluator
-from actors.fleet import Fleet, RunFailed
+from actors.fleet import Fleet
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.base import environment_factory
 from r3async.scheduling.admission import GroupLease

@@ -11,8 +11,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from actors.conductor import Conductor
+from actors.deaths import RunFailed, is_death
 from actors.delivery import Published, choose_backend
-from actors.fleet import Fleet, RunFailed, is_death
+from actors.fleet import Fleet
 from actors.process import NotLoaded
 from r3async.config import load_config, to_dict
 from r3async.engines.base import InstallReport

@@ -10,7 +10,7 @@ import time
 import pytest
 from rich.console import Console
 
-from actors.fleet import RunFailed
+from actors.deaths import RunFailed
 from r3async.config import load_config
 from r3async.engines.vllm_worker import WorkerExtension
 from r3async.observe.metrics import METRICS, read_metrics

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from actors.fleet import RunFailed
+from actors.deaths import RunFailed
 from actors.learner import LearnerActor
 from actors.pipeline import Pipeline
 from r3async.config import load_config

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.fleet import Fleet, RunFailed
+from actors.deaths import RunFailed
+from actors.fleet import Fleet
 from actors.process import ask_for_stacks, end
 from actors.watch import Watch
 from r3async.config import load_config

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from actors.fleet import RunFailed
+from actors.deaths import RunFailed
 from r3async.config import load_config
 from r3async.observe.metrics import read_metrics
 from tests.helpers_faults import SKIPPED

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 import actors.conductor
 import actors.learner
 from actors.conductor import Conductor
+from actors.deaths import RunFailed
 from actors.delivery import Published
-from actors.fleet import Fleet, RunFailed
+from actors.fleet import Fleet
 from actors.learner import LearnerActor
 from actors.ranks import LocalLearner
 from r3async.config import load_config, to_dict

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from actors.fleet import RunFailed
+from actors.deaths import RunFailed
 from r3async.config import Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
 from r3async.config.read import parse_override
 from r3async.engines.base import Engine

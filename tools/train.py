@@ -135,7 +135,7 @@ def _run_on(
     config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets, kind: type[Pipeline]
 ) -> None:
     """The run, and again from its newest checkpoint if a process that it can not do without dies."""
-    from actors.fleet import ProcessDied
+    from actors.deaths import ProcessDied
 
     restarts, request = 0, StopRequest()
     while True:

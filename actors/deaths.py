@@ -1,0 +1,42 @@
+"""What ends a run, and what only ends a process of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.process import NotLoaded
+
+
+class RunFailed(RuntimeError):
+    """The run can not go on; the message is for the person who started it."""
+
+
+class ProcessDied(RunFailed):
+    """A process that the run can not do without died. From the newest checkpoint, it can begin again."""
+
+
+class Gone(RuntimeError):
+    """A process died, and its death was seen elsewhere first."""
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a call failed because the actor's process did."""
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+
+    known = (Gone, NotLoaded, ActorDiedError, ActorUnavailableError, RayActorError)
+    return isinstance(error, known) or isinstance(getattr(error, "cause", None), NotLoaded)
+
+
+def root_cause(error: BaseException, run_dir: Path) -> str:
+    """The innermost message a person can use: Ray wraps an actor's exception, a task group wraps its members'."""
+    from ray.exceptions import RayActorError
+
+    while True:
+        inner = getattr(error, "cause", None) or (
+            error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
+        )
+        if isinstance(error, RayActorError):
+            return f"an actor process died ({str(error).splitlines()[0]}); its last words are in {run_dir}/logs"
+        if not isinstance(inner, BaseException):
+            return f"{type(error).__name__}: {error}" if not isinstance(error, RunFailed) else str(error)
+        error = inner

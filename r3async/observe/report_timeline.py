@@ -25,7 +25,7 @@ KINDS = {
     "train": ("trains", "blue"),
     "snapshot": ("copies weights", "violet"),
     "write": ("writes weights", "amber"),
-    "deliver": ("delivers weights", "green"),
+    "deliver": ("delivers weights", "teal"),
 }
 """By `what`: in words, and the colour. Others are grey, under their own name."""
 

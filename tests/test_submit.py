@@ -236,6 +236,21 @@ def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is
         jobs.submit(Package("true", {}))
 
 
+def test_a_job_is_found_by_its_id_or_by_its_runs_name():
+    listed = [
+        SimpleNamespace(submission_id=name, start_time=start, entrypoint=f"r3async train quickstart {words}")
+        for name, start, words in (
+            ("b", 2, "name=night"),
+            ("a", 1, "name=night"),
+            ("night2", 3, "name=b"),
+            (None, 9, ""),
+        )
+    ]
+    jobs = Jobs.__new__(Jobs)
+    jobs._client = SimpleNamespace(list_jobs=lambda: listed)
+    assert [jobs.find(word) for word in ("a", "b", "night", "night2", "nobody")] == ["a", "b", "b", "night2", "nobody"]
+
+
 def job(tmp_path, entrypoint):
     made = make_package(load_config("quickstart"), "quickstart", directory=tmp_path)
     return Package(entrypoint, made.runtime_env)
@@ -258,10 +273,10 @@ def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, cluster,
     assert "ignored.bin" not in text.replace(".gitignore", "")
     assert "also.bin" not in text
 
-    bad = jobs.submit(job(tmp_path, "echo broken; exit 7"), "bad-one")
+    bad = jobs.submit(job(tmp_path, "echo name=lost broken; exit 7"), "bad-one")
     shown = cli("submit", "logs", bad, "--follow", cwd=tmp_path, env=cluster)
     assert (shown.returncode, "broken" in shown.stdout, "exit code 7" in shown.stderr) == (1, True, True)
-    asked = cli("submit", "status", bad, cwd=tmp_path, env=cluster)
+    asked = cli("submit", "status", "lost", cwd=tmp_path, env=cluster)  # by the name of its run
     assert (asked.returncode, json.loads(asked.stdout)["status"]) == (1, "FAILED")
     with pytest.raises(SubmitError, match="bad-one already exists"):
         jobs.submit(job(tmp_path, "true"), "bad-one")

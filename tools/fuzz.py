@@ -195,7 +195,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
 def _is_signed(message: list[bytes]) -> bool:
     try:
         header = wire.read_header(message[1])
-        return wire.checksum([header.packed, *message[2:]]) == header.crc32
+        return wire.checksum([header.packed, *message[2:]]) == header.checksum
     except wire.WireError:
         return False
 

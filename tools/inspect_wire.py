@@ -97,12 +97,12 @@ def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str]]:
     header = read_header(frames[0])
     body = msgspec.msgpack.decode(header.body)
     found = checksum([header.packed, *frames[1:]])
-    right = "right" if found == header.crc32 else f"wrong: the frames have {found:08x}"
+    right = "right" if found == header.checksum else f"wrong: the frames have {found:016x}"
     schema = "ours" if header.schema == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"
     wire = "" if header.wire == WIRE_VERSION else f" (ours is {WIRE_VERSION})"
     described = (
         f"trajectory {body['trajectory_id']}: wire {header.wire}{wire}, schema {header.schema} ({schema}), "
-        f"checksum {header.crc32:08x} ({right})"
+        f"checksum {header.checksum:016x} ({right})"
     )
     framed = []
     for sample in body["samples"]:

@@ -227,10 +227,19 @@ class Jobs:
 
     def list(self) -> list[dict[str, Any]]:
         """All submitted jobs, the oldest first."""
+        return [self.status(job.submission_id) for job in self._known()]
+
+    def find(self, job: str) -> str:
+        """The id that `job` stands for: itself, or that of the newest job whose command has `name=JOB`, a run's name."""
+        known = self._known()
+        if job in {j.submission_id for j in known}:
+            return job
+        return next((j.submission_id for j in reversed(known) if f"name={job}" in j.entrypoint.split()), job)
+
+    def _known(self) -> Sequence[Any]:
         with self._explained():
             jobs = self._client.list_jobs()
-        known = [j for j in jobs if j.submission_id]
-        return [self.status(j.submission_id) for j in sorted(known, key=lambda j: j.start_time or 0)]
+        return sorted((j for j in jobs if j.submission_id), key=lambda j: j.start_time or 0)
 
     def logs(self, job: str) -> str:
         """What the job has printed so far."""

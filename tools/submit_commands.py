@@ -24,6 +24,7 @@ Address = Annotated[
     ),
 ]
 Token = Annotated[str, typer.Option("--token-file", help="the cluster's token", show_default="as Ray finds it")]
+Job = Annotated[str, typer.Argument(help="a job's id, or the name of its run")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
 ]
@@ -125,7 +126,7 @@ def _follow(jobs: Any, job: str) -> None:
 
 
 @app.command()
-def status(job: Annotated[str, typer.Argument()], address: Address = "", token_file: Token = "") -> None:
+def status(job: Job, address: Address = "", token_file: Token = "") -> None:
     """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
     from tools.submit import EXIT_CODES
 
@@ -143,20 +144,21 @@ def list_jobs(address: Address = "", token_file: Token = "") -> None:
 
 @app.command()
 def logs(
-    job: Annotated[str, typer.Argument()],
+    job: Job,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="until it ends, with its exit code")] = False,
     address: Address = "",
     token_file: Token = "",
 ) -> None:
     """What a job has printed."""
     if follow:
-        _follow(open_jobs(address, token_file), job)
+        jobs = open_jobs(address, token_file)
+        _follow(jobs, _find(jobs, job))
     typer.echo(_ask(address, token_file, "logs", job), nl=False)
 
 
 @app.command()
 def stop(
-    job: Annotated[str, typer.Argument()],
+    job: Job,
     wait: Annotated[float, typer.Option(help="seconds to wait for its end")] = 300.0,
     address: Address = "",
     token_file: Token = "",
@@ -165,6 +167,7 @@ def stop(
     from tools.submit import SubmitError
 
     jobs = open_jobs(address, token_file)
+    job = _find(jobs, job)
     try:
         asked = jobs.stop(job)
         found = jobs.wait(job, wait)
@@ -173,11 +176,21 @@ def stop(
     typer.echo(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
 
 
-def _ask(address: str, token_file: str, question: str, *args: str) -> Any:
+def _ask(address: str, token_file: str, question: str, *jobs_named: str) -> Any:
+    from tools.submit import SubmitError
+
+    jobs = open_jobs(address, token_file)
+    try:
+        return getattr(jobs, question)(*(jobs.find(job) for job in jobs_named))
+    except SubmitError as error:
+        raise _failed(error) from error
+
+
+def _find(jobs: Jobs, job: str) -> str:
     from tools.submit import SubmitError
 
     try:
-        return getattr(open_jobs(address, token_file), question)(*args)
+        return jobs.find(job)
     except SubmitError as error:
         raise _failed(error) from error
 

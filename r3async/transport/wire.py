@@ -63,12 +63,12 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
-    """First frame of a trajectory. `packed` is its body, of `nbytes` when unpacked; `crc32` covers that as it is here, and
-    then every column frame, in order (`codec.checksum`)."""
+    """First frame of a trajectory. `packed` is its body, of `nbytes` when unpacked; `checksum` covers that as it is here,
+    and then every column frame, in order (`codec.checksum`)."""
 
     wire: int
     schema: str
-    crc32: int
+    checksum: int
     nbytes: Annotated[int, Meta(ge=1, le=MAX_HEADER)]
     packed: bytes
 
@@ -187,9 +187,9 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Traje
     trajectory = _decode(header.body, Trajectory, "trajectory", read_table)
     if used != len(views) - 1:
         raise WireError(f"{len(views) - 1} column frames, but the header describes {used}")
-    crc32 = checksum([header.packed, *views[1:]])
-    if crc32 != header.crc32:
-        raise WireError(f"checksum {crc32:08x}, but the header says {header.crc32:08x}")
+    found = checksum([header.packed, *views[1:]])
+    if found != header.checksum:
+        raise WireError(f"checksum {found:016x}, but the header says {header.checksum:016x}")
     _check_values(trajectory)
     return trajectory
 

@@ -8,7 +8,7 @@ import msgspec
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor as published; `checksum` is the crc32 of its bytes."""
+    """One tensor as published; `checksum` is XXH3 (64 bits) of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -245,14 +245,16 @@ def _check_values(trajectory: Trajectory) -> None:
         if "rewards" in sample.table:
             # Double precision can not overflow here, and one pass is all that it takes.
             _check_finite(sample.table["rewards"].sum(dtype=np.float64), f"a reward in sample {i}")
+    lengths = [len(sample.table) for sample in trajectory.samples]
     for turn in trajectory.turns:
         if not math.isfinite(turn.reward):
             raise WireError(f"the reward of turn {turn.index} is not finite")
-        if not 0 <= turn.sample < len(trajectory.samples):
-            raise WireError(f"turn {turn.index} is of sample {turn.sample}, there are {len(trajectory.samples)}")
-        length = len(trajectory.samples[turn.sample].table)
-        if not 0 <= turn.start <= turn.stop <= length:
-            raise WireError(f"turn {turn.index} is tokens {turn.start}:{turn.stop} of a sample of {length}")
+        if not 0 <= turn.sample < len(lengths):
+            raise WireError(f"turn {turn.index} is of sample {turn.sample}, there are {len(lengths)}")
+        if not 0 <= turn.start <= turn.stop <= lengths[turn.sample]:
+            raise WireError(
+                f"turn {turn.index} is tokens {turn.start}:{turn.stop} of a sample of {lengths[turn.sample]}"
+            )
 
 
 def _check_finite(value: float, what: str) -> None:

@@ -19,8 +19,8 @@ from actors.delivery import Published
 from actors.process import ask_for_stacks, begin
 from actors.ranks import LocalLearner, RankedLearner
 from actors.saving import Books, Progress, Saver, Trained
+from actors.training import StepOf
 from r3async.batching.cost import Cost, cost_model
-from r3async.batching.packing import pack_for_ranks
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.spool import Spool
 from r3async.buffer.validation import validate_trajectory
@@ -28,7 +28,6 @@ from r3async.checkpoint import RunState, open_checkpoint
 from r3async.checkpoint.lock import RunLock
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
-from r3async.learners.prepare import prepare
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.stacks import dump_stacks
@@ -282,7 +281,9 @@ class LearnerActor:
         ages = age_metrics(groups, version, self.age_bound, time.time(), self.config.schedule.max_token_age)
         step_from = time.monotonic()
         with self.timeline.span("train", step=self.steps + 1):
-            metrics = await self._in_torch(self._train, groups)
+            assert self.backend is not None
+            step = StepOf(self.steps + 1, version, self.config, self._cost, self.tracer, self.events)
+            metrics = await self._in_torch(step.train, self.backend, groups)
         trained = time.monotonic()
         self.steps += 1
         self._since = [self._since[0] + 1, self._since[1] + len(indices)]
@@ -339,31 +340,6 @@ class LearnerActor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), 1.0)
         return [] if self._interrupted else indices
-
-    def _train(self, groups: list[list[Trajectory]]) -> dict[str, float]:
-        from r3async.learners.step import MEASURED_DRIFT, combined
-
-        assert self.backend is not None
-        minibatches, metrics = prepare(groups, self.config)
-        samples = [s for part in minibatches for s in part]
-        learner = self.config.learner
-        packed = [
-            pack_for_ranks(part, learner.max_tokens_per_micro_batch, ranks=learner.parallel.dp, cost=self._cost)
-            for part in minibatches
-        ]
-        results = self.backend.train(packed, version=self.version, trace=self.tracer.wants(samples))
-        for result in results:
-            if result.metrics["optimizer/broken"]:
-                self.events.error(
-                    "trust_region_broke",
-                    step=self.steps + 1,
-                    measured=result.metrics[MEASURED_DRIFT],
-                    allowed=self.config.algorithm.rollout_kl.max,
-                    hint="algorithm.rollout_kl.max: no update was made; look at staleness, lr and routing/agreement",
-                )
-        result = combined(results)
-        self.tracer.write(self.steps + 1, samples, result)
-        return result.metrics | metrics
 
     async def checkpoint(self, books: Books) -> float:
         """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step

@@ -1,0 +1,54 @@
+"""One optimizer step of the learner: from groups of trajectories to metrics. Blocking; called in the torch thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from r3async.batching.cost import Cost
+from r3async.batching.packing import pack_for_ranks
+from r3async.config import Config
+from r3async.learners.prepare import prepare
+from r3async.observe.tracing import StepTracer
+from r3async.records import Trajectory
+
+if TYPE_CHECKING:
+    from actors.ranks import LocalLearner, RankedLearner
+
+
+@dataclass(frozen=True)
+class StepOf:
+    """Step `number` of a run, from weights of `version`. `events`: a structlog logger."""
+
+    number: int
+    version: int
+    config: Config
+    cost: Cost
+    tracer: StepTracer
+    events: Any
+
+    def train(self, backend: LocalLearner | RankedLearner, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """Pack the groups' tokens for the ranks, update once for each minibatch, and trace what is to be traced."""
+        from r3async.learners.step import MEASURED_DRIFT, combined
+
+        minibatches, metrics = prepare(groups, self.config)
+        samples = [s for part in minibatches for s in part]
+        learner = self.config.learner
+        packed = [
+            pack_for_ranks(part, learner.max_tokens_per_micro_batch, ranks=learner.parallel.dp, cost=self.cost)
+            for part in minibatches
+        ]
+        results = backend.train(packed, version=self.version, trace=self.tracer.wants(samples))
+        for result in results:
+            if result.metrics["optimizer/broken"]:
+                self.events.error(
+                    "trust_region_broke",
+                    step=self.number,
+                    measured=result.metrics[MEASURED_DRIFT],
+                    allowed=self.config.algorithm.rollout_kl.max,
+                    hint="algorithm.rollout_kl.max: no update was made; look at staleness, lr and routing/agreement",
+                )
+        result = combined(results)
+        self.tracer.write(self.number, samples, result)
+        return result.metrics | metrics

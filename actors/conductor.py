@@ -19,7 +19,7 @@ from actors.process import begin
 from actors.saving import RECORDS, Books
 from actors.watch import Watch
 from r3async.buffer.groups import largest_buffer
-from r3async.checkpoint import Due, RunState
+from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.books import decode_state
 from r3async.checkpoint.lock import RunLock
 from r3async.config import Config, config_from_dict
@@ -235,8 +235,7 @@ class Conductor:
 
     async def _go_on(self, state: RunState, newest: int) -> None:
         """Where the checkpoint left off; what the learner has of groups that were not trained is not played again."""
-        self.admission.restore(state.admission)
-        self.admission.installed(state.version)  # of what follows, every engine has it first of all
+        restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
         groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest + 1))
         missing = await self.learner.missing.remote(list(groups))
         again = self.admission.adopt(newest, lambda g: missing.get(g, []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -204,6 +205,20 @@ def test_pieces_are_put_together_and_cut(tmp_path):
 def test_a_gap_an_overlap_and_a_piece_outside_are_refused(tmp_path, pieces, message):
     with pytest.raises(CheckpointError, match=message):
         _parts(tmp_path, pieces, 16).read(Place.whole("master/w", (16,)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world": 10**18}, "1000000000000000000 ranks wrote it, but there are"),
+        ({"trust_region": {"error": None}}, "missing required field `coef`"),
+    ],
+)
+def test_facts_that_can_not_be_are_refused_at_once(tmp_path, changes, message):
+    state = tiny_state(1)
+    write_part(tmp_path, replace(state, facts=msgspec.structs.replace(state.facts, **changes)))
+    with pytest.raises(CheckpointError, match=message):
+        LearnerParts(sorted(tmp_path.glob("*")))
 
 
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path):

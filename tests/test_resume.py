@@ -15,11 +15,13 @@ from r3async.checkpoint import (
     Due,
     check_model,
     check_same_run,
+    restore_admission,
 )
 from r3async.checkpoint.books import decode_state, encode_state
 from r3async.checkpoint.resume import fingerprint_model, rewind
 from r3async.checkpoint.tensors import write_part
 from r3async.config import CheckpointConfig, ConfigError, config_from_dict, to_dict
+from r3async.scheduling.admission import Admission
 from tests.helpers_checkpoint import run_state, tiny_state
 
 
@@ -122,6 +124,8 @@ def test_the_books_come_back_as_they_were():
     [
         ({"schema": 2}, "schema 2, and this version of r3async reads 1"),
         ({"steps": -1}, "never negative"),
+        ({"consumed": 2**63}, r"below 2\*\*63"),
+        ({"record_bytes": {"metrics.jsonl": -1}}, "lengths, and never negative"),
         ({"consumed_beyond": [14, 12]}, "a group before 12, or that group itself"),
         ({"since_publication": [1]}, "since_publication"),
         ({"unheard": 1}, "unheard"),
@@ -136,10 +140,27 @@ def test_books_that_contradict_themselves_are_refused(changes, message):
 def test_records_go_back_to_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("one\ntwo\nthree\n")
     (tmp_path / "routing.jsonl").write_text("one\n")
-    lengths = {"metrics.jsonl": 8, "routing.jsonl": 100, "gone.jsonl": 5, "../metrics.jsonl": 0}
+    lengths = {"metrics.jsonl": 8, "routing.jsonl": 100, "gone.jsonl": 5, "../metrics.jsonl": 0, "x" * 5000: 0}
     assert rewind(tmp_path, lengths) == {"metrics.jsonl": 6}
     assert (tmp_path / "metrics.jsonl").read_text() == "one\ntwo\n"
     assert (tmp_path / "routing.jsonl").read_text() == "one\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"waiting": [[0, None]]}, r"Expected `array`, got `null` - at `\$.waiting"),
+        ({"next_group": 10**12}, "1000000000000 slots are taken, of 4"),
+        ({"consumed": [3, []]}, "of 3 groups that were consumed, the slots of 0 are free and those of 0 not"),
+        ({"version": 4}, "version 3 was installed after version 4"),
+    ],
+)
+def test_leases_that_do_not_add_up_are_refused(changes, message):
+    admission = Admission(max_staleness=1, groups_per_step=2, samples_per_group=2, task_seed=lambda group: group)
+    state = run_state(3, version=3, admission=admission.snapshot() | {"version": 3})
+    restore_admission(admission, state)
+    with pytest.raises(CheckpointError, match=rf"run\.json: admission: {message}"):
+        restore_admission(admission, msgspec.structs.replace(state, admission=state.admission | changes))
 
 
 def test_a_checkpoint_is_due_by_steps_and_by_time():

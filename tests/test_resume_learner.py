@@ -181,6 +181,13 @@ def test_random_numbers_go_on_where_they_were(model_path, tmp_path):
     expected = torch.rand(4)
     learner.restore(LearnerParts(paths(tmp_path)))
     assert torch.equal(torch.rand(4), expected)
+    state = learner.state()
+    for piece in state.pieces:
+        if piece.place.name == "rng/cpu/0":
+            piece.tensor.fill_(255)
+    write_part(fresh(tmp_path), state)
+    with pytest.raises(CheckpointError, match="rng/cpu/0: "):
+        learner.restore(LearnerParts(paths(tmp_path)))
 
 
 def test_another_backend_or_model_is_refused(model_path, tmp_path):

@@ -7,11 +7,19 @@ learner), never negative, and the same whatever estimator the loss uses.
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 from r3async.config import RolloutKLConfig
 
 ERROR_LIMIT = 3.0
 """Errors that count: one wild step moves the coefficient no further than drift of 4 times the target does."""
+
+
+class TrustRegionState(TypedDict):
+    """For a checkpoint. `error`: of the last step; None before the first."""
+
+    coef: float
+    error: float | None
 
 
 class TrustRegion:
@@ -55,16 +63,14 @@ class TrustRegion:
         limit = self._config.max
         return limit is not None and not (math.isfinite(measured) and measured <= limit)
 
-    def state(self) -> dict[str, float | None]:
-        """For a checkpoint."""
+    def state(self) -> TrustRegionState:
+        """What `restore` reads."""
         return {"coef": self._coef, "error": self._error}
 
-    def restore(self, state: dict[str, float | None]) -> None:
+    def restore(self, state: TrustRegionState) -> None:
         """Continue from a `state`, within the bounds of this configuration; without a `target` its coefficient holds."""
-        coef = state["coef"]
-        if self._config.target is None or coef is None:
-            return
-        self._coef, self._error = self._bounded(coef), state["error"]
+        if self._config.target is not None:
+            self._coef, self._error = self._bounded(state["coef"]), state["error"]
 
     def _bounded(self, coef: float) -> float:
         return min(max(coef, self._config.coef_min), self._config.coef_max)

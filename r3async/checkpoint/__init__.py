@@ -4,7 +4,7 @@ from r3async.checkpoint.books import RunState
 from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint, open_checkpoint
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import FileRecord
-from r3async.checkpoint.resume import check_model, check_same_run, resume_from, rewind
+from r3async.checkpoint.resume import check_model, check_same_run, restore_admission, resume_from, rewind
 from r3async.checkpoint.writer import CheckpointWriter, Due
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_same_run",
     "find_checkpoint",
     "open_checkpoint",
+    "restore_admission",
     "resume_from",
     "rewind",
 ]

@@ -50,8 +50,11 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     generated_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.version, self.consumed, *self.since_publication) < 0:
-            raise ValueError("steps, version and groups are counts, and never negative")
+        counts = (self.steps, self.version, self.consumed, *self.since_publication)
+        if min(counts) < 0 or max(counts) >= 2**63:
+            raise ValueError("steps, version and groups are counts: never negative, and below 2**63")
+        if min(self.record_bytes.values(), default=0) < 0:
+            raise ValueError("`record_bytes` are lengths, and never negative")
         if any(group <= self.consumed for group in self.consumed_beyond):
             raise ValueError(f"`consumed_beyond` names a group before {self.consumed}, or that group itself")
 

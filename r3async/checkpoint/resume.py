@@ -1,4 +1,4 @@
-"""Whether a checkpoint may be continued with this configuration and model, and how its records go back to that step."""
+"""Whether a checkpoint may be continued with this configuration and model, and how records and leases go back to that step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from r3async.checkpoint.books import RunState
-from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint
+from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.error import CheckpointError
 from r3async.config import Config, to_dict
+from r3async.scheduling.admission import Admission
 
 FIXED = (
     "seed",
@@ -131,9 +132,19 @@ def rewind(run_dir: Path, record_bytes: Mapping[str, int]) -> dict[str, int]:
     A record that is shorter than it was, or gone, stays as it is: figures are lost, but training is not.
     """
     cut = {}
-    for name, length in record_bytes.items():
-        path = run_dir / name
-        if Path(name).name == name and path.is_file() and path.stat().st_size > length:
-            cut[name] = path.stat().st_size - length
+    for path in sorted(run_dir.iterdir()):
+        length = record_bytes.get(path.name)
+        if length is not None and path.is_file() and path.stat().st_size > length:
+            cut[path.name] = path.stat().st_size - length
             os.truncate(path, length)
     return cut
+
+
+def restore_admission(admission: Admission, state: RunState) -> None:
+    """Slots and leases as they were, and the checkpoint's weights in every engine. Raises `CheckpointError` if the books do
+    not add up."""
+    try:
+        admission.restore(state.admission)
+        admission.installed(state.version)
+    except ValueError as error:
+        raise CheckpointError(f"{STATE}: admission: {error}") from error

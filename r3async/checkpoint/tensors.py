@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from r3async.algorithms.trust_region import TrustRegionState
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import FileRecord
 
@@ -64,7 +65,7 @@ class LearnerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     steps: int
     world: int
-    trust_region: dict[str, float | None]
+    trust_region: TrustRegionState
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,9 @@ class LearnerParts:
         if not facts:
             raise CheckpointError("it has no file of the learner (learner-*.safetensors)")
         self.facts = next(iter(facts.values()))
-        if set(facts) != {part_name(rank, self.facts.world) for rank in range(self.facts.world)}:
-            raise CheckpointError(f"{self.facts.world} ranks wrote it, but there are {', '.join(facts)}")
+        world = self.facts.world
+        if len(facts) != world or set(facts) != {part_name(rank, world) for rank in range(world)}:
+            raise CheckpointError(f"{world} ranks wrote it, but there are {', '.join(facts)}")
         for name, other in facts.items():
             if other != self.facts:
                 raise CheckpointError(f"{name}: it is of another step, model or run than {min(facts)}")

@@ -141,4 +141,7 @@ def _set_generators(rank: int, parts: LearnerParts) -> None:
     for name, now in _generators(rank):
         if name in parts:
             numbers = parts.read(Place.whole(name, now.shape), torch.uint8)
-            torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(numbers)
+            try:
+                torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(numbers)
+            except RuntimeError as error:
+                raise CheckpointError(f"{name}: {error}") from error

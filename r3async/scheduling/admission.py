@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
@@ -68,6 +68,22 @@ def most_groups(*, slots: int, groups_per_step: int, steps_left: int, consumed_s
     this one included: each of the others needs `groups_per_step`.
     """
     return slots - consumed_since - groups_per_step * (steps_left - 1)
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Snapshot(TypedDict):
+    """What `Admission.snapshot` gives."""
+
+    version: _Count
+    next_group: _Count
+    freed: _Count
+    consumed: tuple[_Count, list[_Count]]
+    """`Consumed.head` and `.beyond`."""
+    uninstalled: list[tuple[_Count, _Count]]
+    waiting: list[tuple[_Count, tuple[_Count, ...]]]
+    owners: list[tuple[_Count, list[tuple[str, tuple[_Count, ...]]]]]
 
 
 class Admission:
@@ -247,14 +263,21 @@ class Admission:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Go on as the one that made the snapshot, whose settings must be this one's. Leases stay with their owners: `lose`
-        those that did not live on. Raises `ValueError` if the snapshot is of an older version than is installed here."""
-        if snapshot["version"] < self.version:
-            raise ValueError(f"a snapshot of version {snapshot['version']} can not follow version {self.version}")
-        self.version, self._next_group, self._freed = (snapshot[k] for k in ("version", "next_group", "freed"))
-        head, beyond = snapshot["consumed"]
-        self._consumed = Consumed(self._consumed.window, head, beyond)
-        self._uninstalled = dict(snapshot["uninstalled"])
-        self._waiting = {group: tuple(episodes) for group, episodes in snapshot["waiting"]}
-        self._owners = {
-            group: {owner: tuple(episodes) for owner, episodes in owners} for group, owners in snapshot["owners"]
-        }
+        those that did not live on. Raises `ValueError` if the snapshot is of an older version than is installed here, or if it
+        is none: its groups do not add up."""
+        saved = msgspec.convert(snapshot, _Snapshot)
+        if saved["version"] < self.version:
+            raise ValueError(f"a snapshot of version {saved['version']} can not follow version {self.version}")
+        consumed, uninstalled = Consumed(self._consumed.window, *saved["consumed"]), dict(saved["uninstalled"])
+        taken = saved["next_group"] - saved["freed"]
+        if not 0 <= taken <= self.slots:
+            raise ValueError(f"{taken} slots are taken, of {self.slots}")
+        if saved["freed"] + sum(uninstalled.values()) != len(consumed):
+            raise ValueError(
+                f"of {len(consumed)} groups that were consumed, the slots of {saved['freed']} are free and those of "
+                f"{sum(uninstalled.values())} not"
+            )
+        self.version, self._next_group, self._freed = saved["version"], saved["next_group"], saved["freed"]
+        self._consumed, self._uninstalled = consumed, uninstalled
+        self._waiting = dict(saved["waiting"])
+        self._owners = {group: dict(owners) for group, owners in saved["owners"]}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-from tools.fuzz import fuzz_receiver, fuzz_spool
+from tools.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
+from tools.fuzz.receiver import fuzz_receiver
+from tools.fuzz.spool import fuzz_spool
 
 COUNT = int(os.environ.get("R3ASYNC_FUZZ", "6000"))
 
@@ -22,5 +24,14 @@ async def test_mutated_spool_files_give_back_only_what_was_written(tmp_path):
     report = await fuzz_spool(COUNT // 10, seed=1, directory=tmp_path)
     assert report.outcomes["refused with a reason"] > COUNT // 50
     assert report.outcomes["trajectories that were saved from damaged files"] > COUNT // 50
+    assert report.slowest < 5
+    assert report.growth_mib < 32
+
+
+def test_mutated_checkpoints_are_refused_with_a_reason_or_read_as_they_were_written(tmp_path):
+    report = fuzz_checkpoints(COUNT // 10, seed=1, directory=tmp_path)
+    assert sum(report.outcomes.values()) == COUNT // 10
+    assert set(report.outcomes) == {REFUSED, LATE, OTHER, EQUAL}, "every kind of outcome was met"
+    assert report.outcomes[REFUSED] > COUNT // 20
     assert report.slowest < 5
     assert report.growth_mib < 32

@@ -1,0 +1,45 @@
+"""`python -m tools.fuzz`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+import tools.fuzz
+from tools.fuzz.checkpoints import fuzz_checkpoints
+from tools.fuzz.common import Report
+from tools.fuzz.receiver import fuzz_receiver
+from tools.fuzz.spool import fuzz_spool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fuzz", description=(tools.fuzz.__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--checkpoints", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    seed = options.seed
+    if options.messages:
+        tell("receiver", seed, asyncio.run(fuzz_receiver(options.messages, seed)))
+    if options.files:
+        with tempfile.TemporaryDirectory(prefix="r3async-fuzz-") as directory:
+            tell("spool", seed, asyncio.run(fuzz_spool(options.files, seed, Path(directory))))
+    if options.checkpoints:
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # what is refused is renamed, to the disk
+        with tempfile.TemporaryDirectory(prefix="r3async-fuzz-", dir=memory) as directory:
+            tell("checkpoints", seed, fuzz_checkpoints(options.checkpoints, seed, Path(directory)))
+
+
+def tell(name: str, seed: int, report: Report) -> None:
+    print(msgspec.json.encode({"seed": seed, name: report}).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from r3async.checkpoint.books import RunState
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.error import CheckpointError
@@ -41,8 +39,7 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
 
     A setting that the saved configuration does not know has its default. `name` and `resume` are no settings of training.
     """
-    old, new = _flat(saved), _flat(to_dict(now))
-    defaults = _flat(to_dict(Config()))
+    old, new, defaults = _flat(saved), _flat(to_dict(now)), _flat(to_dict(Config()))
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):
         was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
@@ -53,7 +50,7 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
 
 def _flat(value: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for key, inner in msgspec.to_builtins(value).items():
+    for key, inner in value.items():
         name = f"{path}{key}"
         if isinstance(inner, Mapping) and inner:
             out |= _flat(inner, f"{name}.")

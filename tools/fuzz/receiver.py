@@ -8,8 +8,6 @@ import random
 import time
 from collections import Counter
 
-import msgspec
-
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Trajectory
 from r3async.transport import Receiver, wire

@@ -1,14 +1,12 @@
-"""Kills and mutations without number, in a process that has nothing else to do.
+"""Kills without number, in a process that has nothing else to do.
 
-    python -m tests.checkpoint_driver fuzz DIRECTORY COUNT SEED
-    python -m tests.checkpoint_driver kill DIRECTORY
+    python -m tests.checkpoint_driver DIRECTORY
 
 Prints one JSON object. DIRECTORY should be in memory (`/dev/shm`): every case writes files to the disk.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -20,90 +18,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from r3async.checkpoint import CheckpointError, Checkpoints, FileRecord, open_checkpoint
-from r3async.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
-from r3async.checkpoint.tensors import Place, write_part
+from r3async.checkpoint import Checkpoints, open_checkpoint
+from r3async.checkpoint.tensors import write_part
 from tests.helpers_checkpoint import fresh, run_state, tiny_state, write_checkpoint
-
-# -- mutations -------------------------------------------------------------------------------------------------------
-
-
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """One to three changes of a kind that disks, copies and editors make."""
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        at = rng.randrange(len(out) + 1)
-        end = min(len(out), at + rng.choice((1, 1, 2, 8, 64)))
-        kind = rng.randrange(7)
-        if kind == 0 and out:
-            out[at % len(out)] ^= 1 << rng.randrange(8)
-        elif kind == 1 and out:
-            out[at % len(out)] = rng.choice(b'\0\xff0919-"{}[],:e.n\n')
-        elif kind == 2:
-            del out[at:]
-        elif kind == 3:
-            del out[at:end]
-        elif kind == 4:
-            out[at:at] = rng.randbytes(rng.choice((1, 2, 8)))
-        elif kind == 5:
-            out[at:at] = out[at:end]
-        else:
-            out[at:end] = bytes(end - at)
-    return bytes(out)
-
-
-def contents(path: Path) -> tuple[Any, ...]:
-    """What a resume would take from it."""
-    opened = open_checkpoint(path)
-    parts = opened.learner()
-    return opened.state, parts.facts, tuple(parts.read(Place.whole("master/w", (16,))).tolist())
-
-
-def fuzz(directory: Path, count: int, seed: int) -> dict[str, Any]:
-    """Opens `count` checkpoints of which a file was changed; in every second case the manifest was made to fit it.
-
-    A case that raises anything but `CheckpointError` ends the driver with that error. Where the manifest does not fit, what
-    is loaded must be what was written; where it does, whatever loads has the right types and shapes.
-    """
-    rng = random.Random(seed)
-    checkpoints = Checkpoints(fresh(directory))
-    partial = checkpoints.begin(10)
-    records = [write_part(partial, tiny_state(10, rank=rank, world=2)) for rank in range(2)]
-    path = checkpoints.commit(
-        run_state(10, admission={"waiting": [[40, [0, 2]]]}), records, {"config.toml": b"seed = 0\n"}
-    )
-    expected = contents(path)
-    original = {p.name: p.read_bytes() for p in path.iterdir()}
-    manifest = decode_manifest(original[MANIFEST])
-    figures: Counter[str] = Counter()
-    for case in range(count):
-        name = rng.choice(list(original))
-        data = mutated(original[name], rng)
-        resigned = case % 2 == 1 and name != MANIFEST
-        (path / name).write_bytes(data)
-        if resigned:
-            record = FileRecord(name, len(data), hashlib.sha256(data).hexdigest())
-            files = [record if f.name == name else f for f in manifest.files]
-            (path / MANIFEST).write_bytes(Manifest(1, 10, files).encode())
-        kind = "resigned" if resigned else "plain"
-        try:
-            loaded = contents(path)
-        except CheckpointError:
-            figures[f"{kind}/refused"] += 1
-        else:
-            if data == original[name] or loaded == expected:
-                figures[f"{kind}/same"] += 1
-            else:
-                assert resigned, f"case {case}: {name} was changed, and something else was loaded"
-                figures["resigned/loaded"] += 1
-            assert resigned or data == original[name], f"case {case}: {name} was changed, and was loaded"
-        (path / name).write_bytes(original[name])
-        if resigned:
-            (path / MANIFEST).write_bytes(original[MANIFEST])
-    return dict(figures)
-
-
-# -- kills -----------------------------------------------------------------------------------------------------------
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.scandir"}
 
@@ -192,8 +109,8 @@ def kill(directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    what, where, *numbers = sys.argv[1:]
+    (where,) = sys.argv[1:]
     began = time.monotonic()
-    answer = kill(Path(where)) if what == "kill" else fuzz(Path(where), *map(int, numbers))
+    answer = kill(Path(where))
     shutil.rmtree(where)
     print(json.dumps(answer | {"seconds": round(time.monotonic() - began, 1)}))

@@ -1,4 +1,4 @@
-"""Writers that are killed, and files that are changed: never a half checkpoint, never another error, never other values."""
+"""Writers that are killed: never a half checkpoint. Files that are changed: `test_fuzz`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 
-def driver(*arguments: str) -> dict[str, float]:
+def driver() -> dict[str, float]:
     root = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=root) as directory:
-        command = [sys.executable, "-m", "tests.checkpoint_driver", arguments[0], f"{directory}/c", *arguments[1:]]
+        command = [sys.executable, "-m", "tests.checkpoint_driver", f"{directory}/c"]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         where = Path(__file__).parent.parent
         done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, cwd=where, check=False)
@@ -22,14 +22,8 @@ def driver(*arguments: str) -> dict[str, float]:
 
 
 def test_a_writer_that_is_killed_leaves_the_newest_checkpoint_intact():
-    figures = driver("kill")
+    figures = driver()
     assert figures["at a point"] > 50
     assert figures["by chance"] == 25
     assert figures["left .partial"] > 10
     assert figures["left .removing"] > 2
-
-
-def test_changed_files_are_refused_or_are_the_same():
-    figures = driver("fuzz", "1500", "0")
-    assert figures["plain/refused"] > 800
-    assert figures["resigned/refused"] > 200

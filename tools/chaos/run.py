@@ -218,7 +218,12 @@ def chaos(
         train(config, preset, console, root, pipeline=chaos_pipeline(fault, killer.begin))
     finally:
         killer.stop()
-    return look_into(config, preset, seed, fault, run_dir, killer.killed, time.monotonic() - began)
+    report = look_into(config, preset, seed, fault, run_dir, killer.killed, time.monotonic() - began)
+    spared = len(killer.roles) - killer.killed.total()
+    if spared and not fault:
+        few = f"{spared} of {len(killer.roles)} processes were not killed: the run ended before; steps={config.steps} is too few"
+        report = msgspec.structs.replace(report, problems=[*report.problems, few])
+    return report
 
 
 def look_into(

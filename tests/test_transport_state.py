@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.transport import Ledger, wire
-from r3async.transport.credit import MAX_OFFERS, CreditPool, Offered
+from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
 from tests.helpers_transport import make_trajectory
 
@@ -189,13 +189,13 @@ def test_credit_pool_does_not_grow_with_offers_that_come_and_go():
 
 def test_a_sender_that_only_offers_more_takes_a_bounded_place():
     pool = CreditPool(100)
-    for i in range(3 * MAX_OFFERS):
+    for i in range(3 * wire.MAX_PARCELS):
         pool.offer(b"a", offered({f"m{i}": 200}), more=True)
         pool.grant()
-    assert pool.waiting + len(pool.granted(b"a")) == MAX_OFFERS
-    pool.offer(b"a", offered({f"m{MAX_OFFERS + 1}": 10}))  # what was ignored is listed again by an offer of all
+    assert pool.waiting + len(pool.granted(b"a")) == wire.MAX_PARCELS
+    pool.offer(b"a", offered({f"m{wire.MAX_PARCELS + 1}": 10}))  # what was ignored is listed again by an offer of all
     pool.grant()
-    assert pool.granted(b"a") == [f"m{MAX_OFFERS + 1}"]
+    assert pool.granted(b"a") == [f"m{wire.MAX_PARCELS + 1}"]
 
 
 @settings(max_examples=200, deadline=None)

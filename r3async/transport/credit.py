@@ -8,8 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MAX_OFFERS = 256
-"""Of one sender at a time, however often it offers more."""
+from r3async.transport.wire import MAX_PARCELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +69,13 @@ class CreditPool:
     def offer(self, sender: bytes, messages: Mapping[str, Offered], *, more: bool = False) -> None:
         """All that `sender` wants to send, replacing its earlier offers. What it offered before keeps its place and its
         grant; what it no longer offers, and has not arrived, loses both. If `more`, what it wants to send besides; beyond
-        `MAX_OFFERS` in all that is ignored, until it is among those of an offer of all."""
+        `MAX_PARCELS` in all that is ignored, until it is among those of an offer of all."""
         offers = self._offers.setdefault(sender, {})
         if not more:
             for message in offers.keys() - messages.keys():
                 self.cancel(sender, message)
         for message, offered in messages.items():
-            if message not in offers and not (more and len(offers) >= MAX_OFFERS):
+            if message not in offers and not (more and len(offers) >= MAX_PARCELS):
                 offers[message] = offered
                 order = self._waiting[sender, message] = next(self._order)
                 heapq.heappush(self._queue, (offered.group_index, order, sender, message))

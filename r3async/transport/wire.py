@@ -41,7 +41,7 @@ MAX_CONTROL = 512 * 2**10
 CRC_BYTES = 4
 MAX_ID = 256
 MAX_PARCELS = 256
-"""In one OFFER, which stays below `MAX_CONTROL` however long their ids are."""
+"""In one OFFER, which stays below `MAX_CONTROL` however long their ids are; and of one sender at a time."""
 MAX_DIM = 2**24
 """Size of one dimension of a column."""
 

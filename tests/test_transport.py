@@ -67,13 +67,15 @@ async def test_many_senders_share_the_credit_and_all_is_delivered():
         assert receiver._pool.used == 0
 
 
-async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch):
+@pytest.mark.parametrize("at_once", [40, 160])
+async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch, at_once):
     """More than one offer can list: the rest is offered at once, not at the next heartbeat, and only when it helps."""
     said: Counter[str] = Counter()
     say = Sender._say
 
     def count(self: Sender, message: wire.Message, *args: Any) -> bool:
         said[type(message).__name__] += 1
+        said["parcels"] += len(message.parcels) if isinstance(message, wire.Offer) else 0
         return say(self, message, *args)
 
     monkeypatch.setattr(Sender, "_say", count)
@@ -81,12 +83,12 @@ async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch):
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
         async with asyncio.timeout(LIMIT):
-            # Forty at a time, as episodes end.
-            await asyncio.gather(*(send_all(sender, trajectories[i::40]) for i in range(40)))
+            await asyncio.gather(*(send_all(sender, trajectories[i::at_once]) for i in range(at_once)))
         assert await sender.flush(LIMIT) == 0
     assert inbox.once({f"t{i}" for i in range(160)})
     assert said["Deliver"] == 160
     assert said["Offer"] < 2 * 160, said
+    assert said["parcels"] <= 160, "each is listed when it is new, and not again whenever another one is"
 
 
 async def test_a_receiver_that_was_busy_does_not_blame_its_senders():

@@ -153,40 +153,6 @@ def test_columns_that_are_steady_travel_packed_in_one_frame_a_row():
     assert wire.decoded_bytes(frames, received) == headers + packed + sum(t.nbytes for t in tables)
 
 
-@FAST
-@given(
-    dtypes=st.lists(st.sampled_from(["float32", "float16", "int32", "uint8", "bool", ">i4", "int64"]), max_size=6),
-    rows=st.integers(0, 300),
-    seed=st.integers(0, 99),
-    steady=st.booleans(),
-)
-def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
-    chance = np.random.default_rng(seed)
-    columns = []
-    for i, name in enumerate(dtypes):
-        dtype = np.dtype(name)
-        if dtype.kind == "b":
-            array = chance.integers(0, 2, rows).astype(bool)
-        else:  # any bits, those of every NaN and of both zeros among them
-            array = np.frombuffer(chance.bytes(rows * dtype.itemsize), dtype)
-        columns.append((f"c{i}", np.sort(array) if steady else array))
-    packed = codec.pack(columns)
-    back = codec.unpack(memoryview(packed), [(n, codec.little_endian(a.dtype)) for n, a in columns], rows)
-    assert set(back) == {n for n, _ in columns}
-    for name, array in columns:
-        assert back[name].tobytes() == array.astype(codec.little_endian(array.dtype)).tobytes()
-        assert not back[name].flags.writeable
-        assert back[name].flags.aligned
-
-
-@FAST
-@given(data=st.binary(max_size=200), rows=st.integers(0, 60))
-def test_no_bytes_unpack_to_anything_but_so_many_rows(data, rows):
-    columns = [("a", np.dtype("<i4")), ("b", np.dtype(bool))]
-    with contextlib.suppress(WireError):
-        assert {n: len(a) for n, a in codec.unpack(memoryview(data), columns, rows).items()} == {"a": rows, "b": rows}
-
-
 def test_packed_columns_can_not_grow_beyond_what_arrived():
     """A few bytes that claim sixteen million rows are refused before anything is allocated."""
     frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
@@ -224,22 +190,6 @@ def test_many_rows_of_one_episode():
     tables = [runny_table(n) for n in range(20, 420)]
     sent = make_trajectory(tables=tables, turns=[Turn(i, i, 1, 9, 0.5, "eos") for i in range(len(tables))])
     assert decode_trajectory(as_bytes(encode_trajectory(sent))) == sent
-
-
-@FAST
-@given(data=st.data(), length=st.integers(2**16, 2**16 + 30_000), seed=st.integers(0, 99))
-def test_the_checksum_of_a_large_frame_sees_every_small_change(data, length, seed):
-    whole = np.random.default_rng(seed).bytes(length)
-    before = codec.checksum([b"head", whole, b"tail"])
-    assert before == codec.checksum([b"head", memoryview(b"x" + whole)[1:], b"tail"])  # Wherever it lies.
-    at = data.draw(st.integers(0, length - 1))
-    flipped = whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at + 1 :]
-    block = 4096 * data.draw(st.integers(0, length // 4096 - 2))
-    moved = whole[:block] + whole[block + 4096 : block + 8192] + whole[block : block + 4096] + whole[block + 8192 :]
-    torn = whole[: length - 4096] + bytes(4096)
-    for other in (flipped, moved, torn, whole[:-1], whole + b"\0", whole[8:] + whole[:8]):
-        assert codec.checksum([b"head", other, b"tail"]) != before
-    assert codec.checksum([whole, b"head", b"tail"]) != before
 
 
 def test_payload_is_raw_and_not_copied():

@@ -1,0 +1,64 @@
+"""Columns as bytes: packed ones come back bit by bit, and nothing that changed goes unseen."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from r3async.transport import codec
+from r3async.transport.codec import WireError
+
+FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@FAST
+@given(
+    dtypes=st.lists(st.sampled_from(["float32", "float16", "int32", "uint8", "bool", ">i4", "int64"]), max_size=6),
+    rows=st.integers(0, 300),
+    seed=st.integers(0, 99),
+    steady=st.booleans(),
+)
+def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
+    chance = np.random.default_rng(seed)
+    columns = []
+    for i, name in enumerate(dtypes):
+        dtype = np.dtype(name)
+        if dtype.kind == "b":
+            array = chance.integers(0, 2, rows).astype(bool)
+        else:  # any bits, those of every NaN and of both zeros among them
+            array = np.frombuffer(chance.bytes(rows * dtype.itemsize), dtype)
+        columns.append((f"c{i}", np.sort(array) if steady else array))
+    packed = codec.pack(columns)
+    back = codec.unpack(memoryview(packed), [(n, codec.little_endian(a.dtype)) for n, a in columns], rows)
+    assert set(back) == {n for n, _ in columns}
+    for name, array in columns:
+        assert back[name].tobytes() == array.astype(codec.little_endian(array.dtype)).tobytes()
+        assert not back[name].flags.writeable
+        assert back[name].flags.aligned
+
+
+@FAST
+@given(data=st.binary(max_size=200), rows=st.integers(0, 60))
+def test_no_bytes_unpack_to_anything_but_so_many_rows(data, rows):
+    columns = [("a", np.dtype("<i4")), ("b", np.dtype(bool))]
+    with contextlib.suppress(WireError):
+        assert {n: len(a) for n, a in codec.unpack(memoryview(data), columns, rows).items()} == {"a": rows, "b": rows}
+
+
+@FAST
+@given(data=st.data(), length=st.integers(2**16, 2**16 + 30_000), seed=st.integers(0, 99))
+def test_the_checksum_of_a_large_frame_sees_every_small_change(data, length, seed):
+    whole = np.random.default_rng(seed).bytes(length)
+    before = codec.checksum([b"head", whole, b"tail"])
+    assert before == codec.checksum([b"head", memoryview(b"x" + whole)[1:], b"tail"])  # Wherever it lies.
+    at = data.draw(st.integers(0, length - 1))
+    flipped = whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at + 1 :]
+    block = 4096 * data.draw(st.integers(0, length // 4096 - 2))
+    moved = whole[:block] + whole[block + 4096 : block + 8192] + whole[block : block + 4096] + whole[block + 8192 :]
+    torn = whole[: length - 4096] + bytes(4096)
+    for other in (flipped, moved, torn, whole[:-1], whole + b"\0", whole[8:] + whole[:8]):
+        assert codec.checksum([b"head", other, b"tail"]) != before
+    assert codec.checksum([whole, b"head", b"tail"]) != before

@@ -312,6 +312,7 @@ def test_refused_frames():
     frames = as_bytes(encode_trajectory(make_trajectory()))
     flipped = bytes([frames[1][0] ^ 1]) + frames[1][1:]
     header = wire.read_header(frames[0])
+    old = msgspec.msgpack.encode({"kind": "trajectory", "wire": 3, "schema": header.schema, "crc32": 1, "body": {}})
     huge = msgspec.structs.replace(header, nbytes=wire.MAX_HEADER + 1)
     cut = msgspec.structs.replace(header, nbytes=header.nbytes - 1)
     cases = [
@@ -329,6 +330,7 @@ def test_refused_frames():
         ([frames[0], flipped, *frames[2:]], "checksum"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
         ([frames[0].replace(b"\xa4wire\x04", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 4"),
+        ([old, *frames[1:]], "wire version 3, expected 4"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]

@@ -11,7 +11,6 @@ from r3async.buffer.spool_file import MAGIC, Torn, map_file, read_records
 from r3async.records import SCHEMA
 from r3async.transport.codec import checksum
 from r3async.transport.wire import (
-    WIRE_VERSION,
     Frame,
     WireError,
     decode_control,
@@ -99,9 +98,8 @@ def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str]]:
     found = checksum([header.packed, *frames[1:]])
     right = "right" if found == header.checksum else f"wrong: the frames have {found:016x}"
     schema = "ours" if header.schema == SCHEMA.fingerprint else f"ours is {SCHEMA.fingerprint}"
-    wire = "" if header.wire == WIRE_VERSION else f" (ours is {WIRE_VERSION})"
     described = (
-        f"trajectory {body['trajectory_id']}: wire {header.wire}{wire}, schema {header.schema} ({schema}), "
+        f"trajectory {body['trajectory_id']}: wire {header.wire}, schema {header.schema} ({schema}), "
         f"checksum {header.checksum:016x} ({right})"
     )
     framed = []

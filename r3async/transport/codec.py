@@ -53,7 +53,7 @@ def pack(columns: Sequence[tuple[str, np.ndarray]]) -> bytes:
 
 
 def unpack(block: memoryview, columns: Sequence[tuple[str, np.dtype]], rows: int) -> dict[str, np.ndarray]:
-    """The columns, by name, each `[rows]`, read-only and aligned.
+    """The columns, by name, each `[rows]`, read-only and aligned; their dtypes are little-endian.
 
     Nothing larger than they are is ever allocated. Raises `WireError` for a block that does not hold exactly that.
     """
@@ -62,7 +62,7 @@ def unpack(block: memoryview, columns: Sequence[tuple[str, np.dtype]], rows: int
     _check_bools(np.frombuffer(data, np.uint8), columns)
     arrays, at = {}, 0
     for name, dtype in columns:
-        arrays[name] = np.frombuffer(data, little_endian(dtype), rows, at)
+        arrays[name] = np.frombuffer(data, dtype, rows, at)
         at += arrays[name].nbytes
     return arrays
 

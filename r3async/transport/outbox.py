@@ -75,10 +75,9 @@ class Outbox:
         """All to ask credit for: the oldest groups, so that one the learner waits for is never left out, and whatever was
         offered before. It replaces what was offered before, so to leave that out would withdraw a grant that is on its way."""
         oldest = heapq.nsmallest(OFFERED_AT_ONCE, self.waiting.values(), key=lambda p: p.parcel.group_index)
-        again = (p for name, p in self.waiting.items() if name in self._offered)
-        listed = heapq.nsmallest(
-            MAX_PARCELS, {p.parcel.trajectory_id: p.parcel for p in (*oldest, *again)}.values(), key=_group
-        )
+        wanted = {name: self.waiting[name].parcel for name in self._offered}
+        wanted |= {p.parcel.trajectory_id: p.parcel for p in oldest}
+        listed = heapq.nsmallest(MAX_PARCELS, wanted.values(), key=lambda parcel: parcel.group_index)
         self._offered = {p.trajectory_id: p.group_index for p in listed}
         self._unoffered = []
         for name, pending in self.waiting.items():
@@ -153,7 +152,3 @@ class Outbox:
         self.flying = {}
         self._offered = {}  # until all is offered anew: a session begins with that
         return count
-
-
-def _group(parcel: Parcel) -> int:
-    return parcel.group_index

@@ -72,7 +72,8 @@ class LoopSocket:
         self._schedule()
 
     def send(self, frames: Sequence[Frame]) -> int:
-        """Hand a message to ZeroMQ without waiting and without copying. Returns 0, or the errno of what prevented it."""
+        """Hand a message to ZeroMQ: without waiting, and large frames without copying. Returns 0, or the errno of what
+        prevented it."""
         if self.socket.closed:
             return zmq.ENOTSOCK
         error, last = 0, len(frames) - 1

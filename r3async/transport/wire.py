@@ -85,9 +85,19 @@ def sign(body: bytes, frames: Sequence[Frame], schema: Schema = SCHEMA) -> bytes
     return msgspec.msgpack.encode(header)
 
 
+class _Versioned(msgspec.Struct):
+    """What every version's header has."""
+
+    wire: int
+
+
 def read_header(frame: Frame) -> Header:
-    """Raises `WireError` for what is no header."""
-    return _decode(_view(frame), Header, "header")
+    """Raises `WireError` for what is no header, or one of another version, which may have other fields."""
+    view = _view(frame)
+    version = _decode(view, _Versioned, "header").wire
+    if version != WIRE_VERSION:
+        raise WireError(f"wire version {version}, expected {WIRE_VERSION}")
+    return _decode(view, Header, "header")
 
 
 def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[bytes | memoryview]:
@@ -142,8 +152,6 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Traje
     if not views:
         raise WireError("a trajectory has at least a header frame")
     header = read_header(views[0])
-    if header.wire != WIRE_VERSION:
-        raise WireError(f"wire version {header.wire}, expected {WIRE_VERSION}")
     if header.schema != schema.fingerprint:
         raise WireError(
             f"schema {header.schema!r}, expected {schema.fingerprint!r}: both ends must run the same columns"

@@ -32,11 +32,12 @@ def rehearse(untrained, root, roles, *overrides, fault="", noise=None):
 
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, tmp_path):
     roles = ["environment", "generator", "learner", "environment", "conductor", "generator"]
-    report = rehearse(untrained, tmp_path, roles)
+    report = rehearse(untrained, tmp_path, roles, noise=Noise(damage=0.15))
     assert report.problems == []
     assert report.kills == {"environment": 2, "generator": 2, "learner": 1, "conductor": 1}
-    assert report.resumed >= 2  # a generator that dies while the run starts takes it down, too
-    assert report.generator_deaths >= 1  # one may die after its last step
+    # A generator that dies while the run starts takes it down, too, and of one that dies just before the learner does nobody
+    # hears: how many deaths were mended by themselves is a matter of moments.
+    assert report.resumed >= 2
     assert report.trajectories == report.steps * 8
     assert report.damaged
 

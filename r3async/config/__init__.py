@@ -23,6 +23,7 @@ from r3async.config.algorithm import (
 )
 from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
+from r3async.config.hosts import bare_host, in_url, is_loopback
 from r3async.config.learner import LearnerConfig, ParallelConfig
 from r3async.config.observe import ObserveConfig
 from r3async.config.read import (
@@ -49,7 +50,7 @@ from r3async.config.sections import (
     TransportConfig,
     WeightsConfig,
 )
-from r3async.config.serving import EvaluationConfig, ServingConfig, is_loopback
+from r3async.config.serving import EvaluationConfig, ServingConfig
 from r3async.config.supervise import SuperviseConfig
 
 __all__ = [
@@ -89,9 +90,11 @@ __all__ = [
     "SuperviseConfig",
     "TransportConfig",
     "WeightsConfig",
+    "bare_host",
     "config_from_dict",
     "find_config",
     "import_policy_loss",
+    "in_url",
     "is_loopback",
     "load_config",
     "parse_override",

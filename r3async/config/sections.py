@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.hosts import is_loopback
 from r3async.config.section import Section, positive
 
 
@@ -226,14 +226,6 @@ class WeightsConfig(Section):
 
     def __post_init__(self) -> None:
         positive(self, "bucket_bytes", "install_timeout", "write_timeout", "probe_every")
-
-
-def is_loopback(host: str) -> bool:
-    """Only this machine can reach it. A name that is not `localhost` is taken for one that others can reach."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class TransportConfig(Section):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import msgspec
 
+from r3async.config.hosts import is_loopback
 from r3async.config.section import Section, positive
 from r3async.config.sections import EnvConfig
 
@@ -38,13 +37,6 @@ class ServingConfig(Section):
             raise ValueError(
                 f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
             )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class EvaluationConfig(Section):

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from r3async.config import ConfigError, EpisodeConfig, ServingConfig
+from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
 from r3async.engines.base import Engine
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.loop import EpisodeTask
@@ -91,7 +91,7 @@ class AgentServer:
         await self._runner.setup()
         host, port = self.serving.host, self.serving.port
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.TCPSite(self._runner, bare_host(host), port).start()
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
@@ -100,7 +100,7 @@ class AgentServer:
             ) from error
         bound = self._runner.addresses[0]
         reach = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(bound[0], bound[0])
-        self.base_url = f"http://{f'[{reach}]' if ':' in reach else reach}:{bound[1]}/v1"
+        self.base_url = f"http://{in_url(reach)}:{bound[1]}/v1"
 
     async def stop(self) -> None:
         """Close every session and the socket; running requests are aborted."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from r3async.config import TransportConfig
+from r3async.config import TransportConfig, in_url
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.gate import Gate
@@ -166,7 +166,7 @@ class Receiver:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             self._gate = Gate(self._context, socket, keys, self.refused)
-        address = f"tcp://{self.settings.host}:{self._port or '*'}"
+        address = f"tcp://{in_url(self.settings.host)}:{self._port or '*'}"
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

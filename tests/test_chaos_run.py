@@ -34,7 +34,7 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, t
     roles = ["environment", "generator", "learner", "environment", "conductor", "generator"]
     report = rehearse(untrained, tmp_path, roles, noise=Noise(damage=0.15))
     assert report.problems == []
-    assert report.kills == {"environment": 2, "generator": 2, "learner": 1, "conductor": 1}
+    assert report.faults == {"environment": 2, "generator": 2, "learner": 1, "conductor": 1}
     # A generator that dies while the run starts takes it down, too, and of one that dies just before the learner does nobody
     # hears: how many deaths were mended by themselves is a matter of moments.
     assert report.resumed >= 2

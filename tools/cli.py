@@ -126,8 +126,11 @@ def export(
 def chaos(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(help="processes to kill, of every role", min=0)] = 20,
-    seed: Annotated[int, typer.Option(help="of the run, of who is killed when, and of the noise")] = 0,
+    scenario: Annotated[
+        str, typer.Option(help="what happens to the run: kills, … (`tools/chaos/scenarios.py`)")
+    ] = "kills",
+    kills: Annotated[int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)] = 20,
+    seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,
     engine: Annotated[str, typer.Option(help="scripted (no model plays), or vllm")] = "scripted",
     fault: Annotated[
         str, typer.Option(help="have the learner do one thing wrong, which the books have to show (exit 1)")
@@ -135,10 +138,22 @@ def chaos(
     runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
-    """Rehearse failure: kill processes of a real run, damage its messages, check its books. Exit 1 if they are wrong."""
+    """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
     from tools.chaos.command import chaos_command
 
-    raise typer.Exit(chaos_command(preset, overrides or [], kills, seed, engine, fault, runs, json))
+    raise typer.Exit(
+        chaos_command(
+            preset,
+            overrides or [],
+            scenario=scenario,
+            kills=kills,
+            seed=seed,
+            engine=engine,
+            fault=fault,
+            root=runs,
+            json=json,
+        )
+    )
 
 
 @app.command()

@@ -97,10 +97,11 @@ def growth(samples: Sequence[Sample]) -> Growth:
 def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
     """A run with the scripted engine for so many minutes. Raises `BenchError` if it does not go on for so long."""
     from r3async.config import load_config
+    from tools.chaos.kills import Kills
     from tools.chaos.run import make_model, settings
 
     chosen = [
-        *settings(0, "scripted"),
+        *settings(Kills, 0, "scripted"),
         "steps=1000000",
         "name=soak",
         "resume=none",
@@ -163,7 +164,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
 
 def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
     """By role: the driver, and the actors that said they had started, as far as they live; environments' processes too."""
-    from tools.chaos.run import actor_process, environment_workers
+    from tools.chaos.sabotage import actor_process, environment_workers
 
     found = {"driver": psutil.Process(driver)}
     for event in read_events(run_dir / "events.jsonl"):

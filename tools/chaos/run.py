@@ -1,19 +1,18 @@
-"""`r3async chaos`: starts the run, kills its processes, and checks its books when it has ended."""
+"""`r3async chaos`: starts the run, does to it what the scenario says, and checks its state when it has ended."""
 
 from __future__ import annotations
 
 import random
 import shutil
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-import psutil
 from rich.console import Console
 
 from r3async.config import Config, load_config
@@ -23,22 +22,20 @@ from r3async.observe.trained import FILE, TrainedStep
 from r3async.scheduling.admission import slots_of
 from tools.chaos.books import Acknowledged, Passed, Resumed, Sent, check_content, check_kept, check_trained
 from tools.chaos.relay import Noise
-
-Role = Literal["generator", "learner", "conductor", "environment"]
-SHARES: dict[Role, int] = {"generator": 4, "environment": 4, "learner": 1, "conductor": 1}
-"""Of the kills. A learner's or a conductor's death begins the whole run again, which takes ten times as long as the others."""
-STEPS_PER_KILL = 2
-WAIT_SECONDS = 0.05
+from tools.chaos.sabotage import Role, Saboteur
+from tools.chaos.scenarios import SCENARIOS
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`problems` is empty if the books are right. `kills`: by role. `damaged`: trajectories that came damaged and were sent
-    again. `duplicates`: those that came twice and were dropped. `generator_deaths`: that the conductor saw."""
+    """`problems` is empty if everything was trained once, as it was sent. `faults`: those that the scenario made, by what they
+    hit. `damaged`: trajectories that came damaged and were sent again. `duplicates`: those that came twice and were dropped.
+    `generator_deaths`: that the conductor saw."""
 
     preset: str
+    scenario: str
     seed: int
     fault: str
-    kills: dict[str, int]
+    faults: dict[str, int]
     steps: int
     trajectories: int
     resumed: int
@@ -51,11 +48,10 @@ class Report(msgspec.Struct, frozen=True):
     problems: list[str]
 
 
-def settings(kills: int, engine: str) -> list[str]:
+def settings(scenario: type[Saboteur], kills: int, engine: str) -> list[str]:
     """What chaos sets over the preset, and under what the person sets."""
-    steps = STEPS_PER_KILL * (kills + 1) + 2
     common = [
-        f"steps={steps}",
+        f"steps={scenario.steps(kills)}",
         "generator.count=3",
         "generator.concurrency=16",
         f"generator.max_restarts={10 + kills}",
@@ -75,7 +71,7 @@ def settings(kills: int, engine: str) -> list[str]:
         "env.name=tools.chaos.environment:Unsteady",
     ]
     if engine == "vllm":
-        return common
+        return [*common, *scenario.settings]
     tiny = {"hidden_size": 32, "expert_hidden_size": 16, "layers": 2, "max_warm_steps": 1, "warm_reward": 0.01}
     return [
         *common,
@@ -83,91 +79,8 @@ def settings(kills: int, engine: str) -> list[str]:
         "generator.engine_args={ token_seconds = 0.005 }",
         "weights.probe=false",
         *(f"model.init.{name}={value}" for name, value in tiny.items()),
+        *scenario.settings,
     ]
-
-
-def draw_roles(kills: int, chance: random.Random) -> list[Role]:
-    """Who is killed, in order. Not drawn one by one: every role has its share, however few kills there are."""
-    shares: list[Role] = [role for role, share in SHARES.items() for _ in range(share)]
-    chance.shuffle(shares)
-    roles = [shares[i % len(shares)] for i in range(kills)]
-    chance.shuffle(roles)
-    return roles
-
-
-class Killer(threading.Thread):
-    """Kills one process after the other of the run in `run_dir`, each when `STEPS_PER_KILL` more steps were trained than at the
-    one before, and up to a second later. `told(text)` hears of each."""
-
-    def __init__(self, run_dir: Path, roles: Sequence[Role], chance: random.Random, told: Any):
-        super().__init__(name="chaos-killer", daemon=True)
-        self.run_dir, self.roles, self.chance, self.told = run_dir, roles, chance, told
-        self.killed: Counter[str] = Counter()
-        self._most = 0
-        self._over = threading.Event()
-
-    def begin(self) -> None:
-        """When the actors exist: what an earlier run of that name said of its processes is set aside by then. Idempotent."""
-        if not self.ident:
-            self.start()
-
-    def run(self) -> None:
-        for number, role in enumerate(self.roles):
-            while self._steps() < 1 + STEPS_PER_KILL * number:
-                if self._over.wait(WAIT_SECONDS):
-                    return
-            if self._over.wait(self.chance.uniform(0, 1)):
-                return
-            self._kill(role, number)
-
-    def stop(self) -> None:
-        self._over.set()
-        if self.ident:
-            self.join(10)
-
-    def _steps(self) -> int:
-        """Trained so far, at the most: what a resume takes back counts as well."""
-        self._most = max(self._most, sum(1 for _ in read_objects(self.run_dir / FILE)))
-        return self._most
-
-    def _kill(self, role: Role, number: int) -> None:
-        while not self._over.is_set():
-            victim = self._victim(role)
-            if victim is not None:
-                try:
-                    victim.kill()
-                except psutil.Error:
-                    continue
-                self.killed[role] += 1
-                self.told(f"chaos: kill -9 of {role} ({victim.pid}), {number + 1} of {len(self.roles)}")
-                return
-            self._over.wait(WAIT_SECONDS)
-
-    def _victim(self, role: Role) -> psutil.Process | None:
-        """One of that role that lives now; None while there is none."""
-        started = [e for e in read_events(self.run_dir / "events.jsonl") if e["event"].endswith("_started")]
-        alike = "generator" if role == "environment" else role
-        pids = {e["pid"] for e in started if e["event"] == f"{alike}_started"}
-        living = [p for pid in sorted(pids) if (p := actor_process(pid)) is not None]
-        if role == "environment":
-            living = [child for p in living for child in environment_workers(p)]
-        return self.chance.choice(living) if living else None
-
-
-def actor_process(pid: int) -> psutil.Process | None:
-    """Process ids are used again: only what calls itself a worker of Ray is taken for the one that said it had started."""
-    try:
-        process = psutil.Process(pid)
-        return process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None
-    except psutil.Error:
-        return None
-
-
-def environment_workers(generator: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [p for p in generator.children() if any("pool_worker" in part for part in p.cmdline())]
-    except psutil.Error:
-        return []
 
 
 def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callable[[str], object]) -> str:
@@ -185,6 +98,7 @@ def chaos(
     *,
     kills: int,
     seed: int,
+    scenario: str = "kills",
     engine: str = "scripted",
     fault: str = "",
     noise: Noise | None = None,
@@ -192,44 +106,57 @@ def chaos(
     console: Console | None = None,
     roles: Sequence[Role] = (),
 ) -> Report:
-    """One run. `roles`: of whom to kill, in order, in place of what the seed draws.
+    """One run. `kills`: faults that the scenario makes, if it can make more or fewer. `roles`: whom to hit, in order, in place of
+    what the seed draws.
 
     Raises what `train` raises, where the run does not end well.
     """
-    from tools.chaos.actors import chaos_directory, chaos_pipeline
-    from tools.train import train
-
-    name = f"chaos-{preset}-{seed}" + (f"-{fault}" if fault else "")
-    chosen = [*settings(kills, engine), f"seed={seed}", f"name={name}", "resume=none", *overrides]
-    config = load_config(preset, chosen)
-    run_dir = root / config.name
-    directory = chaos_directory(run_dir)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    noise = msgspec.structs.replace(noise or Noise(), seed=seed)
-    (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
-    console = console or Console(file=sys.stderr)
-    if not config.model.path:
-        config = load_config(preset, [*chosen, make_model(preset, chosen, directory / "init", console.print)])
-    chance = random.Random(seed)
-    killer = Killer(run_dir, roles or draw_roles(kills, chance), chance, console.print)
-    began = time.monotonic()
-    try:
-        train(config, preset, console, root, pipeline=chaos_pipeline(fault, killer.begin))
-    finally:
-        killer.stop()
-    report = look_into(config, preset, seed, fault, run_dir, killer.killed, time.monotonic() - began)
-    spared = len(killer.roles) - killer.killed.total()
-    if spared and not fault:
-        few = f"{spared} of {len(killer.roles)} processes were not killed: the run ended before; steps={config.steps} is too few"
-        report = msgspec.structs.replace(report, problems=[*report.problems, few])
-    return report
+    kind = SCENARIOS[scenario]
+    name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
+    chosen = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *overrides]
+    with kind.place(root) as place:
+        rehearsal = Rehearsal(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
+        return rehearsal.run(kind, kills, msgspec.structs.replace(noise or Noise(), seed=seed), roles)
 
 
-def look_into(
-    config: Config, preset: str, seed: int, fault: str, run_dir: Path, killed: Counter[str], seconds: float
-) -> Report:
-    """The books of a run that has ended."""
+@dataclass
+class Rehearsal:
+    """One run of a scenario, in a directory of `root`."""
+
+    preset: str
+    chosen: Sequence[str]
+    scenario: str
+    seed: int
+    fault: str
+    root: Path
+    console: Console
+
+    def run(self, kind: type[Saboteur], faults: int, noise: Noise, roles: Sequence[Role]) -> Report:
+        from tools.chaos.actors import chaos_directory, chaos_pipeline
+        from tools.train import train
+
+        config = load_config(self.preset, self.chosen)
+        run_dir = self.root / config.name
+        directory = chaos_directory(run_dir)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
+        if not config.model.path:
+            model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
+            config = load_config(self.preset, [*self.chosen, model])
+        saboteur = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles)
+        began = time.monotonic()
+        try:
+            train(config, self.preset, self.console, self.root, pipeline=chaos_pipeline(self.fault, saboteur.begin))
+        finally:
+            saboteur.end()
+        report = look_into(config, self, run_dir, saboteur.done, time.monotonic() - began)
+        unmet = [] if self.fault else saboteur.problems()
+        return msgspec.structs.replace(report, problems=[*report.problems, *unmet])
+
+
+def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
+    """What a run that has ended left behind."""
     from r3async.observe.metrics import read_metrics
     from tools.chaos.actors import chaos_directory
 
@@ -251,14 +178,15 @@ def look_into(
         if r["staleness/max"] > r["staleness/bound"]
     ]
     left = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
-    if left and not fault:
+    if left and not rehearsal.fault:
         problems.append(f"the spool still holds {len(left)} files, though everything was trained: {left[:3]}")
     events = Counter(e["event"] for e in read_events(run_dir / "events.jsonl"))
     return Report(
-        preset=preset,
-        seed=seed,
-        fault=fault,
-        kills=dict(killed),
+        preset=rehearsal.preset,
+        scenario=rehearsal.scenario,
+        seed=rehearsal.seed,
+        fault=rehearsal.fault,
+        faults=dict(done),
         steps=len(steps),
         trajectories=sum(len(s.trajectories) for s in steps),
         resumed=len(resumed),

@@ -1,0 +1,8 @@
+"""The scenarios of `r3async chaos`, by name."""
+
+from __future__ import annotations
+
+from tools.chaos.kills import Kills
+from tools.chaos.sabotage import Saboteur
+
+SCENARIOS: dict[str, type[Saboteur]] = {"kills": Kills}

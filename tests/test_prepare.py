@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 
 from actors.ranks import LocalLearner
 from r3async.batching.packing import pack_for_ranks
-from r3async.config import config_from_dict
+from r3async.config import ConfigError, config_from_dict
 from r3async.learners.base import StepResult
 from r3async.learners.build import build_learner
 from r3async.learners.prepare import divide, prepare
 from r3async.learners.step import combined
+from r3async.records import Sample, TokenTable, Trajectory, Turn
 from tests import helpers_models as hm
 from tests.helpers_parity import batch
 from tests.test_buffer import make_trajectory
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
-def test_minibatches_hold_every_sample_once_and_are_even(tokens, parts):
+def test_minibatches_hold_every_group_once_and_are_even(tokens, parts):
     divided = divide(tokens, parts)
     assert sorted(i for part in divided for i in part) == list(range(len(tokens)))
     assert all(part == sorted(part) and part for part in divided)
@@ -33,6 +34,43 @@ def test_minibatches_hold_every_sample_once_and_are_even(tokens, parts):
 
 def groups():
     return [[make_trajectory(g, e, reward=float(e % 2)) for e in range(4)] for g in range(3)]
+
+
+@given(
+    sizes=st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=4), min_size=1, max_size=8),
+    minibatches=st.integers(1, 5),
+)
+def test_a_group_is_in_one_minibatch_with_all_its_episodes_and_samples(sizes, minibatches):
+    """`sizes`: the samples' lengths, of each episode of each group."""
+    config = config_from_dict({"schedule": {"minibatches_per_step": minibatches}})
+    parts, _ = prepare([[episode_of(g, e, n) for e, n in enumerate(group)] for g, group in enumerate(sizes)], config)
+    found = [{s.sample_id[:9] for s in part} for part in parts]
+    assert sum(map(len, found)) == len(set().union(*found)) == sum(bool(group) for group in sizes)
+    held = [sum(int(s.table["loss_mask"].sum()) for s in part) for part in parts]
+    if len(parts) == minibatches:
+        assert max(held) - min(held) <= max(sum(map(sum, group)) for group in sizes)
+    assert sorted(s.sample_id for part in parts for s in part) == sorted(
+        f"g{g:08d}e{e}s{i}" for g, group in enumerate(sizes) for e, rows in enumerate(group) for i in range(len(rows))
+    )
+
+
+def episode_of(group: int, episode: int, lengths: list[int]) -> Trajectory:
+    """One turn a sample, of so many tokens behind a prompt of one."""
+    name, samples, turns = f"g{group:08d}e{episode}", [], []
+    for index, n in enumerate(lengths):
+        columns = {
+            "loss_mask": np.arange(n + 1) > 0,
+            "turn": np.where(np.arange(n + 1) > 0, index, -1).astype(np.int32),
+        }
+        table = TokenTable.of_tokens(np.arange(n + 1)).with_columns(**columns)
+        samples.append(Sample(f"{name}s{index}", table))
+        turns.append(Turn(index, index, 1, n + 1, float(episode), "stop"))
+    return Trajectory(name, group, episode, 0, "", "env_done", turns, samples)
+
+
+def test_more_minibatches_than_groups_are_refused():
+    with pytest.raises(ConfigError, match=r"`minibatches_per_step` = 3 is more than `groups_per_step` = 2: a group is"):
+        config_from_dict({"schedule": {"groups_per_step": 2, "samples_per_group": 8, "minibatches_per_step": 3}})
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])

@@ -166,7 +166,8 @@ class ScheduleConfig(Section):
     groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
     samples_per_group: int = 8
     minibatches_per_step: int = 1
-    """Parts into which a step's samples are divided, each trained with an optimizer update of its own."""
+    """Parts into which a step's groups are divided, each trained with an optimizer update of its own. At most
+    `groups_per_step`: a group is never divided."""
     steps_per_publication: int = 1
     """Steps between two versions of the weights that engines are given. Staleness counts versions."""
 
@@ -177,9 +178,10 @@ class ScheduleConfig(Section):
             raise ValueError("`max_token_age` must not be negative")
         if self.tokens_per_step < 0:
             raise ValueError("`tokens_per_step` must be 0 (off) or more")
-        if self.minibatches_per_step > self.groups_per_step * self.samples_per_group:
+        if self.minibatches_per_step > self.groups_per_step:
             raise ValueError(
-                "`minibatches_per_step` is more than a step's samples, groups_per_step * samples_per_group"
+                f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "
+                f"{self.groups_per_step}: a group is trained in one minibatch. Lower the first or raise the second"
             )
         if self.max_staleness < 0:
             raise ValueError("`max_staleness` must be 0 (on-policy) or more")

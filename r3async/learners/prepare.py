@@ -13,29 +13,38 @@ from r3async.records import Sample, Trajectory
 
 
 def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The samples of each minibatch, with the columns `advantages` and `loss_weights`, and figures about them."""
+    """The samples of each minibatch, with the columns `advantages` and `loss_weights`, and figures about them.
+
+    A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what
+    the loss is a mean over is whole.
+    """
     samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
     group_of = [index for index, group in enumerate(groups) for t in group for _ in t.samples]
     trained = [s.table["loss_mask"] & np.isfinite(s.table["rollout_logprobs"]) for s in samples]
+    members: list[list[int]] = [[] for _ in groups]
+    for i, index in enumerate(group_of):
+        members[index].append(i)
     minibatches = []
-    for part in divide([int(mask.sum()) for mask in trained], config.schedule.minibatches_per_step):
+    tokens = [sum(int(trained[i].sum()) for i in of) for of in members]
+    for part in divide(tokens, config.schedule.minibatches_per_step):
+        rows = [i for index in part for i in members[index]]
         weights = loss_weights(
-            [trained[i] for i in part],
-            [group_of[i] for i in part],
+            [trained[i] for i in rows],
+            [group_of[i] for i in rows],
             config.algorithm.reduction,
             norm_length=config.episode.max_new_tokens,
         )
         minibatches.append(
             [
                 Sample(samples[i].sample_id, samples[i].table.with_columns(loss_weights=w), samples[i].temperature)
-                for i, w in zip(part, weights, strict=True)
+                for i, w in zip(rows, weights, strict=True)
             ]
         )
     return minibatches, metrics
 
 
 def divide(tokens: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of samples in `parts` parts with about the same number of trained tokens, each in order; deterministic.
+    """Indices of groups in `parts` parts with about the same number of trained tokens, each in order; deterministic.
 
     The longest come first, each to the part that has the least so far. Parts that would be empty are left out.
     """

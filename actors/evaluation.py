@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from actors.fleet import RPC_SECONDS, Fleet
+from r3async.appending import AppendFile
 from r3async.config import Config
-from r3async.observe.jsonl import LineFile
 
 FILE = "evaluation.jsonl"
 POLL_SECONDS = 0.2
@@ -28,7 +28,7 @@ class Evaluator:
 
     def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Callable[[], Fleet]):
         self.config, self.settings = config, config.evaluation
-        self._path, self._events, self._fleet = run_dir / FILE, events, fleet
+        self._file, self._events, self._fleet = AppendFile(run_dir / FILE), events, fleet
         self._task: asyncio.Task[None] | None = None
         self._evaluated = -1
         """The step after which the last one began."""
@@ -60,9 +60,7 @@ class Evaluator:
             limit = self.settings.timeout + RPC_SECONDS
             result = await asyncio.wait_for(generator.handle.evaluate.remote(), limit)
             figures = {f"evaluation/{name}": value for name, value in result.items()}
-            line = LineFile(self._path)
-            line.append(msgspec.json.encode({"step": step, "time": time.time(), **figures}))
-            line.close()
+            self._file.append(msgspec.json.encode({"step": step, "time": time.time(), **figures}))
             self._events.info("evaluation_finished", step=step, generator=generator.generator_id, **result)
         except Exception as error:
             self._events.warning(

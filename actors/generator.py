@@ -209,7 +209,7 @@ class GeneratorActor:
         All turns of an episode, and its retries, are played by one engine, this one. Raises what an episode failed with,
         after its retries. `TransportError` if the learner rejects too many trajectories (`supervise.max_failed_fraction`).
         """
-        engine = recording(self._loaded(), self.run_dir, self.generator_id, self.config, self.events.warning)
+        engine = recording(self._loaded(), self.run_dir, self.generator_id, self.config)
         async with agent_player(
             self.config.env,
             engine,

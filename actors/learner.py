@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from actors.delivery import Published
@@ -20,6 +21,7 @@ from actors.process import ask_for_stacks, begin
 from actors.ranks import LocalLearner, RankedLearner
 from actors.saving import Books, Progress, Saver, Trained
 from actors.training import StepOf
+from r3async.appending import AppendFile
 from r3async.batching.cost import Cost, cost_model
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.spool import Spool
@@ -33,7 +35,8 @@ from r3async.observe.lag import LagMeter
 from r3async.observe.stacks import dump_stacks
 from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import StepTracer
-from r3async.observe.trained import TrainedFile, episode_metrics, previews, trained_step
+from r3async.observe.trained import FILE as TRAINED_FILE
+from r3async.observe.trained import episode_metrics, previews, trained_step
 from r3async.records import Trajectory
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
 from r3async.scheduling.age import age_metrics, check_ages
@@ -86,7 +89,7 @@ class LearnerActor:
         self._saver = Saver(self.config, run_id, Path(model_path), self.run_dir, self.events)
         self._spool: Spool | None = None
         self._trained = Trained()
-        self._trained_file = TrainedFile(self.run_dir, self.events.warning)
+        self._trained_file = AppendFile(self.run_dir / TRAINED_FILE)
         self._committing: set[asyncio.Task[None]] = set()
         self._vocab_size = 0
         self._cost = Cost()
@@ -292,7 +295,7 @@ class LearnerActor:
         for index in indices:
             self.receiver.forget(index)
         self._trained.add(indices)
-        self._trained_file.append(trained_step(self.steps, version, groups))
+        self._trained_file.append(msgspec.json.encode(trained_step(self.steps, version, groups)))
         due = last or self._since[0] == self.config.schedule.steps_per_publication
         if due:
             self.version += 1

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 import psutil
 
+from r3async.files import make_directory
+from r3async.streams import survive_full_disk
+
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable that tells an actor where the person's own modules are: where the run was started."""
 
@@ -44,13 +47,14 @@ def begin(path: Path) -> None:
     `logs/ROLE.log` in the run's directory. If the run's configuration sets `observe.prometheus_port`, serve this process's
     memory and CPU time."""
     find_user_modules()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    survive_full_disk()
     # The stacks of all threads, also where the event loop, or all of Python, is held up.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     _serve(path.parent.parent, path.stem)

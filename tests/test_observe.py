@@ -16,6 +16,7 @@ import pytest
 import structlog
 from rich.console import Console
 
+from r3async.appending import Keeper
 from r3async.config import Config, to_toml
 from r3async.observe.charts import CHARTS, describe_charts
 from r3async.observe.events import format_event, open_events, read_events
@@ -92,10 +93,16 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    open_events(tmp_path, "x").info("still_here")
-    assert "still_here" in capsys.readouterr().err
+def test_events_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path: Path) -> None:
+    path, keeper = tmp_path / "events.jsonl", Keeper(retry_seconds=0)
+    path.symlink_to("/dev/full")
+    events = open_events(tmp_path, "x", keeper=keeper)
+    events.info("one")
+    events.info("two")
+    assert not keeper.retry()
+    path.unlink()
+    assert keeper.retry()
+    assert [e["event"] for e in read_events(path)] == ["one", "records_kept", "two", "records_written"]
 
 
 def test_console_shows_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

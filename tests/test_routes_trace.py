@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from r3async.appending import KEEPER
 from r3async.batching.packing import aligned, pack
 from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.engines.base import GenerationRequest
@@ -225,7 +227,7 @@ def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:
 async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path: Path) -> None:
     inner = ScriptedEngine([[5, 6, 7, 8]])
     await inner.start()
-    engine = recording(inner, tmp_path, "generator-0", traced(), Reports())
+    engine = recording(inner, tmp_path, "generator-0", traced())
     assert (engine.routing, engine.version, engine.stats()["running"]) == (SCRIPTED_ROUTING, -1, 0)
     first = await engine.generate(request(0, 0))
     second = await engine.generate(request(1, 2))
@@ -242,22 +244,25 @@ async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path
 
 async def test_an_engine_is_left_alone_where_nothing_is_traced(tmp_path: Path) -> None:
     dense, moe = ScriptedEngine([[5]], routing=None), ScriptedEngine([[5]])
-    assert recording(dense, tmp_path, "g", traced(), Reports()) is dense
-    assert recording(moe, tmp_path, "g", traced("off"), Reports()) is moe
+    assert recording(dense, tmp_path, "g", traced()) is dense
+    assert recording(moe, tmp_path, "g", traced("off")) is moe
     await moe.start()
-    await recording(moe, tmp_path, "g", traced("sample"), Reports()).generate(request(0, 0, "g00000001e0000t"))
+    await recording(moe, tmp_path, "g", traced("sample")).generate(request(0, 0, "g00000001e0000t"))
     assert not (tmp_path / "routes").exists()
 
 
-async def test_a_disk_that_takes_nothing_is_told_once_and_ends_no_episode(tmp_path: Path) -> None:
+async def test_routes_that_the_disk_does_not_take_end_no_episode_and_are_written_later(tmp_path: Path) -> None:
     (tmp_path / "routes").write_text("a file where the directory should be")
-    reports = Reports()
     inner = ScriptedEngine([[5, 6]])
     await inner.start()
-    engine = recording(inner, tmp_path, "generator-0", traced(), reports)
+    engine = recording(inner, tmp_path, "generator-0", traced())
     for number in range(3):
         assert len((await engine.generate(request(number, 0))).token_ids) == 2
-    assert [event for event, _ in reports] == ["routes_not_written"]
+    (tmp_path / "routes").unlink()
+    assert await asyncio.to_thread(KEEPER.drain, 10.0) == 0
+    (path,) = (tmp_path / "routes").iterdir()
+    entries, problem = scan(path)
+    assert (len(entries), problem) == (3, "")
 
 
 def step_result(samples: list[Sample], *, whole: bool = True) -> StepResult:
@@ -404,7 +409,7 @@ async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: 
     answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
     inner = ScriptedEngine(answers, rows=rows)
     await inner.start()
-    samples = await play(recording(inner, tmp_path, "generator-0", traced(), Reports()), fail_first)
+    samples = await play(recording(inner, tmp_path, "generator-0", traced()), fail_first)
     reports = Reports()
     StepTracer(tmp_path, traced(), reports).write(1, samples, train(samples))
     result = verify_routes(RouteIndex(tmp_path))
@@ -420,7 +425,7 @@ async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: 
 async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: Path) -> None:
     inner = ScriptedEngine([[*b"dcba", 257]])
     await inner.start()
-    samples = await play(recording(inner, tmp_path, "generator-0", traced(), Reports()), False)
+    samples = await play(recording(inner, tmp_path, "generator-0", traced()), False)
     table = samples[2].table
     slipped = table.with_columns(routed_experts=np.roll(table["routed_experts"], 1, axis=0))
     samples[2] = Sample(samples[2].sample_id, slipped)

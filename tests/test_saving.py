@@ -2,9 +2,11 @@
 
 import zlib
 
+import msgspec
 import pytest
 
 from actors.saving import Books, Progress, Saver, Trained
+from r3async.appending import AppendFile
 from r3async.buffer.groups import GroupBuffer
 from r3async.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from r3async.checkpoint.tensors import write_part
@@ -13,7 +15,7 @@ from r3async.observe.events import open_events, read_events
 from r3async.observe.jsonl import read_objects
 from r3async.observe.metrics import read_metrics
 from r3async.observe.steps import StepBook
-from r3async.observe.trained import FILE, TrainedFile, trained_step
+from r3async.observe.trained import FILE, trained_step
 from r3async.transport import Ledger
 from tests.helpers_checkpoint import tiny_state
 from tests.test_buffer import make_trajectory
@@ -140,7 +142,7 @@ def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rate
 
 def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp_path):
     groups = [[make_trajectory(0, 0), make_trajectory(0, 1)], [make_trajectory(3)]]
-    TrainedFile(tmp_path, print).append(trained_step(7, 6, groups))
+    AppendFile(tmp_path / FILE).append(msgspec.json.encode(trained_step(7, 6, groups)))
     tokens = groups[0][0].samples[0].table["token_ids"]
     assert list(read_objects(tmp_path / FILE)) == [
         {
@@ -153,12 +155,3 @@ def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp
     ]
     other = make_trajectory(0, 0, token_ids=tokens[::-1].copy())
     assert trained_step(7, 6, [[other]]).crc32 != trained_step(7, 6, [[groups[0][0]]]).crc32
-
-
-def test_a_full_disk_costs_that_record_and_is_told_once(tmp_path):
-    told = []
-    file = TrainedFile(tmp_path / "file", lambda event, **facts: told.append(event))
-    (tmp_path / "file").write_text("no directory")
-    for _ in range(3):
-        file.append(trained_step(1, 0, [[make_trajectory()]]))
-    assert told == ["trained_not_written"]

@@ -109,6 +109,21 @@ def test_a_file_that_was_cut_short_is_read_from_its_beginning(tmp_path: Path) ->
     assert [o["a"] for o in file.objects()] == [9]
 
 
+def test_a_torn_line_that_its_writer_cut_off_is_neither_read_nor_are_those_before_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = FollowedFile(path)
+    append(path, {"a": 1})
+    for torn, then in ((b'{"a":2, "lo', {"a": 3}), (b'{"a":', {"a": 4, "much": "longer"})):
+        with path.open("ab") as other:
+            other.write(torn)
+        assert list(file.objects()) == ([{"a": 1}] if then["a"] == 3 else [])
+        os.truncate(path, path.stat().st_size - len(torn))
+        if then["a"] == 3:
+            assert list(file.objects()) == []
+        append(path, then)
+        assert list(file.objects()) == [then]
+
+
 def test_columns_have_gaps_where_rows_lack_them() -> None:
     columns = Columns()
     for each in ({"a": 1}, {"b": 2.5, "text": "x", "flag": True}, {"a": 3, "b": None}):

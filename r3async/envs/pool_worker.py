@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.envs.base import Action, Message, StepResult
+from r3async.streams import survive_full_disk
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -106,6 +107,7 @@ def _end_with(owner: int, descriptor: int) -> None:
 
 def main() -> None:
     """Arguments: the module path (already set), the descriptor of the pipe, the owner's process id."""
+    survive_full_disk()  # an environment that prints must not fail by it
     descriptor, owner = int(sys.argv[2]), int(sys.argv[3])
     threading.Thread(target=_end_with, args=(owner, descriptor), daemon=True).start()
     pipe, player = Connection(descriptor), Player()

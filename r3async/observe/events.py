@@ -6,6 +6,7 @@ structlog is wrapped here and configured nowhere, so other users of structlog in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from r3async.observe.jsonl import LineFile, read_objects
+from r3async.appending import KEEPER, AppendFile, Keeper
+from r3async.observe.jsonl import read_objects
 
 
 def _plain(value: Any) -> Any:
@@ -51,35 +53,35 @@ def _render(_: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple
 class _Sink:
     """Where rendered lines go; structlog calls the method of the event's level."""
 
-    def __init__(self, file: LineFile, console: bool):
+    def __init__(self, file: AppendFile, console: bool):
         self._file, self._console = file, console
 
     def _write(self, line: bytes) -> None:
-        try:
-            self._file.append(line)
-        except OSError as error:  # a full disk must not end a run by way of its log
-            sys.stderr.write(f"can not write {self._file.path}: {error}\n{line.decode(errors='replace')}\n")
-            return
+        self._file.append(line)
         if self._console:
-            sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
+            with contextlib.suppress(OSError):
+                sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
 
     debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
 
 
-def open_events(run_dir: Path, role: str, *, console: bool = False) -> Any:
+def open_events(run_dir: Path, role: str, *, console: bool = False, keeper: Keeper = KEEPER) -> Any:
     """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
 
     `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
-    written before it returns; threads and processes may share the file. `console` also shows the line on stderr.
+    written before it returns, or kept by `keeper` (the process's), which tells this logger from now on what the disk refuses;
+    threads and processes may share the file. `console` also shows the line on stderr.
     """
     logger = structlog.wrap_logger(
-        _Sink(LineFile(Path(run_dir) / "events.jsonl"), console),
+        _Sink(AppendFile(Path(run_dir) / "events.jsonl", keeper=keeper), console),
         processors=[structlog.processors.format_exc_info, _render],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         context_class=dict,
         cache_logger_on_first_use=True,
     )
-    return logger.bind(role=role)
+    bound = logger.bind(role=role)
+    keeper.report_to(bound.warning)
+    return bound
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

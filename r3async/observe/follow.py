@@ -28,8 +28,9 @@ ROWS_KEPT = 16
 class FollowedFile:
     """The new whole lines of a file that others append to.
 
-    A torn last line is kept until its end arrives. A file that was replaced (rotated) is read to its end, then the new one
-    from its beginning; one that was cut short is read from its beginning. A file that is not there has no lines yet.
+    A torn last line waits until its end arrives, or until its writer cut it off. A file that was replaced (rotated) is read to
+    its end, then the new one from its beginning; one that was cut short is read from its beginning. A file that is not there
+    has no lines yet.
     """
 
     def __init__(self, path: Path):
@@ -41,8 +42,10 @@ class FollowedFile:
         """Lines that were completed since the last call, from at most `limit` new bytes; call again while there are some."""
         if self._fd < 0 and not self._open():
             return []
-        if os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR):
-            os.lseek(self._fd, 0, os.SEEK_SET)
+        at = os.lseek(self._fd, 0, os.SEEK_CUR)
+        if (size := os.fstat(self._fd).st_size) < at:
+            whole = at - len(self._rest)
+            os.lseek(self._fd, whole if size >= whole else 0, os.SEEK_SET)
             self._rest = b""
         data = os.read(self._fd, limit)
         if not data and self._replaced():
@@ -64,7 +67,12 @@ class FollowedFile:
                     continue
                 if isinstance(value, dict):
                     yield value
-            if self._fd < 0 or os.lseek(self._fd, 0, os.SEEK_CUR) == before:
+            if self._fd < 0:
+                return
+            if os.lseek(self._fd, 0, os.SEEK_CUR) == before:
+                # Read again with its end: it may be cut off meanwhile, and another line take its place.
+                os.lseek(self._fd, before - len(self._rest), os.SEEK_SET)
+                self._rest = b""
                 return
 
     def _open(self) -> bool:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.observe.jsonl import LineFile, read_objects
+from r3async.appending import AppendFile
+from r3async.observe.jsonl import read_objects
 
 
 class Metric(NamedTuple):
@@ -191,10 +192,10 @@ _encoder = msgspec.json.Encoder(enc_hook=_number)
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl`. One writer per run; a row is on its way to disk when `write` returns."""
+    """Appends rows to `metrics.jsonl`. One writer per run; a row is in the file when `write` returns, or kept."""
 
     def __init__(self, run_dir: Path):
-        self._file = LineFile(Path(run_dir) / "metrics.jsonl")
+        self._file = AppendFile(Path(run_dir) / "metrics.jsonl")
 
     def write(self, row: Mapping[str, Any]) -> list[str]:
         """Append one step. Non-finite values are written as null, and their names returned: they need attention.

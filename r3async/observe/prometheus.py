@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import socket
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 
 from r3async.config.observe import ObserveConfig
+from r3async.files import make_directory, replace_file
 from r3async.observe.metrics import METRICS
 from r3async.observe.summary import read_run_config
 
@@ -46,10 +46,12 @@ class Endpoint:
         self._server, self._thread, self.port = _serve(registry, config.prometheus_host, config.prometheus_port or 0)
         host = socket.gethostname() if config.prometheus_host in ("0.0.0.0", "::") else config.prometheus_host
         self.target = run_dir / "prometheus" / f"{role}.json"
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.target.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps([{"targets": [f"{host}:{self.port}"], "labels": self._labels}]))
-        scratch.replace(self.target)
+        described = json.dumps([{"targets": [f"{host}:{self.port}"], "labels": self._labels}])
+        try:
+            make_directory(self.target.parent)
+            replace_file(self.target, described.encode())
+        except OSError as error:  # it serves all the same
+            print(f"{self.target} could not be written ({error}): {described}", file=sys.stderr)
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Show these figures from now on; whatever is no number is left out."""

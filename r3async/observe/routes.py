@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import struct
-import threading
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from r3async.appending import AppendFile, Keeper
 from r3async.config import Config
+from r3async.files import make_directory
 from r3async.routing import RoutingError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _FRAME = struct.Struct("<4sIIQI")  # magic, header's length and crc32, body's length and crc32
 _MAGIC = b"R3RT"
 _DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
+KEPT_BYTES = 64 * 2**20
+"""Of records that the disk has not taken yet: one may take 5 MB."""
 _ID = re.compile(r"(g(\d+)e(\d+))(?:[ts](\d+))?")
 
 
@@ -109,16 +112,17 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
 Record = TypeVar("Record", EngineCall, TrainedRoutes)
 
 
-class RouteFile:
+class RouteFile(AppendFile):
     """Appends records to a new file `directory/NAME.N.routes`, made with the first one. Threads may share it."""
 
-    def __init__(self, directory: Path, name: str):
-        self._directory, self._name = directory, name
-        self._fd = -1
-        self._lock = threading.Lock()
+    end = b""
 
-    def append(self, record: EngineCall | TrainedRoutes) -> None:
-        """The record is with the operating system on return. Raises `OSError`; the next record then begins a new file."""
+    def __init__(self, directory: Path, name: str, *, keeper: Keeper | None = None):
+        super().__init__(directory / f"{name}.0.routes", keeper=keeper, kept_bytes=KEPT_BYTES)
+        self._name = name
+
+    def append(self, record: EngineCall | TrainedRoutes) -> bool:  # type: ignore[override]
+        """See `AppendFile.append`."""
         fields = msgspec.structs.asdict(record)
         arrays = {name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)}
         header = msgspec.msgpack.encode(
@@ -130,37 +134,17 @@ class RouteFile:
         )
         body = b"".join(a.tobytes() for a in arrays.values())
         frame = _FRAME.pack(_MAGIC, len(header), zlib.crc32(header), len(body), zlib.crc32(body))
-        with self._lock:
-            try:
-                self._write(memoryview(frame + header + body))
-            except OSError:
-                self._close()
-                raise
-
-    def _write(self, left: memoryview) -> None:
-        if self._fd < 0:
-            self._fd = self._open()
-        while left:
-            left = left[os.write(self._fd, left) :]
+        return super().append(frame + header + body)
 
     def _open(self) -> int:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path.parent)
         number = 0
         while True:
             try:
-                path = self._directory / f"{self._name}.{number}.routes"
-                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                self.path = self.path.with_name(f"{self._name}.{number}.routes")
+                return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:
                 number += 1  # of an earlier process of this name
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def close(self) -> None:
-        with self._lock:
-            self._close()
 
 
 class Entry(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
 import linecache
@@ -14,11 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from r3async.files import make_directory
+
 
 def dump_stacks(path: Path, reason: str = "") -> Path:
     """Append the stacks of all threads, and of all tasks of the running event loop, to `path`; returns it.
 
-    Call it on the event loop's thread to see its tasks; elsewhere threads only. Never raises for what it finds.
+    Call it on the event loop's thread to see its tasks; elsewhere threads only. Never raises for what it finds; what
+    the disk does not take goes to stderr.
     """
     out = io.StringIO()
     out.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
@@ -29,9 +33,13 @@ def dump_stacks(path: Path, reason: str = "") -> Path:
     for task in sorted(_tasks(), key=lambda t: t.get_name()):
         out.write(f"\n-- task {task.get_name()}: {getattr(task.get_coro(), '__qualname__', task.get_coro())}\n")
         out.write("".join(f"  {line}\n" for line in _awaited(task.get_coro())))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(out.getvalue() + "\n")
+    try:
+        make_directory(path.parent)
+        with path.open("a") as file:
+            file.write(out.getvalue() + "\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"{path}: {error}\n{out.getvalue()}", file=sys.stderr)
     return path
 
 

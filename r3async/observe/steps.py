@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from r3async.appending import AppendFile
 from r3async.observe.metrics import MetricsWriter
 
 RECENT = 256
@@ -23,7 +24,7 @@ class StepBook:
 
     def __init__(self, run_dir: Path, report: Callable[..., object], clock: Callable[[], float] = time.monotonic):
         self._writer = MetricsWriter(run_dir)
-        self._episodes = run_dir / "episodes.jsonl"
+        self._episodes = AppendFile(run_dir / "episodes.jsonl")
         self._report, self._clock = report, clock
         self._pending: list[dict[str, Any]] = []
         self._written_at, self._tokens = clock(), 0
@@ -58,12 +59,11 @@ class StepBook:
     def add(self, step: int, version: int, metrics: dict[str, Any], previews: Sequence[dict[str, Any]]) -> None:
         """A step was made; `version` is what it made. Episode previews are written at once."""
         self._pending.append({"step": step, "version": version, **metrics})
-        with self._episodes.open("ab") as file:
-            for preview in previews:
-                said = preview["messages"]
-                pairs = zip(said[::2], said[1::2], preview["rewards"], strict=False)
-                turns = [{"user": u["content"], "assistant": a["content"], "reward": r} for u, a, r in pairs]
-                file.write(msgspec.json.encode({"step": step, "reward": preview["reward"], "turns": turns}) + b"\n")
+        for preview in previews:
+            said = preview["messages"]
+            pairs = zip(said[::2], said[1::2], preview["rewards"], strict=False)
+            turns = [{"user": u["content"], "assistant": a["content"], "reward": r} for u, a, r in pairs]
+            self._episodes.append(msgspec.json.encode({"step": step, "reward": preview["reward"], "turns": turns}))
 
     def amend(self, version: int, figures: dict[str, Any]) -> None:
         """What became known later of the last step that made `version`."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from r3async.observe.jsonl import LineFile, read_objects
+from r3async.appending import AppendFile
+from r3async.observe.jsonl import read_objects
 
 FILE = "timeline.jsonl"
 
@@ -34,17 +35,16 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 class Timeline:
     """Writes the spans of one process, each when it ends. Where it is not `enabled` nothing is measured, opened or written.
 
-    A disk that is full costs the spans and nothing else. `clock`: unix seconds, so that processes agree.
+    `clock`: unix seconds, so that processes agree.
     """
 
     def __init__(self, run_dir: Path, who: str, *, enabled: bool = True, clock: Callable[[], float] = time.time):
         self.who, self._clock = who, clock
-        self._path = Path(run_dir) / FILE if enabled else None
-        self._file: LineFile | None = None
+        self._file = AppendFile(Path(run_dir) / FILE) if enabled else None
 
     def span(self, what: str, *, step: int | None = None, version: int | None = None) -> AbstractContextManager[None]:
         """What is done inside: `with timeline.span("train", step=3): …`. Written also where it raises."""
-        return nullcontext() if self._path is None else self._measured(what, step, version)
+        return nullcontext() if self._file is None else self._measured(what, step, version)
 
     @contextmanager
     def _measured(self, what: str, step: int | None, version: int | None) -> Iterator[None]:
@@ -58,14 +58,8 @@ class Timeline:
         self, what: str, start: float, end: float, *, who: str = "", step: int | None = None, version: int | None = None
     ) -> None:
         """What was measured elsewhere; `who`: somebody else than this process."""
-        if self._path is None:
-            return
-        try:
-            if self._file is None:
-                self._file = LineFile(self._path)
+        if self._file is not None:
             self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, step, version)))
-        except OSError:
-            self._path = None
 
 
 def read_timeline(run_dir: Path) -> list[Span]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
+from r3async.appending import AppendFile
 from r3async.config import Config
 from r3async.engines.base import Engine, Generation, GenerationRequest
-from r3async.observe.jsonl import LineFile
 from r3async.observe.routes import EngineCall, RouteFile, TracePlan, TrainedRoutes, merge_traces, parse_id
 from r3async.records import Sample
 from r3async.routing import RoutingError, route_dtype
@@ -25,34 +25,28 @@ LOAD_EVERY = 10
 """Steps from one record of the load per expert to the next."""
 
 
-def recording(
-    engine: Engine, run_dir: Path, generator_id: str, config: Config, report: Callable[..., object]
-) -> Engine:
-    """`engine`, writing down what it returns for the trajectories that `routing.trace` asks for; or `engine` itself.
-
-    `report(event, **fields)` hears of a record that could not be written; nothing more is recorded then.
-    """
+def recording(engine: Engine, run_dir: Path, generator_id: str, config: Config) -> Engine:
+    """`engine`, writing down what it returns for the trajectories that `routing.trace` asks for; or `engine` itself."""
     if engine.routing is None or config.routing.trace == "off":
         return engine
     file = RouteFile(run_dir / "routes", f"engine-{generator_id}")
-    return cast(Engine, _RecordingEngine(engine, file, TracePlan(config), report))
+    return cast(Engine, _RecordingEngine(engine, file, TracePlan(config)))
 
 
 class _RecordingEngine:
     """Everything but `generate` is the engine's own."""
 
-    def __init__(self, engine: Engine, file: RouteFile, plan: TracePlan, report: Callable[..., object]):
-        self._engine, self._file, self._plan, self._report = engine, file, plan, report
-        self._broken = False
+    def __init__(self, engine: Engine, file: RouteFile, plan: TracePlan):
+        self._engine, self._file, self._plan = engine, file, plan
 
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """The engine's answer, on disk before anyone else has seen it: nothing of ours can have touched the rows."""
+        """The engine's answer, recorded before anyone else has seen it: nothing of ours can have touched the rows."""
         generation = await self._engine.generate(request)
         which = parse_id(request.request_id)
-        if which is not None and not self._broken and self._plan.wants(request.request_id):
+        if which is not None and self._plan.wants(request.request_id):
             rows = generation.routed_experts
             call = EngineCall(
                 trajectory_id=which.trajectory_id,
@@ -64,11 +58,7 @@ class _RecordingEngine:
                 logprobs=generation.logprobs,
                 rows=np.zeros((0, 0, 0), np.uint8) if rows is None else rows,
             )
-            try:
-                await asyncio.to_thread(self._file.append, call)
-            except OSError as error:
-                self._broken = True
-                self._report("routes_not_written", error=str(error))
+            await asyncio.to_thread(self._file.append, call)
         return generation
 
 
@@ -77,14 +67,13 @@ class StepTracer:
 
     `run_dir/routing.jsonl` gets an object a step, `{"step", "agreement": [L]}`, every `LOAD_EVERY`-th step also `"load":
     [[experts] * L]`, tokens of that step: 30 kB for 48 layers of 128 experts, where the agreement is 0.4 kB. Routes of the
-    trajectories that `routing.trace` asks for go to `run_dir/routes`. What can not be written is told to `report(event,
-    **fields)`: it is no reason to end a run.
+    trajectories that `routing.trace` asks for go to `run_dir/routes`. Traces that contradict each other are told to
+    `report(event, **fields)`: they are no reason to end a run.
     """
 
     def __init__(self, run_dir: Path, config: Config, report: Callable[..., object]):
         self._plan = TracePlan(config)
-        self._path = run_dir / "routing.jsonl"
-        self._lines: LineFile | None = None
+        self._lines = AppendFile(run_dir / "routing.jsonl")
         self._file = RouteFile(run_dir / "routes", "learner")
         self._report = report
 
@@ -100,15 +89,13 @@ class StepTracer:
             self._write_line(step, result)
             if result.traces:
                 self._write_routes(step, samples, result)
-        except (OSError, RoutingError) as error:
+        except RoutingError as error:
             self._report("routes_not_written", step=step, error=str(error))
 
     def _write_line(self, step: int, result: StepResult) -> None:
         line: dict[str, Any] = {"step": step, "agreement": [round(float(share), 5) for share in result.layer_agreement]}
         if (step - 1) % LOAD_EVERY == 0:
             line["load"] = result.expert_load.tolist()
-        if self._lines is None:
-            self._lines = LineFile(self._path)
         self._lines.append(msgspec.json.encode(line))
 
     def _write_routes(self, step: int, samples: Sequence[Sample], result: StepResult) -> None:

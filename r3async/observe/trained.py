@@ -5,14 +5,12 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from r3async.episodes.loop import ENDINGS
-from r3async.observe.jsonl import LineFile
 from r3async.records import Trajectory
 
 FILE = "trained.jsonl"
@@ -69,23 +67,3 @@ def checksum(trajectory: Trajectory) -> int:
     for sample in trajectory.samples:
         crc = zlib.crc32(sample.table["token_ids"].tobytes(), crc)
     return crc
-
-
-class TrainedFile:
-    """Appends to `run_dir/trained.jsonl`. A disk that is full costs the record, and is told once to `report`."""
-
-    def __init__(self, run_dir: Path, report: Any):
-        self._path, self._report = run_dir / FILE, report
-        self._file: LineFile | None = None
-        self._broken = False
-
-    def append(self, line: TrainedStep) -> None:
-        if self._broken:
-            return
-        try:
-            if self._file is None:
-                self._file = LineFile(self._path)
-            self._file.append(msgspec.json.encode(line))
-        except OSError as error:
-            self._broken = True
-            self._report("trained_not_written", error=str(error))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
+from r3async.appending import RETRY_SECONDS
 from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
 from r3async.engines.base import Engine
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.loop import EpisodeError, EpisodeTask
+from r3async.files import replace_file
 from r3async.records import Trajectory
 from r3async.serving.agents import Agent, is_agent, make_agent
 from r3async.serving.server import AgentServer
@@ -86,20 +87,27 @@ async def agent_player(
         return
     server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report)
     await server.start()
+    writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
-            _write_private(
-                directory / f"serving-{generator_id}.json",
-                msgspec.json.encode({"base_url": server.base_url, "token": server.token}),
-            )
+            told = msgspec.json.encode({"base_url": server.base_url, "token": server.token})
+            writing = asyncio.create_task(_write_private(directory / f"serving-{generator_id}.json", told, report))
+            await asyncio.wait({writing}, timeout=RETRY_SECONDS)
         yield AgentRunner(agent, server).play if agent is not None else None
     finally:
+        if writing is not None:
+            writing.cancel()
         await server.stop()
 
 
-def _write_private(path: Path, data: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    scratch.replace(path)
+async def _write_private(path: Path, data: bytes, report: Callable[..., object]) -> None:
+    """For its owner only; tried again until the disk takes it."""
+    failed = False
+    while True:
+        try:
+            return await asyncio.to_thread(replace_file, path, data, 0o600)
+        except OSError as error:
+            if not failed:
+                report("serving_address_not_written", file=str(path), error=str(error))
+            failed = True
+            await asyncio.sleep(RETRY_SECONDS)

@@ -16,8 +16,8 @@ import msgspec
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.pipeline import Pipeline
+from r3async.appending import AppendFile
 from r3async.buffer.groups import GroupBuffer
-from r3async.observe.jsonl import LineFile
 from r3async.observe.trained import checksum
 from r3async.records import Trajectory
 from r3async.transport import Ledger
@@ -38,7 +38,7 @@ class Notebook:
     """What passes one relay, written down before it goes on."""
 
     def __init__(self, path: Path):
-        self._file = LineFile(path)
+        self._file = AppendFile(path)
 
     def __call__(self, direction: Direction, frames: Sequence[bytes]) -> None:
         try:

@@ -1,0 +1,227 @@
+"""The append primitive of all records: whole, in order, kept while the disk refuses; injected and real errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async import appending
+from r3async.appending import AppendFile, Keeper, whole_bytes
+from r3async.files import make_directory, replace_file
+
+
+class FaultyDisk:
+    """Stands in for `os` in `appending`: each write takes what the plan says, in bytes, or fails with that error (negative)."""
+
+    def __init__(self, plan: list[int], truncates: list[bool]):
+        self.plan, self.truncates = list(plan), list(truncates)
+
+    def __getattr__(self, name: str):
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        step = self.plan.pop(0) if self.plan else len(data)
+        if step < 0:
+            raise OSError(-step, os.strerror(-step))
+        return os.write(descriptor, bytes(data[: max(1, step)]))
+
+    def ftruncate(self, descriptor: int, length: int) -> None:
+        if self.truncates and not self.truncates.pop(0):
+            raise OSError(errno.EIO, "it does not shrink either")
+        os.ftruncate(descriptor, length)
+
+
+FAULTS = st.sampled_from([-errno.ENOSPC, -errno.EDQUOT, -errno.EIO, 1, 3, 7, 1000, 1000, 1000])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    plan=st.lists(FAULTS, max_size=40),
+    truncates=st.lists(st.booleans(), max_size=10),
+    torn=st.booleans(),
+    records=st.lists(st.binary(min_size=1, max_size=12).map(bytes.hex).map(str.encode), min_size=1, max_size=25),
+)
+def test_the_file_holds_a_prefix_of_whole_records_and_in_the_end_all_of_them(
+    tmp_path_factory, plan, truncates, torn, records
+) -> None:
+    path = tmp_path_factory.mktemp("a") / "records.jsonl"
+    before = [b"before"]
+    path.write_bytes(b"before\n" + (b"half a li" if torn else b""))
+    keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(appending, "os", FaultyDisk(plan, truncates))
+        file = AppendFile(path, keeper=keeper)
+        for index, record in enumerate(records):
+            written = file.append(record)
+            position = keeper.position(path)
+            # What a resume would make of it: what is whole in the file, and then what waits.
+            whole = path.read_bytes()[: position.nbytes]
+            assert (whole + b"".join(position.kept)).splitlines() == before + records[: index + 1]
+            assert written == (not position.kept)
+            if index % 3 == 2:
+                keeper.retry()
+        for _ in range(200):
+            if keeper.retry():
+                break
+    assert path.read_bytes().splitlines() == before + records
+    assert file.lost == 0
+
+
+def test_two_events_however_many_files_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    keeper = Keeper(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
+    files = [AppendFile(tmp_path / f"{name}.jsonl", keeper=keeper) for name in "ab"]
+    disk = FaultyDisk([-errno.ENOSPC] * 8, [])
+    monkeypatch.setattr(appending, "os", disk)
+    for index in range(5):
+        for file in files:
+            assert not file.append(b"%d" % index)
+    while not keeper.retry():
+        pass
+    assert [event for event, _ in told] == ["records_kept", "records_written"]
+    assert told[0][1]["file"] == str(tmp_path / "a.jsonl")
+    assert "No space left" in told[0][1]["error"]
+    assert told[1][1] | {"seconds": 0} == {"files": ["a.jsonl", "b.jsonl"], "lost": 0, "seconds": 0}
+    assert files[0].path.read_bytes() == files[1].path.read_bytes() == b"0\n1\n2\n3\n4\n"
+
+
+def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    keeper = Keeper(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
+    file = AppendFile(tmp_path / "a.jsonl", keeper=keeper, kept_bytes=30)
+    monkeypatch.setattr(appending, "os", FaultyDisk([-errno.ENOSPC], []))
+    for index in range(5):
+        file.append(b"record %d" % index)
+    assert (file.lost, file.waiting) == (2, 3)
+    assert keeper.retry()
+    assert file.append(b"record 5")
+    assert file.path.read_bytes() == b"record 0\nrecord 1\nrecord 2\nrecord 5\n"
+    assert [event for event, _ in told] == ["records_kept", "records_lost", "records_written"]
+    assert told[-1][1]["lost"] == 2
+
+
+def test_the_thread_writes_what_waits_without_a_further_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    keeper = Keeper(lambda event, **facts: event == "records_written" and done.set(), retry_seconds=0.01)
+    monkeypatch.setattr(appending, "os", FaultyDisk([-errno.EIO] * 3, []))
+    file = AppendFile(tmp_path / "a.jsonl", keeper=keeper)
+    file.append(b"last words")
+    assert done.wait(30)
+    assert file.path.read_bytes() == b"last words\n"
+
+
+def limited(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process whose files may have 1,000 bytes: the kernel itself cuts its writes short and refuses the next."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 10**6))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, preexec_fn=limit
+    )
+
+
+def test_a_kernel_that_cuts_a_write_short_leaves_no_half_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    script = """
+import resource, sys
+from pathlib import Path
+from r3async.appending import AppendFile, Keeper
+path, told = Path(sys.argv[1]), []
+keeper = Keeper(lambda event, **facts: told.append(event), retry_seconds=0)
+file = AppendFile(path, keeper=keeper)
+print([file.append(b"%02d" % i + b"x" * 400) for i in range(5)], path.stat().st_size, told)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+print(keeper.retry(), told)
+"""
+    done = limited(script, str(path))
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "[True, True, False, False, False] 806 ['records_kept']",
+        "True ['records_kept', 'records_written']",
+    ]
+    assert path.read_bytes() == b"".join(b"%02d" % i + b"x" * 400 + b"\n" for i in range(5))
+
+
+def test_a_log_on_a_full_disk_raises_from_no_print(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = """
+import logging, os, resource, sys
+from r3async.streams import survive_full_disk
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 1), os.dup2(log, 2)
+survive_full_disk()
+for i in range(100):
+    print(i, "x" * 30)
+    print(i, file=sys.stderr)
+    logging.warning("odd")
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+print("again")
+"""
+    assert limited(script, str(log)).returncode == 0
+    text = log.read_text()
+    assert text.startswith("0 xxxxxx")
+    assert "bytes of this log were not written" in text
+    assert text.endswith("again\n")
+
+
+def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: Path) -> None:
+    import fcntl
+
+    path, keeper = tmp_path / "a.jsonl", Keeper(lambda event, **facts: told.append(event), retry_seconds=0)
+    told: list[str] = []
+    other = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    file = AppendFile(path, keeper=keeper)
+    assert not file.append(b"one")
+    os.close(other)
+    assert keeper.retry()
+    assert path.read_bytes() == b"one\n"
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("data", "whole"), [(b"", 0), (b"a\n", 2), (b"a\nb", 2), (b"abc", 0), (b"a\n" + b"x" * 9999, 2)]
+)
+def test_whole_bytes_end_with_the_last_whole_line(tmp_path: Path, data: bytes, whole: int) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    assert whole_bytes(path) == whole
+    assert whole_bytes(tmp_path / "none") == 0
+
+
+def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    make_directory(tmp_path / "a" / "b")
+    wanted = {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")}
+    assert wanted == set(synced)
+    make_directory(tmp_path / "a" / "b")  # it is there: no work
+    assert len(synced) == 4
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="no directory"):
+        make_directory(tmp_path / "file")
+
+
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    replace_file(path, b"one")
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        replace_file(path, b"two")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    replace_file(path, b"three", 0o600)
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"three", 0o600)

@@ -3,18 +3,17 @@
 import json
 import os
 import secrets
-import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from r3async.config import ConfigError, load_config
+from tests.helpers_cluster import own_cluster
 from tools.cluster import check_fit, describe_fit, read_nodes
+from tools.launch import command_of
 from tools.plan import make_plan
 from tools.submit import Jobs, Package, SubmitError, make_package, stop_seconds
 
@@ -37,7 +36,7 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
     made = package(tmp_path, "steps=3", "model.path=base model", "env.args={letters = 5}")
     model = f"'model.path={tmp_path}/base model'"
     words = f"'model.path=base model' 'env.args={{letters = 5}}' {model}"
-    assert made.entrypoint == f"r3async train quickstart steps=3 {words}"
+    assert command_of(made.entrypoint) == f"-m tools.cli train quickstart steps=3 {words}"
     variables = made.runtime_env["env_vars"]
     assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
     assert (
@@ -82,7 +81,7 @@ def test_a_configuration_file_must_be_in_the_folder(tmp_path):
         package(folder, preset=str(outside))
     inside = folder / "mine.toml"
     inside.write_text('extends = "quickstart"\n')
-    assert package(folder, preset=str(inside)).entrypoint == "r3async train mine.toml"
+    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m tools.cli train mine.toml"
 
 
 def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):
@@ -130,62 +129,10 @@ def test_what_can_not_fit_is_refused_with_what_to_change():
 # -- a cluster of our own ----------------------------------------------------------------------------------------------
 
 
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray head with token authentication, in a process group of its own. Yields the environment of its clients."""
-    import shutil
-    import tempfile
-
-    # Not pytest's own folder: a path of a Unix socket has 107 bytes at most.
-    home = Path(tempfile.mkdtemp(prefix="r3"))
-    token = home / "token"
-    token.write_text(secrets.token_hex(32))
-    names = ["port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port"]
-    names += ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"]
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = ["ray", "start", "--head", "--block", "--num-cpus=4", f"--temp-dir={home}/t", "--disable-usage-stats"]
-    command += ["--object-store-memory=100000000", *(f"--{name}={port}" for name, port in ports.items())]
-    command[0] = str(Path(sys.executable).with_name("ray"))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with (home / "log").open("w") as log:
-        head = subprocess.Popen(
-            command, env={**os.environ, **environment, "PATH": path}, stdout=log, stderr=log, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{ports['dashboard-port']}"
-    try:
-        wait_for_cluster(address, home / "log", head)
-        yield environment | {"RAY_API_SERVER_ADDRESS": address}
-    finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        try:
-            head.wait(5)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
-        shutil.rmtree(home, ignore_errors=True)
-
-
-def wait_for_cluster(address, log, head):
-    deadline = time.monotonic() + 120
-    host, port = address.removeprefix("http://").split(":")
-    while time.monotonic() < deadline and head.poll() is None:
-        try:
-            socket.create_connection((host, int(port)), 1.0).close()
-        except OSError:
-            time.sleep(0.5)
-            continue
-        if "Ray runtime started" in log.read_text():
-            return
-        time.sleep(0.5)
-    raise RuntimeError(f"no cluster:\n{log.read_text()}")
+    with own_cluster() as environment:
+        yield environment
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,9 +45,10 @@ class Cluster:
 
     def submit_job(self, *, entrypoint: str, runtime_env: dict, metadata: dict) -> str:
         self.environment = runtime_env
-        command = entrypoint.replace("python", sys.executable, 1)
         # A group of its own: to end the shell alone would leave what it started, and whoever reads from that, for ever.
-        self.process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            entrypoint, shell=True, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         return "submitted"
 
     async def tail_job_logs(self, job: str):

@@ -1,8 +1,8 @@
 """`r3async submit`: a run as a job of a Ray cluster, through Ray's `JobSubmissionClient`, as `ray job submit` does it.
 
-The job's command is `r3async train …`, so whatever works there works here. What this adds: the folder is packaged without
-what a job never needs, models and run directories get paths that outlive the package, and Ray is told how long the run may
-take to stop in order.
+The job's command is `r3async train …`, so whatever works there works here. What this adds: the job finds its Python
+(`tools.launch`), the folder is packaged without what a job never needs, models and run directories get paths that outlive the
+package, and Ray is told how long the run may take to stop in order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import shlex
 import socket
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError
+from tools.launch import command_of, entrypoint
 
 RUNS_ENV = "R3ASYNC_RUNS"
 """Environment variable: where `train` makes run directories."""
@@ -87,7 +87,7 @@ def make_package(
         preset = str(path.relative_to(directory))
     _refuse_hidden_modules(directory)
     model = Path(config.model.path) if config.model.path else None
-    words = ["r3async", "train", preset, *overrides]
+    words = ["-m", "tools.cli", "train", preset, *overrides]
     if model is not None and model.is_dir() and not model.is_absolute():
         words.append(f"model.path={model.absolute()}")
     environment = {
@@ -101,7 +101,7 @@ def make_package(
         "excludes": [*EXCLUDES, *_being_written(directory)],
         "env_vars": environment,
     }
-    return Package(shlex.join(words), runtime_env)
+    return Package(entrypoint(words, needs="import tools.cli"), runtime_env)
 
 
 def _being_written(directory: Path) -> list[str]:
@@ -221,7 +221,7 @@ class Jobs:
             "job": job,
             "status": str(getattr(info.status, "value", info.status)),
             "message": info.message or "",
-            "entrypoint": info.entrypoint,
+            "entrypoint": command_of(info.entrypoint),
             "seconds": (ended - began) / 1000 if began else 0.0,
         }
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import shlex
 import threading
 from pathlib import Path
 from typing import Any
 
+from tools.launch import entrypoint
 from tools.tail import RemoteError
 
 MARK = "r3async-tail"
@@ -77,16 +77,11 @@ class RemoteRun:
         try:
             self._client = JobSubmissionClient(address, headers=headers)
             environment = self._environment(job)
-            command = [
-                "python",
-                "-c",
-                f"import base64;exec(base64.b64decode('{_encoded()}'))",
-                MARK,
-                name,
-                str(LIFE_SECONDS),
-            ]
+            code = f"import base64;exec(base64.b64decode('{_encoded()}'))"
             self._id = self._client.submit_job(
-                entrypoint=shlex.join(command), runtime_env=environment, metadata={"r3async": MARK}
+                entrypoint=entrypoint(["-c", code, MARK, name, str(LIFE_SECONDS)]),
+                runtime_env=environment,
+                metadata={"r3async": MARK},
             )
         except RemoteError:
             raise

@@ -1,0 +1,84 @@
+"""A Ray head of our own, started as a person starts it: from a shell that knows nothing of the virtual environment."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BARE = "/usr/bin:/bin"
+"""A PATH on which neither r3async nor its Python is."""
+START_SECONDS = 120
+
+
+def bare_environment(**more: str) -> dict[str, str]:
+    """This process's environment as a shell has it in which no virtual environment was activated."""
+    return {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"} | {"PATH": BARE} | more
+
+
+def beside_python(script: str) -> str:
+    """`.venv/bin/SCRIPT`."""
+    return str(Path(sys.executable).with_name(script))
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@contextmanager
+def own_cluster() -> Iterator[dict[str, str]]:
+    """A Ray head with token authentication, in a process group of its own. Yields what its clients' environment adds."""
+    # Not pytest's own folder: a path of a Unix socket has 107 bytes at most.
+    home = Path(tempfile.mkdtemp(prefix="r3"))
+    token = home / "token"
+    token.write_text(secrets.token_hex(32))
+    names = ["port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port"]
+    names += ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [beside_python("ray"), "start", "--head", "--block", "--num-cpus=4", f"--temp-dir={home}/t"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    command += [f"--{name}={port}" for name, port in ports.items()]
+    with (home / "log").open("w") as log:
+        head = subprocess.Popen(
+            command, env=bare_environment(**environment), stdout=log, stderr=log, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{ports['dashboard-port']}"
+    try:
+        _wait(address, home / "log", head)
+        yield environment | {"RAY_API_SERVER_ADDRESS": address}
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        try:
+            head.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(head.pid, signal.SIGKILL)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _wait(address: str, log: Path, head: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    host, port = address.removeprefix("http://").split(":")
+    while time.monotonic() < deadline and head.poll() is None:
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except OSError:
+            time.sleep(0.5)
+            continue
+        if "Ray runtime started" in log.read_text():
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"no cluster:\n{log.read_text()}")

@@ -1,0 +1,57 @@
+"""The shell line of a job: it finds a Python that has what the command needs, and becomes that command.
+
+A job's shell has the PATH with which the head was started, and that is a person's own: whoever types `.venv/bin/ray start`
+has not activated anything. So the line asks, in this order: the interpreter that the cluster's Ray runs on (the raylet, an
+ancestor of every job, was told it), that of the submitter, and what PATH knows.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+NOT_FOUND = 127
+"""Exit code when no interpreter would do, as a shell has it for a command that it does not find."""
+
+_BEGIN = "set -- "
+_FIND = """
+ray= pid=$PPID
+while [ -z "$ray" ] && [ "${pid:-0}" -gt 1 ] && [ -r /proc/$pid/cmdline ]; do
+  ray=$(tr "\\0" "\\n" < /proc/$pid/cmdline | sed -n "s/^--python_worker_command=\\"\\{0,1\\}\\([^ \\"]*\\).*/\\1/p")
+  pid=$(sed -n "s/^PPid:[^0-9]*//p" /proc/$pid/status)
+done
+tried=
+for python in "$ray" SUBMITTER "$(command -v python3)" "$(command -v python)"; do
+  [ -n "$python" ] || continue
+  if ! [ -x "$python" ]; then why="there is no such file"
+  elif why=$("$python" -c NEEDS 2>&1); then exec "$python" "$@"
+  else why=$(printf "%s\\n" "$why" | tail -n 1); fi
+  tried="$tried
+  $python: $why"
+done
+echo "no Python on $(uname -n) can run this job (PATH=$PATH):$tried" >&2
+echo REMEDY >&2
+exit 127
+"""
+REMEDY = (
+    "the Python that Ray was started with on the head (its .venv/bin/ray) needs r3async installed, or submit from a checkout "
+    "of r3async, whose code travels, to a cluster that has its dependencies"
+)
+
+
+def entrypoint(words: Sequence[str], *, needs: str = "pass", submitter: str = sys.executable) -> str:
+    """A line for `sh` that runs `python WORDS`, with the first interpreter that runs the statement `needs` without an error.
+
+    `submitter`: the path of the interpreter here, which the cluster may or may not have. The line ends with exit code
+    `NOT_FOUND`, and says what it looked for, if there is none. After `exec` the job is the Python process itself, so signals
+    and exit codes are the command's own.
+    """
+    find = _FIND.replace("SUBMITTER", shlex.quote(submitter)).replace("NEEDS", shlex.quote(needs))
+    return _BEGIN + shlex.join(words) + find.replace("REMEDY", shlex.quote(REMEDY)).rstrip("\n")
+
+
+def command_of(line: str) -> str:
+    """What `entrypoint` was given, as a person would type it after `python`; any other line unchanged."""
+    head, newline, _ = line.partition("\nray= pid=")
+    return head.removeprefix(_BEGIN) if newline else line

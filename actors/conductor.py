@@ -16,8 +16,9 @@ from actors.delivery import choose_backend, no_delivery
 from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator
 from actors.process import begin
-from actors.saving import RECORDS, Books
+from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.watch import Watch
+from r3async.appending import KEEPER
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.books import decode_state
@@ -196,6 +197,7 @@ class Conductor:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._stop_actors()
+            await asyncio.to_thread(KEEPER.drain, self.config.supervise.stop_grace_seconds)
             self._phase = "ended"
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -283,8 +285,8 @@ class Conductor:
         """Begin a checkpoint of the run as it is between two steps."""
         self._due.done(self._steps)
         self._saved = self._steps
-        sizes = {name: path.stat().st_size for name in RECORDS if (path := self.run_dir / name).exists()}
-        books = Books(self.admission.snapshot(), sizes, self.book.pending, self._elapsed, self._generated_tokens)
+        books = Books(self.admission.snapshot(), {}, self.book.pending, self._elapsed, self._generated_tokens)
+        books = books.with_records(self.run_dir, CONDUCTOR_RECORDS)
         with self.timeline.span("checkpoint", step=self._steps):
             seconds = await self.learner.checkpoint.remote(books)
         self.events.info("checkpoint_begun", step=self._steps, training_waited_seconds=round(seconds, 4))

@@ -15,6 +15,7 @@ import numpy as np
 
 from actors.delivery import receiver
 from actors.process import NotLoaded, begin, show_figures
+from r3async.appending import KEEPER
 from r3async.config import EnvConfig, config_from_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.build import build_engine
@@ -41,6 +42,7 @@ from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.transport import Publication, WeightReceiver
 
 IDLE_SECONDS = 0.05
+CLOSE_SECONDS = 5.0
 
 
 class IdleCounter:
@@ -342,3 +344,4 @@ class GeneratorActor:
             await self.engine.stop()
         if self.weights is not None:
             await asyncio.to_thread(self.weights.close)
+        await asyncio.to_thread(KEEPER.drain, CLOSE_SECONDS)

@@ -19,7 +19,7 @@ import numpy as np
 from actors.delivery import Published
 from actors.process import ask_for_stacks, begin
 from actors.ranks import LocalLearner, RankedLearner
-from actors.saving import Books, Progress, Saver, Trained
+from actors.saving import LEARNER_RECORDS, Books, Progress, Saver, Trained
 from actors.training import StepOf
 from r3async.appending import AppendFile
 from r3async.batching.cost import Cost, cost_model
@@ -362,6 +362,7 @@ class LearnerActor:
         def written() -> None:  # in the writer's thread
             loop.call_soon_threadsafe(commit)
 
+        books = books.with_records(self.run_dir, LEARNER_RECORDS)
         await self._in_torch(self._saver.save, self.backend, books, progress, written)
         return time.monotonic() - began
 
@@ -398,5 +399,6 @@ class LearnerActor:
             # Published files that a running step keeps from being removed now go when the next run starts.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._in_torch(self.backend.close), CLOSE_SECONDS)
+        await asyncio.to_thread(KEEPER.drain, CLOSE_SECONDS)
         self._torch.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 
 from actors.ranks import LocalLearner, RankedLearner
+from r3async.appending import KEEPER
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, RunState
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.config import Config, to_dict
 
-RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl", "routing.jsonl", "trained.jsonl")
+CONDUCTOR_RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
+LEARNER_RECORDS = ("routing.jsonl", "trained.jsonl")
+RECORDS = CONDUCTOR_RECORDS + LEARNER_RECORDS
 """Files of a run with something for each step: a resume takes back what came after its checkpoint."""
 
 
@@ -25,6 +28,17 @@ class Books(msgspec.Struct, frozen=True):
     pending_rows: list[dict[str, Any]]
     elapsed: float
     generated_tokens: int
+    record_kept: dict[str, list[str]] = {}
+
+    def with_records(self, run_dir: Path, names: Sequence[str]) -> Books:
+        """And where these records of the run are now, to which this process alone appends."""
+        positions = {name: KEEPER.position(run_dir / name) for name in names}
+        kept = {name: [line.decode(errors="replace") for line in at.kept] for name, at in positions.items() if at.kept}
+        return msgspec.structs.replace(
+            self,
+            record_bytes=self.record_bytes | {name: at.nbytes for name, at in positions.items()},
+            record_kept=self.record_kept | kept,
+        )
 
 
 class Progress(msgspec.Struct, frozen=True):

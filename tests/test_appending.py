@@ -15,8 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors import saving
+from actors.saving import Books
 from r3async import appending
 from r3async.appending import AppendFile, Keeper, whole_bytes
+from r3async.checkpoint.resume import rewind
 from r3async.files import make_directory, replace_file
 
 
@@ -75,6 +78,30 @@ def test_the_file_holds_a_prefix_of_whole_records_and_in_the_end_all_of_them(
                 break
     assert path.read_bytes().splitlines() == before + records
     assert file.lost == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(plan=st.lists(FAULTS, max_size=40), count=st.integers(1, 20), saved=st.integers(0, 20))
+def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
+    tmp_path_factory, plan, count, saved
+) -> None:
+    run_dir, name = tmp_path_factory.mktemp("a"), "metrics.jsonl"
+    keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
+    books = Books({}, {}, [], 0.0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(appending, "os", FaultyDisk(plan, []))
+        patch.setattr(saving, "KEEPER", keeper)
+        file = AppendFile(run_dir / name, keeper=keeper)
+        for index in range(count + 1):
+            if index == min(saved, count):
+                books = books.with_records(run_dir, [name])
+            file.append(b"%d" % index)
+            if index % 4 == 3:
+                keeper.retry()
+    # The process is killed: what waits in it is lost. A checkpoint was made before row `saved`.
+    rewind(run_dir, books.record_bytes, books.record_kept)
+    rows = (run_dir / name).read_bytes().splitlines() if (run_dir / name).exists() else []
+    assert rows == [b"%d" % index for index in range(min(saved, count))]
 
 
 def test_two_events_however_many_files_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

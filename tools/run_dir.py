@@ -103,7 +103,7 @@ def begin_again(config: Config, run: RunDir, say: Callable[[str], object], repor
     checkpoints = _checkpoints(config, run.path, report)
     checkpoints.clean()
     resume = checkpoints.newest() or run.resume
-    rewind(run.path, {**dict.fromkeys(RECORDS, 0), **(resume.state.record_bytes if resume else {})})
+    _take_back(run.path, resume)
     run.lock.shared()
     return RunDir(run.path, resume, run.lock)
 
@@ -137,8 +137,14 @@ def _resume(config: Config, directory: Path, say: Callable[[str], object], repor
         for name in RECORDS:
             if (source / name).is_file():
                 shutil.copy(source / name, directory / name)
-    rewind(directory, {**dict.fromkeys(RECORDS, 0), **opened.state.record_bytes})
+    _take_back(directory, opened)
     return opened
+
+
+def _take_back(directory: Path, resume: Opened | None) -> None:
+    """The run's records as they were at its checkpoint, empty if there is none."""
+    lengths, kept = (resume.state.record_bytes, resume.state.record_kept) if resume else ({}, {})
+    rewind(directory, dict.fromkeys(RECORDS, 0) | lengths, kept)
 
 
 def _check(opened: Opened, config: Config) -> dict[str, tuple[Any, Any]]:

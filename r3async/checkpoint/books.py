@@ -43,6 +43,8 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     record_bytes: dict[str, int] = {}
     """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
+    record_kept: dict[str, list[str]] = {}
+    """Lines behind them that the disk had not taken yet, each with its end. `rewind` writes them."""
     pending_rows: list[dict[str, Any]] = []
     """Rows of steps whose weights had not been delivered: not in the record yet."""
     elapsed: float = 0.0

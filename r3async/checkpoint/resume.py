@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from r3async.appending import whole_bytes
 from r3async.checkpoint.books import RunState
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.error import CheckpointError
@@ -123,10 +124,13 @@ def resume_from(setting: str, checkpoints: Checkpoints) -> Opened | None:
     return opened
 
 
-def rewind(run_dir: Path, record_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Cut the run's records back to the lengths they had. Returns the bytes cut off, by file.
+def rewind(
+    run_dir: Path, record_bytes: Mapping[str, int], kept: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, int]:
+    """Cut the run's records back to the lengths they had, and write the lines behind them that were `kept` in memory then.
+    Returns the bytes cut off, by file. Raises `OSError`.
 
-    A record that is shorter than it was, or gone, stays as it is: figures are lost, but training is not.
+    A record that is shorter than it was, or lost, stays as it is: figures are lost, but training is not.
     """
     cut = {}
     for path in sorted(run_dir.iterdir()):
@@ -134,6 +138,10 @@ def rewind(run_dir: Path, record_bytes: Mapping[str, int]) -> dict[str, int]:
         if length is not None and path.is_file() and path.stat().st_size > length:
             cut[path.name] = path.stat().st_size - length
             os.truncate(path, length)
+    for name, lines in (kept or {}).items():
+        with (run_dir / name).open("ab") as file:
+            file.truncate(whole_bytes(run_dir / name))
+            file.write("".join(lines).encode())
     return cut
 
 

@@ -21,7 +21,7 @@ from actors.process import ask_for_stacks, begin
 from actors.ranks import LocalLearner, RankedLearner
 from actors.saving import LEARNER_RECORDS, Books, Progress, Saver, Trained
 from actors.training import StepOf
-from r3async.appending import AppendFile
+from r3async.appending import KEEPER, AppendFile
 from r3async.batching.cost import Cost, cost_model
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.spool import Spool

@@ -1,7 +1,7 @@
 """Routes of one token sequence, recorded by position, once.
 
-The first engine call that feeds position `t` forward owns row `t`. A later call that feeds it again (the prefill
-of the next turn, a re-prefill after a weight update) may have chosen other experts; its row is dropped, because the
+Of the calls of one sequence, the first that feeds position `t` forward owns row `t`. A later call that feeds it again
+(the prefill of the next turn, a re-prefill after a weight update) may have chosen other experts; its row is dropped, because the
 log-probs that were sampled belong to the first pass (R3, arXiv 2510.11370). A position whose owner returned no row
 stays unrecorded: the learner lets that token route by itself.
 """

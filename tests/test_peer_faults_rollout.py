@@ -223,7 +223,7 @@ def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_zero(
     shape = RoutingShape(layers=3, top_k=2, num_experts=8)  # vLLM returns rows of all layers, the second one is dense
     layers = chosen(9, seed=3, high=8, shape=shape).astype(np.uint8)
     rows = None if returned is None else layers[:returned]
-    routes = engine._routes(request(prompt(4), 4), Completion([1, 2, 3, 4], finish_reason, rows))
+    routes = engine._routes(request(prompt(4), 4), Completion([1, 2, 3, 4], finish_reason, rows), 0)
     assert engine.stats()["unrecorded_rows"] == 7 - kept
     answer = generation(4, routes, stop_reason=finish_reason)
     table = of_sample(to_the_batch([one_turn(4, answer, engine.routing)], shape=engine.routing), "s0")

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from r3async.observe.routes import RouteFileError, TrainedRoutes
+from r3async.observe.routes import EngineCall, RouteFileError, TrainedRoutes
 from r3async.observe.verify import compare_routes, engine_rows
 from tests.helpers_routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
@@ -128,12 +128,70 @@ def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> No
     assert compare_routes(trained, calls).proven
 
 
-def test_an_aborted_call_fed_what_it_returned_rows_for() -> None:
+def of_version(calls, *versions: int):
+    """The calls, each sampled by one version."""
+    return [
+        msgspec.structs.replace(c, policy_version=np.full(len(c.token_ids), v, np.int32))
+        for c, v in zip(calls, versions, strict=True)
+    ]
+
+
+def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
+    """Two calls of the same prompt, of which the second, a row of its own, was asked only for what the first had not said."""
     trained, calls = episode()
-    # It returned the row of 5, sampled nothing, and was asked again from there, in a turn of its own.
-    aborted = call(1, TOKENS[:8], [], calls[1].rows[:1], start=5)
-    after = msgspec.structs.replace(calls[1], turn=2, routes_from=6, rows=calls[1].rows[1:])
-    assert compare_routes(trained, [calls[0], aborted, after]).proven
+    lent, own = experts(30, 5), experts(31, 8)
+    tokens = np.asarray([*TOKENS[:5], 6, 7, 15], np.int32)
+    fresh = experts(32, 2)
+    used = own.copy()
+    used[:5], used[5:7] = lent, fresh
+    branch = msgspec.structs.replace(
+        trained,
+        sample_id=f"{ID}s1",
+        token_ids=tokens,
+        loss_mask=np.arange(8) == 7,
+        rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
+        policy_version=np.zeros(8, np.int32),
+        own=own,
+        used=used,
+    )
+    older = calls[0]
+    again = msgspec.structs.replace(older, turn=1, rows=lent)
+    return branch, [older, again, call(2, tokens[:7], [15], fresh, start=5)]
+
+
+def test_a_branch_has_to_have_the_rows_of_its_own_weights() -> None:
+    branch, calls = branched()
+    assert compare_routes(branch, of_version(calls, 0, 1, 1)).proven
+    stale = branch.used.copy()
+    stale[:5] = calls[0].rows
+    result = compare_routes(with_rows(branch, used=stale), of_version(calls, 0, 1, 1))
+    assert result.different > 0
+    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).proven
+
+
+def test_rows_that_newer_weights_made_within_a_call_are_not_those_of_its_version() -> None:
+    branch, calls = branched()
+    calls = of_version(calls, 0, 1, 1)
+    crossed = msgspec.structs.replace(calls[1], policy_version=np.asarray([1, 2, 2], np.int32))
+    found = engine_rows(branch, [calls[0], crossed, calls[2]])
+    assert found is not None
+    assert found[1].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False]
+
+
+def test_of_two_calls_of_the_same_weights_either_may_have_lent_its_rows() -> None:
+    branch, calls = branched()
+    for order in ((0, 1), (1, 0)):
+        assert compare_routes(branch, of_version([*[calls[i] for i in order], calls[2]], 1, 1, 1)).proven
+
+
+def test_a_call_that_was_asked_for_everything_has_its_own_rows_and_nobody_elses() -> None:
+    branch, calls = branched()
+    whole = experts(40, 7)
+    calls = of_version([*calls[:2], call(2, branch.token_ids[:7], [15], whole)], 1, 1, 1)
+    assert compare_routes(branch, calls).different > 0
+    used = branch.own.copy()
+    used[:7] = whole
+    assert compare_routes(with_rows(branch, used=used), calls).proven
 
 
 def test_rows_of_another_model_are_refused() -> None:

@@ -23,14 +23,16 @@ SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 LIMITS = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)
 
 
-def generation(prompt_length: int, sampled: list[int], routes_from: int, seed: int, rows: bool = True) -> Generation:
+def generation(
+    prompt_length: int, sampled: list[int], routes_from: int, seed: int, rows: bool = True, version: int | None = None
+) -> Generation:
     chance = np.random.default_rng(seed)
     count = prompt_length + len(sampled) - 1 - routes_from
     scores = chance.random((count, SHAPE.layers, SHAPE.num_experts))
     return Generation(
         token_ids=np.asarray(sampled, np.int32),
         logprobs=-chance.random(len(sampled), np.float32) - 0.1,
-        version_spans=[VersionSpan(seed, 0, len(sampled))],
+        version_spans=[VersionSpan(seed if version is None else version, 0, len(sampled))],
         routed_experts=scores.argsort(-1)[..., : SHAPE.top_k].astype(np.uint16) if rows else None,
         routes_from=routes_from,
         stop_reason="stop",
@@ -38,7 +40,7 @@ def generation(prompt_length: int, sampled: list[int], routes_from: int, seed: i
 
 
 class Says:
-    """An engine that says what it is told, one answer a call, and keeps what it saw."""
+    """An engine that says what it is told, one answer a call, and keeps what it saw. Each version answers two calls."""
 
     version, routing = 0, SHAPE
 
@@ -49,7 +51,8 @@ class Says:
     async def generate(self, request: GenerationRequest) -> Generation:
         index = len(self.calls)
         sampled = self.answers[index % len(self.answers)][: request.max_tokens]
-        out = generation(len(request.prompt_ids), sampled, request.routes_from, index, self.rows)
+        first = request.routes_wanted(index // 2)
+        out = generation(len(request.prompt_ids), sampled, first, index, self.rows, version=index // 2)
         self.calls.append((request, out))
         return out
 
@@ -76,10 +79,12 @@ def play(env, engine, chat, limits=LIMITS) -> Trajectory:
 
 def check(trajectory: Trajectory, engine: Says) -> None:
     """Each call is the beginning of one row; its answer is trained there and nowhere else, with its own numbers. Routes are
-    those of the call that the row asked for them; what it did not ask for, an earlier call fed after the very same tokens."""
+    those of the call that the row asked for them; what it did not ask for, an earlier call fed after the very same tokens, in
+    the same row or under the same weights."""
     assert len(trajectory.turns) == len(engine.calls)
     trained = {s.sample_id: np.zeros(len(s.table), bool) for s in trajectory.samples}
     fed: dict[tuple[int, ...], list[list]] = {}
+    """By version and tokens."""
     asked = {s.sample_id: 0 for s in trajectory.samples}
     for turn, (request, out) in zip(trajectory.turns, engine.calls, strict=True):
         sample = trajectory.samples[turn.sample]
@@ -91,16 +96,17 @@ def check(trajectory: Trajectory, engine: Says) -> None:
         assert not trained[sample.sample_id][rows].any()
         trained[sample.sample_id][rows] = True
         assert (table["rollout_logprobs"][rows] == out.logprobs).all()
-        assert (table["policy_version"][rows] == out.version_spans[0].version).all()
+        version = out.version_spans[0].version
+        assert (table["policy_version"][rows] == version).all()
         assert (table["turn"][rows] == turn.index).all()
         for i in range(asked[sample.sample_id], len(seen) - 1):
-            if i < request.routes_from:
-                assert table["routed_experts"][i].tolist() in fed[tuple(seen[: i + 1])]
+            if i < out.routes_from:
+                assert table["routed_experts"][i].tolist() in fed[(version, *seen[: i + 1])]
             else:
-                assert (table["routed_experts"][i] == out.routed_experts[i - request.routes_from]).all()
+                assert (table["routed_experts"][i] == out.routed_experts[i - out.routes_from]).all()
         asked[sample.sample_id] = len(seen) - 1
-        for i in range(request.routes_from, len(seen) - 1):
-            fed.setdefault(tuple(seen[: i + 1]), []).append(out.routed_experts[i - request.routes_from].tolist())
+        for i in range(out.routes_from, len(seen) - 1):
+            fed.setdefault((version, *seen[: i + 1]), []).append(out.routed_experts[i - out.routes_from].tolist())
     for sample in trajectory.samples:
         table = sample.table
         ids = table["token_ids"].tolist()

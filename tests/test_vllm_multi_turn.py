@@ -16,7 +16,7 @@ import torch
 
 from r3async.engines.base import Generation
 from r3async.engines.vllm import VllmEngine
-from r3async.episodes.rows import SampleBuilder
+from r3async.episodes.rows import EpisodeRows, SampleBuilder
 from r3async.versions import expand
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import (
@@ -176,6 +176,43 @@ async def test_three_turns_share_prefixes_and_the_weights_change_in_the_second(v
     mask = table["loss_mask"]
     assert np.abs(table["rollout_logprobs"][mask] - np.concatenate(logprobs)).max() < TOLERANCE
     assert table["policy_version"][mask].tolist() == np.concatenate(versions).tolist()
+
+
+async def test_a_branching_turn_after_an_update_has_the_routes_of_the_weights_that_computed_it(vllm_engine, weights):
+    """What turn 1 recorded of the common prefix is of older weights; turn 3 finds turn 2's prefix in the cache and shares it."""
+    rows = EpisodeRows(vllm_engine.routing)
+    thought, versions, moved = prompt(170, seed=64), [], []
+
+    async def turn(ids: np.ndarray) -> Generation:
+        call = rows.begin(ids.tolist())
+        asked = request(
+            ids, 40, f"branch-{rows.turns}", routes_from=call.routes_from, routes_version=call.routes_version
+        )
+        generation = await vllm_engine.generate(asked)
+        rows.end(call, generation)
+        versions.append(vllm_engine.version)
+        moved.append(len(generation.routed_experts))
+        return generation
+
+    first = await turn(thought)
+    await vllm_engine.install(weights.publish(), 30)
+    # The template strips the end of what was said: the common prefix goes a little into the answer.
+    shown = np.concatenate([thought, first.token_ids[:20], prompt(12, seed=65)])
+    second = await turn(shown)
+    third = np.concatenate([shown, second.token_ids[:20], prompt(12, seed=66)])
+    await turn(third)
+    samples, turns = rows.build("g", 1.0)
+    assert [t.sample for t in turns] == [0, 1, 2]
+    assert versions[0] != versions[1] == versions[2]
+    for sample, version in zip(samples, versions, strict=True):
+        table, reference = sample.table, weights.reference(version)
+        ids, mask = table["token_ids"], table["loss_mask"]
+        assert table["routing_recorded"].tolist() == [True] * (len(ids) - 1) + [False]
+        assert same_sets(table["routed_experts"][:-1], reference.routes(ids)[:-1])
+        assert np.abs(table["rollout_logprobs"][mask] - reference.score(ids)[mask[1:]]).max() < TOLERANCE
+    older = weights.reference(versions[0]).routes(samples[1].table["token_ids"])[: len(thought)]
+    assert not same_sets(samples[1].table["routed_experts"][: len(thought)], older)
+    assert moved == [len(thought) + 39, len(shown) + 39, len(third) + 39 - (len(shown) + 20)]
 
 
 async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_next(small):

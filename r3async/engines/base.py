@@ -20,6 +20,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
 
     `routes_from`: first position whose routes are wanted; earlier rows are known already and are not sent again.
+    `routes_version`: if not None, the rows known are those of a call that entered under this version. An engine that takes
+    the request in under another version computes the prompt again, and returns its routes from position 0.
     """
 
     request_id: str
@@ -28,6 +30,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     routes_from: int = 0
+    routes_version: int | None = None
+
+    def routes_wanted(self, version: int) -> int:
+        """First position whose routes a call that enters under weights `version` has to return."""
+        return self.routes_from if self.routes_version in (None, version) else 0
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -36,7 +43,8 @@ class Generation(msgspec.Struct, frozen=True):
     `token_ids` int32 `[n]`; `logprobs` float32 `[n]` of the distribution that was sampled from; `version_spans` cover
     `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer (None if the
     engine has none): the last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows; after an
-    abort there may be fewer. `routes_from` is the request's, or lower if the engine can not leave known rows out.
+    abort there may be fewer. `routes_from` is what the request wanted (`routes_wanted`), or lower if the engine cannot leave
+    known rows out. The first span's version is the one that the request entered under.
     `stop_reason`: `stop` (a stop token, which is the last token), `length`, or `abort`.
     """
 

@@ -101,6 +101,7 @@ class ScriptedEngine:
         version_spans = spans.finish(sampled)
         versions = expand(version_spans, sampled)
         first = len(request.prompt_ids)
+        routes_from = request.routes_wanted(version if prompt_version is None else prompt_version)
         self.generated_tokens += sampled
         return Generation(
             token_ids=tokens,
@@ -112,8 +113,8 @@ class ScriptedEngine:
                 np.float32,
             ),
             version_spans=version_spans,
-            routed_experts=self._routes(request, tokens, versions, prompt_version),
-            routes_from=request.routes_from,
+            routed_experts=self._routes(request, tokens, versions, prompt_version, routes_from),
+            routes_from=routes_from,
             stop_reason=stop_reason,
         )
 
@@ -186,7 +187,12 @@ class ScriptedEngine:
         return answer, "stop" if len(full) < request.max_tokens else "length"
 
     def _routes(
-        self, request: GenerationRequest, tokens: np.ndarray, versions: np.ndarray, prompt_version: int | None
+        self,
+        request: GenerationRequest,
+        tokens: np.ndarray,
+        versions: np.ndarray,
+        prompt_version: int | None,
+        first: int,
     ) -> np.ndarray | None:
         if self.routing is None or self._rows == "none":
             return None
@@ -194,10 +200,10 @@ class ScriptedEngine:
             shape = (0, self.routing.layers, self.routing.top_k)
             return np.empty(shape, route_dtype(self.routing.num_experts))
         # A token is fed by the step that samples the next one, under that step's version.
-        fed = np.concatenate([request.prompt_ids, tokens[:-1]])[request.routes_from :]
-        fed_by = np.concatenate([np.full(len(request.prompt_ids), prompt_version), versions[1:]])[request.routes_from :]
+        fed = np.concatenate([request.prompt_ids, tokens[:-1]])[first:]
+        fed_by = np.concatenate([np.full(len(request.prompt_ids), prompt_version), versions[1:]])[first:]
         rows = [
-            scripted_routes(request.routes_from + i, int(v), int(t), self.routing)
+            scripted_routes(first + i, int(v), int(t), self.routing)
             for i, (v, t) in enumerate(zip(fed_by, fed, strict=True))
         ]
         if self._rows == "half":

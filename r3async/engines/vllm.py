@@ -152,20 +152,21 @@ class VllmEngine:
         aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
         something that can not be trained on. There is no timeout here: the caller knows how long an answer may take.
         """
-        params = self._sampling_params(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            stop_token_ids=list(request.stop_token_ids),
-            logprobs=0,
-            routed_experts_prompt_start=request.routes_from,
-        )
         prompt_ids = request.prompt_ids.tolist()
         while True:
             await self._requests.admission()
+            first = request.routes_wanted(self.version)
+            params = self._sampling_params(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                stop_token_ids=list(request.stop_token_ids),
+                logprobs=0,
+                routed_experts_prompt_start=first,
+            )
             running = self._requests.new(request.request_id, self.version)
             output = await self._requests.run(running, self._prompt(prompt_ids), params)
             if output is not None:
-                return self._generation(request, running, output)
+                return self._generation(request, running, output, first)
 
     async def abort(self, request_id: str) -> None:
         """End the running requests of that id: their `generate` returns what was sampled so far, and may be nothing."""
@@ -266,7 +267,7 @@ class VllmEngine:
             raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
         return output
 
-    def _generation(self, request: GenerationRequest, running: Running, output: Any) -> Generation:
+    def _generation(self, request: GenerationRequest, running: Running, output: Any, first: int) -> Generation:
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, np.int32)
         logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs is not None else (), np.float32)
@@ -280,19 +281,22 @@ class VllmEngine:
             token_ids=tokens,
             logprobs=logprobs,
             version_spans=running.spans.finish(len(tokens)),
-            routed_experts=self._routes(request, completion),
-            routes_from=request.routes_from,
+            routed_experts=self._routes(request, completion, first),
+            routes_from=first,
             stop_reason=completion.finish_reason,
         )
 
-    def _routes(self, request: GenerationRequest, completion: Any) -> np.ndarray | None:
-        """Rows of the MoE layers; of length 0 if vLLM returned none, or not as many as it must have fed."""
+    def _routes(self, request: GenerationRequest, completion: Any, first: int) -> np.ndarray | None:
+        """Rows of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
+
+        For a position that the prefix cache served, vLLM returns the row of the call that computed its keys and values. That call
+        had the same salt, hence the same weights."""
         shape = self.routing
         if shape is None:
             return None
         rows = completion.routed_experts
         sampled = len(completion.token_ids)
-        expected = len(request.prompt_ids) + sampled - 1 - request.routes_from if sampled else 0
+        expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
         returned = 0 if rows is None else len(rows)
         if returned > expected or (returned < expected and completion.finish_reason != "abort"):
             returned = 0  # Which rows are missing is not known: rather none than one at a wrong position.

@@ -125,6 +125,7 @@ class EpisodePlayer:
                     temperature=settings.temperature,
                     stop_token_ids=self._renderer.stop_token_ids,
                     routes_from=call.routes_from,
+                    routes_version=call.routes_version,
                 )
             )
             if generation.stop_reason == "abort" or not len(generation.token_ids):

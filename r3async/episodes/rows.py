@@ -22,7 +22,9 @@ class SampleBuilder:
     """Grows one training row, token by token as the engine saw them.
 
     Observation tokens and injected end-of-sequence tokens are in the sequence with `loss_mask` False; sampled tokens
-    carry log-prob, version and turn. Routes are kept by position (`RoutingTrace`).
+    carry log-prob, version and turn. Routes are kept by position (`RoutingTrace`): within a row, the first call that fed a
+    position owns its route. A row that branched off borrows the routes of its context until its first call has answered, and
+    keeps them only if that call entered under the very weights that made them.
     """
 
     def __init__(self, routing: RoutingShape | None):
@@ -32,6 +34,11 @@ class SampleBuilder:
             if routing
             else None
         )
+        self.version = -1
+        """Weights that the row's first call entered under; of a row without an answer, those that made the borrowed routes."""
+        self.uniform = 0
+        """Positions from the first on whose routes are recorded and were made by that version, onto keys and values of it:
+        what a new call under that version would find in the engine's prefix cache."""
         self._answers: list[tuple[int, int, Generation]] = []
         self._rewards: list[tuple[int, float]] = []
 
@@ -40,12 +47,18 @@ class SampleBuilder:
 
     @property
     def routes_from(self) -> int:
+        """First position that the engine is to be asked for; see `GenerationRequest`."""
         return self.trace.fed if self.trace is not None else 0
+
+    @property
+    def routes_version(self) -> int | None:
+        """Under which version alone that holds; None if under any."""
+        return None if self.trained or not self.routes_from else self.version
 
     @property
     def trained(self) -> bool:
         """Whether this row sampled any token."""
-        return any(len(generation.token_ids) for _, _, generation in self._answers)
+        return bool(self._answers)
 
     def observe(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
@@ -53,39 +66,54 @@ class SampleBuilder:
     def answer(self, turn: int, generation: Generation) -> tuple[int, int]:
         """Append what the policy sampled when it was fed all tokens so far. Returns its rows `start, stop`.
 
-        A call that sampled nothing (an abort) has fed what it returned rows for, and nothing else.
+        A call that sampled nothing (an abort) owns nothing: its prompt is fed again by the call that is answered.
         """
         start = len(self)
+        if not len(generation.token_ids):
+            return start, start
         self.token_ids.extend(generation.token_ids.tolist())
         stop = len(self)
-        self._answers.append((turn, start, generation))
         if self.trace is not None:
-            rows, first = generation.routed_experts, generation.routes_from
-            if stop > start:
-                # The last sampled token has not been fed: its row belongs to the next call that feeds it.
-                self.trace.record(first, rows, fed=stop - 1)
-            elif rows is not None and len(rows):
-                self.trace.record(first, rows, fed=min(start, first + len(rows)))
+            self._record(self.trace, generation, start, stop)
+        self._answers.append((turn, start, generation))
         return start, stop
 
+    def _record(self, trace: RoutingTrace, generation: Generation, start: int, stop: int) -> None:
+        rows, first, span = generation.routed_experts, generation.routes_from, generation.version_spans[0]
+        if not self.trained:
+            # Of what is borrowed, nothing that other weights made, and nothing that this call returned itself.
+            self.trace = trace = trace.branch(first if span.version == self.version else 0)
+            self.version, self.uniform = span.version, trace.fed
+        # The last sampled token has not been fed: its row belongs to the next call that feeds it.
+        known = trace.fed
+        trace.record(first, rows, fed=stop - 1)
+        if rows is not None and first <= known == self.uniform and span.version == self.version:
+            # The step that sampled the first token of newer weights fed the one before it, under these weights.
+            self.uniform = max(known, min(first + len(rows), start + span.stop - 1))
+
     def branch(self, length: int) -> SampleBuilder:
-        """A new row whose context is the first `length` tokens of this one, with their routes.
+        """A new row whose context is the first `length` tokens of this one. It borrows those of their routes that one version
+        made (`uniform`).
 
         For a context that is rewritten from there on, and for step-wise rows. None of the shared tokens is trained in
         the new row: the row that sampled them does that. Raises `ValueError` if there are not so many tokens.
         """
         if not 0 <= length <= len(self):
-            raise ValueError(f"a branch can not share {length} of {len(self)} tokens")
+            raise ValueError(f"a branch cannot share {length} of {len(self)} tokens")
         other = SampleBuilder(None)
         other.token_ids = self.token_ids[:length]
-        other.trace = self.trace.branch(length) if self.trace is not None else None
+        if self.trace is not None:
+            other.trace = self.trace.branch(min(length, self.uniform))
+            other.version, other.uniform = self.version, other.trace.fed
         return other
 
     def reward(self, at: int, reward: float) -> None:
         self._rewards.append((at, reward))
 
-    def build(self) -> TokenTable:
+    def build(self, length: int | None = None) -> TokenTable:
+        """The first `length` tokens (default: all). The last one has no route: no trained token depends on it."""
         n = len(self)
+        length = n if length is None else length
         columns = {name: column.filled(n) for name, column in SCHEMA.columns.items() if not column.optional}
         columns["token_ids"] = np.asarray(self.token_ids, np.int32)
         for turn, start, generation in self._answers:
@@ -97,12 +125,13 @@ class SampleBuilder:
         for at, reward in self._rewards:
             columns["rewards"][at] += reward
         if self.trace is not None:
-            columns["routed_experts"], columns["routing_recorded"] = self.trace.materialise(n)
-        return TokenTable(columns)
+            fed = self.trace.branch(max(0, length - 1))
+            columns["routed_experts"], columns["routing_recorded"] = fed.materialise(n)
+        return TokenTable(columns).slice(0, length)
 
 
 class Call(msgspec.Struct):
-    """One engine call that has begun, and the row it lands in. `routes_from`: what to ask the engine for."""
+    """One engine call that has begun, and the row it lands in. `routes_from`, `routes_version`: what to ask the engine for."""
 
     row: SampleBuilder
     prompt_length: int
@@ -110,6 +139,10 @@ class Call(msgspec.Struct):
     @property
     def routes_from(self) -> int:
         return self.row.routes_from
+
+    @property
+    def routes_version(self) -> int | None:
+        return self.row.routes_version
 
 
 class _Answer(msgspec.Struct):
@@ -124,9 +157,10 @@ class EpisodeRows:
     """Decides for every prompt which row it continues.
 
     A prompt that extends a row exactly continues it (in `merged` and `auto`), so the tokens of training are those of the
-    episode, once. Any other prompt **branches**: a new row shares the routes of the longest common prefix and trains only
-    what is sampled in it. With `stepwise` every prompt branches: one row a turn. With `merged` a prompt that does not
-    extend the one row raises `PrefixBroken`.
+    episode, once. Any other prompt **branches**: a new row that trains only what is sampled in it. Its own call computes the
+    whole prompt again, so it has that call's routes. Those of a common prefix that an earlier call recorded under the same
+    weights and the same cache salt are shared; all others are asked for. With `stepwise` every prompt branches: one row a turn.
+    With `merged` a prompt that does not extend the one row raises `PrefixBroken`.
 
     Calls may overlap (an agent that asks twice at once): a row that waits for its answer is branched from, not continued.
     Pure; owns nothing but memory.
@@ -170,18 +204,23 @@ class EpisodeRows:
         return all(row is not other for other in self._waiting)
 
     def _branched(self, prompt: list[int]) -> SampleBuilder:
-        shared = [(common_prefix(r.token_ids, prompt), i) for i, r in enumerate(self._rows)]
+        shared = [common_prefix(r.token_ids, prompt) for r in self._rows]
         if not shared:
             row = SampleBuilder(self._routing)
         elif self._mode == "merged":
             raise PrefixBroken(
-                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(shared)[0]}: the chat "
+                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(shared)}: the chat "
                 'template, or the environment, rewrites history. episode.rows = "merged" allows one row an episode; with '
                 '"auto" such an episode becomes several'
             )
         else:
-            length, longest = max(shared)
-            row = self._rows[longest].branch(length)
+            # The newest version of all rows is the only one that the engine can still have.
+            lenders = [
+                (r.version, min(length, r.uniform), i)
+                for i, (r, length) in enumerate(zip(self._rows, shared, strict=True))
+            ]
+            lender = max(lenders)[-1]
+            row = self._rows[lender].branch(shared[lender])
         row.observe(prompt[len(row) :])
         return row
 
@@ -221,7 +260,7 @@ class EpisodeRows:
         for at, row in enumerate(rows):
             # A prompt that never got its answer is not part of what is trained.
             last = max(answer.stop for _, answer in answers if answer.row is row)
-            samples.append(Sample(f"{trajectory_id}s{at}", row.build().slice(0, last), temperature))
+            samples.append(Sample(f"{trajectory_id}s{at}", row.build(last), temperature))
         return samples, described
 
 

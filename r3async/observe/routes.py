@@ -6,7 +6,7 @@ lengths, checksums), a msgpack header and the raw bytes of its arrays. A file th
 there, and what is wrong with it is told.
 
 Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
-25 + 2 L K ids per token; the engine's is 8 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
+25 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
 48 layers with 8 of 128 experts: 0.8 + 0.4 kB per token, so 5 MB for one trajectory of 4,096 tokens.
 """
 
@@ -74,7 +74,8 @@ class TracePlan:
 
 class EngineCall(msgspec.Struct, frozen=True):
     """One call of the engine, as it answered. `prompt_ids` int32 `[P]`; `token_ids` int32 and `logprobs` float32 `[n]`:
-    what it sampled. `rows` `[m, L, K]`: the experts of positions `routes_from ..`, or of no position."""
+    what it sampled. `rows` `[m, L, K]`: the experts of positions `routes_from ..`, or of no position. `policy_version` int32
+    `[n]`: the weights that sampled each token; None in files of older releases."""
 
     trajectory_id: str
     turn: int
@@ -84,6 +85,7 @@ class EngineCall(msgspec.Struct, frozen=True):
     token_ids: np.ndarray
     logprobs: np.ndarray
     rows: np.ndarray
+    policy_version: np.ndarray | None = None
 
 
 class TrainedRoutes(msgspec.Struct, frozen=True):

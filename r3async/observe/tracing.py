@@ -17,6 +17,7 @@ from r3async.engines.base import Engine, Generation, GenerationRequest
 from r3async.observe.routes import EngineCall, RouteFile, TracePlan, TrainedRoutes, merge_traces, parse_id
 from r3async.records import Sample
 from r3async.routing import RoutingError, route_dtype
+from r3async.versions import expand
 
 if TYPE_CHECKING:
     from r3async.learners.base import StepResult
@@ -43,10 +44,11 @@ class _RecordingEngine:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """The engine's answer, recorded before anyone else has seen it: nothing of ours can have touched the rows."""
+        """The engine's answer, recorded before anyone else has seen it: nothing of ours can have touched the rows. An aborted
+        one is nobody's, and is not kept."""
         generation = await self._engine.generate(request)
         which = parse_id(request.request_id)
-        if which is not None and self._plan.wants(request.request_id):
+        if which is not None and generation.stop_reason != "abort" and self._plan.wants(request.request_id):
             rows = generation.routed_experts
             call = EngineCall(
                 trajectory_id=which.trajectory_id,
@@ -57,6 +59,7 @@ class _RecordingEngine:
                 token_ids=generation.token_ids,
                 logprobs=generation.logprobs,
                 rows=np.zeros((0, 0, 0), np.uint8) if rows is None else rows,
+                policy_version=expand(generation.version_spans, len(generation.token_ids)),
             )
             await asyncio.to_thread(self._file.append, call)
         return generation

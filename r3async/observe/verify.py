@@ -63,8 +63,9 @@ def engine_rows(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np
     """`[T, L, K]` experts of the engine and bool `[T]`, where there are any; None if no attempt sampled these tokens.
 
     `calls`: of the sample's trajectory, in order of time. An episode that failed was tried again under the same ids; the
-    attempt that was trained is the last one that sampled exactly these tokens with exactly these log-probs. Within it a
-    position belongs to the first call that fed it; what later calls returned for it does not count.
+    attempt that was trained is the last one that sampled exactly these tokens with exactly these log-probs. A position belongs
+    to the first call *of this sample* that fed it; what other calls returned for it does not count. Only what the sample's first
+    call was not asked for comes from an earlier call: one that fed the same tokens under the same weights.
     """
     for attempt in reversed(list(_attempts(calls))):
         if _sampled(attempt, trained):
@@ -93,36 +94,73 @@ def _shared(call: EngineCall, tokens: np.ndarray) -> int:
     return int(unlike.argmax()) if unlike.any() else n
 
 
+def _is_of(call: EngineCall, trained: TrainedRoutes) -> bool:
+    """Whether the sample's trained tokens have what this call sampled."""
+    rows = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids))
+    if not len(call.token_ids) or _shared(call, trained.token_ids) != rows.stop:
+        return False
+    # By their bits: a NaN is itself.
+    same = call.logprobs.view(np.int32) == trained.rollout_logprobs[rows].view(np.int32)
+    return bool((same & trained.loss_mask[rows]).all())
+
+
 def _sampled(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> bool:
     found = np.zeros(len(trained.token_ids), bool)
     for call in attempt:
-        start, stop = len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids)
-        if _shared(call, trained.token_ids) == stop:
-            # By their bits: a NaN is itself.
-            found[start:stop] = call.logprobs.view(np.int32) == trained.rollout_logprobs[start:stop].view(np.int32)
+        if _is_of(call, trained):
+            found[len(call.prompt_ids) : len(call.prompt_ids) + len(call.token_ids)] = True
     return bool(found[trained.loss_mask].all())
 
 
 def _owned_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[np.ndarray, np.ndarray]:
     rows = np.zeros_like(trained.used)
     recorded = np.zeros(len(rows), bool)
+    own = [index for index, call in enumerate(attempt) if _is_of(call, trained)]
+    first = attempt[own[0]]
+    for call in attempt[: own[0]]:
+        if _entered_under(call) == _entered_under(first):
+            part, returned = _returned(call, trained, 0, min(first.routes_from, _fed_by_one_version(call)))
+            # Two calls of the same weights may have fed the same tokens, in other batches: a row of either will do.
+            new = ~recorded[part] | same_experts(returned, trained.used[part]).all(axis=-1)
+            rows[part][new] = returned[new]
+            recorded[part] = True
     done = 0
-    for call in attempt:
-        returned = call.routes_from + len(call.rows)
-        # The last sampled token was not fed; a call that sampled nothing fed what it returned rows for.
-        fed = len(call.prompt_ids) + len(call.token_ids) - 1 if len(call.token_ids) else returned
-        fed = min(fed, _shared(call, trained.token_ids))
-        first, stop = max(done, call.routes_from), min(fed, returned)
-        if stop > first:
-            if call.rows.shape[1:] != rows.shape[1:]:
-                raise RouteFileError(
-                    f"the engine's rows for {trained.sample_id} have shape {call.rows.shape[1:]}, the learner's "
-                    f"{rows.shape[1:]} (layers, experts a token): they are of different models"
-                )
-            rows[first:stop] = call.rows[first - call.routes_from : stop - call.routes_from]
-            recorded[first:stop] = True
-        done = max(done, fed)
+    for index in own:
+        call = attempt[index]
+        fed = len(call.prompt_ids) + len(call.token_ids) - 1  # the last sampled token was not fed
+        part, returned = _returned(call, trained, done, fed)
+        rows[part] = returned
+        recorded[part] = True
+        done = fed
     return rows, recorded
+
+
+def _entered_under(call: EngineCall) -> int | None:
+    """The version whose weights, and whose prefix cache, the call began with."""
+    versions = call.policy_version
+    return int(versions[0]) if versions is not None and len(versions) else None
+
+
+def _fed_by_one_version(call: EngineCall) -> int:
+    """Positions that the call fed before newer weights came, if they did."""
+    versions, fed = call.policy_version, len(call.prompt_ids) + len(call.token_ids) - 1
+    if versions is None or (versions == versions[:1]).all():
+        return fed
+    return len(call.prompt_ids) + int((versions != versions[0]).argmax()) - 1
+
+
+def _returned(call: EngineCall, trained: TrainedRoutes, start: int, stop: int) -> tuple[slice, np.ndarray]:
+    """Those of the sample's positions `start..stop` that the call has rows for, and these. Raises `RouteFileError`."""
+    first = max(start, call.routes_from)
+    stop = min(stop, call.routes_from + len(call.rows), _shared(call, trained.token_ids))
+    if stop <= first:
+        return slice(0, 0), trained.used[:0]
+    if call.rows.shape[1:] != trained.used.shape[1:]:
+        raise RouteFileError(
+            f"the engine's rows for {trained.sample_id} have shape {call.rows.shape[1:]}, the learner's "
+            f"{trained.used.shape[1:]} (layers, experts a token): they are of different models"
+        )
+    return slice(first, stop), call.rows[first - call.routes_from : stop - call.routes_from]
 
 
 def same_experts(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -147,6 +147,7 @@ class Session:
             temperature=self.settings.temperature,
             stop_token_ids=self.renderer.stop_token_ids,
             routes_from=call.routes_from,
+            routes_version=call.routes_version,
         )
         asking = asyncio.ensure_future(self._engine.generate(request))
         self._calls.add(asking)

@@ -214,7 +214,7 @@ class Conductor:
         self.fleet.backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
         self._routing = infos[0]["routing"]
         heard = await self.learner.listen.remote(self._routing)
-        await self.fleet.connect(heard["endpoint"])
+        await self.fleet.connect(heard["endpoint"], heard["keys"])
         sizes = {i["tasks"] for i in infos}
         if len(sizes) > 1:
             raise RunFailed(

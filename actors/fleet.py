@@ -86,6 +86,7 @@ class Fleet:
         self._probe_tokens: list[int] | None = None
         self._began = 0.0
         self._endpoint = ""
+        self._keys: Any = None
         self._reading: Counter[int] = Counter()
         """By version: how many engines read it now."""
 
@@ -156,13 +157,14 @@ class Fleet:
         generator.health.loaded()
         return info
 
-    async def connect(self, endpoint: str) -> None:
-        """Tell every generator where the learner receives."""
-        self._endpoint = endpoint
+    async def connect(self, endpoint: str, keys: Any = None) -> None:
+        """Tell every generator where the learner receives, and hand it the `keys` that let it in."""
+        self._endpoint, self._keys = endpoint, keys
         await asyncio.gather(*(self._connect(g) for g in self))
 
     async def _connect(self, generator: Generator) -> None:
-        await asyncio.wait_for(generator.handle.connect.remote(self._endpoint, self.backend), RPC_SECONDS)
+        connected = generator.handle.connect.remote(self._endpoint, self.backend, self._keys)
+        await asyncio.wait_for(connected, RPC_SECONDS)
 
     # -- weights -------------------------------------------------------------------------------------------------
 

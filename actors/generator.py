@@ -36,6 +36,7 @@ from r3async.scheduling.pace import useful_places
 from r3async.serving.agents import is_agent
 from r3async.serving.evaluation import evaluate
 from r3async.serving.runner import Play, agent_player
+from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
 from r3async.weights.manifest import Difference, WeightManifest
@@ -141,10 +142,19 @@ class GeneratorActor:
         """Of what the engine samples; different for every generator and every run."""
         return random.Random(f"{self.config.seed}/{self.generator_id}").getrandbits(31)
 
-    async def connect(self, endpoint: str, backend: str) -> None:
-        """Open the way to the learner, and the one by which its weights come; see `actors.delivery`."""
+    async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
+        """Open the way to the learner, and the one by which its weights come; see `actors.delivery`. `keys`: see
+        `generator_keys`."""
         self.weights = await asyncio.to_thread(receiver, self.config, backend, self.generator_id)
-        self.sender = Sender(endpoint, self.generator_id, self.run_id, self.config.transport, on_reject=self._rejected)
+        transport = self.config.transport
+        self.sender = Sender(
+            endpoint,
+            self.generator_id,
+            self.run_id,
+            transport,
+            keys=generator_keys(transport, keys),
+            on_reject=self._rejected,
+        )
         await self.sender.start()
 
     def _rejected(self, trajectory: Trajectory, reason: str) -> None:

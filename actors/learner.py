@@ -40,6 +40,7 @@ from r3async.observe.trained import episode_metrics, previews, trained_step
 from r3async.records import Trajectory
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
 from r3async.scheduling.age import age_metrics, check_ages
+from r3async.transport.keys import learner_keys
 from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse
 
@@ -117,16 +118,19 @@ class LearnerActor:
 
     async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
         """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
-        on arrival. Returns the endpoint, and the newest group that something is here of (-1: none)."""
+        on arrival. Returns the endpoint, the keys of those who may send there, and the newest group that something is here of
+        (-1: none)."""
         self.routing = RoutingShape(**routing) if routing else None
         schedule, buffer = self.config.schedule, self.config.buffer
         if buffer.durability == "disk":
             self._spool = Spool(self.run_dir / "spool", buffer, report=self.events.warning)
         taken = self.buffer.taken
+        keys, for_generators = learner_keys(self.config.transport)
         self.receiver = Receiver(
             self.run_id,
             self.config.transport,
             self._arrive,
+            keys=keys,
             validate=self._validate,
             store=self._spool,
             # A step may wait for that many groups, counted from the oldest that is not trained.
@@ -137,7 +141,7 @@ class LearnerActor:
         endpoint = await self.receiver.start()
         if self.receiver.recovered:
             self.events.info("spool_recovered", trajectories=self.receiver.recovered)
-        return {"endpoint": endpoint, "newest_group": self.buffer.newest_group}
+        return {"endpoint": endpoint, "keys": for_generators, "newest_group": self.buffer.newest_group}
 
     def _load(self) -> None:
         path = Path(self.model_path)

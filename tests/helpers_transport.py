@@ -12,14 +12,21 @@ from typing import Any
 import numpy as np
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import Receiver, Sender, wire
+from r3async.transport.keys import ClientKeys, ServerKeys
 
 FAST = TransportConfig(ack_timeout=0.3)
 SLOW = TransportConfig(ack_timeout=60.0)
 """No heartbeat or timeout falls within a test's limit, so nothing is made good by one."""
+LEARNER_SECRET = b"&$3K<7+vB$[{q0MiC<$iFC%@dWm2$3VW-x5leSxh"
+GENERATOR_SECRET = b"%97mCw)}{rX91Rsn}}J)-!5$=P<c/JmW<b69i=UK"
+SERVER_KEYS = ServerKeys(LEARNER_SECRET, frozenset([z85.decode(zmq.curve_public(GENERATOR_SECRET))]))
+"""The same in every process of a test."""
+CLIENT_KEYS = ClientKeys(GENERATOR_SECRET, zmq.curve_public(LEARNER_SECRET))
 LIMIT = 10.0
 """Seconds that any wait of a test may take."""
 
@@ -81,7 +88,7 @@ class Inbox:
 async def receiving(
     inbox: Inbox, config: TransportConfig = FAST, kind: type[Receiver] = Receiver, run_id: str = "run", **options: Any
 ) -> AsyncIterator[tuple[Receiver, str]]:
-    receiver = inbox.receiver = kind(run_id, config, inbox, **options)
+    receiver = inbox.receiver = kind(run_id, config, inbox, **{"keys": SERVER_KEYS, **options})
     try:
         yield receiver, await asyncio.wait_for(receiver.start(), LIMIT)
     finally:
@@ -92,7 +99,7 @@ async def receiving(
 async def sending(
     endpoint: str, config: TransportConfig = FAST, name: str = "g0", run_id: str = "run", **options: Any
 ) -> AsyncIterator[Sender]:
-    sender = Sender(endpoint, name, run_id, config, **options)
+    sender = Sender(endpoint, name, run_id, config, **{"keys": CLIENT_KEYS, **options})
     try:
         await asyncio.wait_for(sender.start(), LIMIT)
         yield sender
@@ -112,6 +119,7 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.setsockopt(zmq.ROUTING_ID, name)
+    CLIENT_KEYS.apply(dealer)
     dealer.connect(endpoint)
 
     class Peer:

@@ -11,14 +11,14 @@ import pytest
 from r3async.observe.trained import TrainedStep
 from r3async.transport import wire
 from r3async.transport.outbox import Outbox, Pending
-from tests.helpers_transport import FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
+from tests.helpers_transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 from tools.chaos.books import Acknowledged, Resumed, Sent, check_content, check_kept, check_trained
 from tools.chaos.relay import Noise, Relay, flip
 
 
 @contextlib.contextmanager
 def relayed(endpoint, noise, note=lambda direction, frames: None):
-    relay = Relay(endpoint, noise, random.Random(noise.seed), note)
+    relay = Relay(endpoint, noise, random.Random(noise.seed), note, keys=CLIENT_KEYS)
     relay.start()
     try:
         yield relay
@@ -35,7 +35,9 @@ async def test_all_arrive_once_and_as_they_were_sent_over_a_way_that_delays_and_
         with relayed(endpoint, Noise(seed=seed, delay=0.1, max_delay=0.05, damage=0.1)) as relay:
             refused: list[tuple[str, str]] = []
             async with sending(
-                relay.endpoint, on_reject=lambda t, why: refused.append((t.trajectory_id, why))
+                relay.endpoint,
+                keys=relay.sender_keys,
+                on_reject=lambda t, why: refused.append((t.trajectory_id, why)),
             ) as sender:
                 await asyncio.wait_for(send_all(sender, sent), 60)
                 assert await sender.flush(60) == 0

@@ -347,13 +347,15 @@ from pathlib import Path
 from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
 from r3async.transport import Receiver
+from tests.helpers_transport import SERVER_KEYS
 
 async def main(directory, port):
     def take(trajectory, nbytes):
         receiver.release(trajectory.trajectory_id)
 
     spool = Spool(Path(directory), BufferConfig(durability="disk"))
-    receiver = Receiver("run", TransportConfig(ack_timeout=0.3), take, port=int(port), store=spool)
+    settings = TransportConfig(ack_timeout=0.3)
+    receiver = Receiver("run", settings, take, keys=SERVER_KEYS, port=int(port), store=spool)
     await receiver.start()
     await asyncio.sleep(60)
 

@@ -19,9 +19,11 @@ from r3async.transport import Ledger, Receiver, Refuse, Sender, TransportError, 
 from r3async.transport import intake as intake_module
 from r3async.transport import sender as sender_module
 from tests.helpers_transport import (
+    CLIENT_KEYS,
     FAST,
     HELLO,
     LIMIT,
+    SERVER_KEYS,
     SLOW,
     Inbox,
     free_port,
@@ -349,7 +351,7 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
 
     told: list[tuple[str, str]] = []
     heard: list[tuple[str, str]] = []
-    receiver = Receiver("run", FAST, take, on_reject=lambda *args: told.append(args))
+    receiver = Receiver("run", FAST, take, keys=SERVER_KEYS, on_reject=lambda *args: told.append(args))
     async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
         await send_all(sender, [make_trajectory(i) for i in range(4)])
         assert await sender.flush(LIMIT) == 0
@@ -417,7 +419,7 @@ async def test_a_stranger_is_refused_for_good():
     other = SCHEMA.with_column(Column("entropy", ("float32",), 0.0, optional=True))
     async with receiving(inbox) as (receiver, endpoint):
         async with sending(endpoint, run_id="yesterday") as sender:
-            with pytest.raises(TransportRefused, match="'g0': run 'yesterday', but this is the learner of run 'run'"):
+            with pytest.raises(TransportRefused, match="'g0': run 'yesterday' is not the run of this learner"):
                 await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
             with pytest.raises(TransportRefused, match="yesterday"):
                 await sender.flush(LIMIT)
@@ -439,12 +441,12 @@ async def test_a_stranger_is_refused_for_good():
 
 async def test_bad_addresses_and_bad_trajectories_are_clear_errors():
     with pytest.raises(TransportError, match="can not connect to 'nowhere'"):
-        await Sender("nowhere", "g0", "run", FAST).start()
+        await Sender("nowhere", "g0", "run", FAST, keys=CLIENT_KEYS).start()
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         port = int(endpoint.rsplit(":", 1)[1])
         with pytest.raises(TransportError, match=r"can not listen on .*Address already in use"):
-            await Receiver("run", FAST, inbox, port=port).start()
+            await Receiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
         with pytest.raises(WireError, match="256 characters"):
             await asyncio.wait_for(sender.send(make_trajectory("x" * 300, group=0)), LIMIT)
         assert sender.unacknowledged == 0

@@ -27,9 +27,9 @@ def test_bench_wire_prints_one_json_object_last():
 
 
 def test_bench_transport_measures_every_path():
-    report = run_transport(quick=True, rounds=1, keys=True, say=lambda line: None)
+    report = run_transport(quick=True, rounds=1, say=lambda line: None)
     for size in report.sizes:
-        assert list(size.paths) == ["raw", "memory", "disk", "memory, keys"]
+        assert list(size.paths) == ["raw", "raw, CURVE", "memory", "disk"]
         assert all(rate.gb_per_s > 0 for rate in size.paths.values())
         assert all(len(size.paths[p].generator_lag_ms) == 3 for p in ("memory", "disk"))
     assert "of raw" in render_transport(report)

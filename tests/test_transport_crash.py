@@ -18,6 +18,7 @@ RECEIVER = """
 import asyncio, os, sys, time
 from r3async.config import TransportConfig
 from r3async.transport import Ledger, Receiver
+from tests.helpers_transport import SERVER_KEYS
 
 async def main(path, port):
     ledger = Ledger()
@@ -31,7 +32,8 @@ async def main(path, port):
         time.sleep(0.002)  # Written, and not acknowledged yet: the moment that a kill should hit.
         receiver.release(trajectory.trajectory_id)
 
-    receiver = Receiver("run", TransportConfig(ack_timeout=0.3), take, port=int(port), ledger=ledger)
+    settings = TransportConfig(ack_timeout=0.3)
+    receiver = Receiver("run", settings, take, keys=SERVER_KEYS, port=int(port), ledger=ledger)
     await receiver.start()
     await asyncio.sleep(60)
 
@@ -40,10 +42,10 @@ asyncio.run(main(*sys.argv[1:]))
 
 SENDER = """
 import asyncio, sys
-from tests.helpers_transport import FAST, Sender, make_trajectory
+from tests.helpers_transport import CLIENT_KEYS, FAST, Sender, make_trajectory
 
 async def main(endpoint, count):
-    sender = Sender(endpoint, "g0", "run", FAST)
+    sender = Sender(endpoint, "g0", "run", FAST, keys=CLIENT_KEYS)
     await sender.start()
     for index in range(int(count)):
         await sender.send(make_trajectory(index))
@@ -109,11 +111,14 @@ FLOODED = """
 import asyncio, subprocess, sys, time
 from r3async.config import TransportConfig
 from r3async.transport import Receiver
+from tests.helpers_transport import SERVER_KEYS
 
 FLOOD = '''
 import sys, zmq
+from tests.helpers_transport import CLIENT_KEYS
 dealer = zmq.Context().socket(zmq.DEALER)
 dealer.linger, dealer.sndhwm = 0, 0
+CLIENT_KEYS.apply(dealer)
 dealer.connect(sys.argv[1])
 dealer.send(b"first")
 dealer.recv()
@@ -123,7 +128,7 @@ dealer.poll(400)
 '''
 
 async def main():
-    receiver = Receiver("run", TransportConfig(ack_timeout=0.2), print)
+    receiver = Receiver("run", TransportConfig(ack_timeout=0.2), print, keys=SERVER_KEYS)
     child = subprocess.Popen([sys.executable, "-c", FLOOD, await receiver.start()])
     while not receiver.rejected:
         await asyncio.sleep(0.01)

@@ -1,32 +1,46 @@
-"""Who is let in: keys, runs, hosts. Everyone else is refused, counted, and told why where that is possible."""
+"""Who is let in: keys and runs. Everyone else is refused and counted, and a stranger is told nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 from typer.testing import CliRunner
+from zmq.utils import z85
 
-from r3async.config import ConfigError, TransportConfig, config_from_dict
-from r3async.transport import TransportError, TransportRefused
+from r3async.config import TransportConfig, config_from_dict
+from r3async.records import SCHEMA
+from r3async.transport import TransportError, TransportRefused, wire
 from r3async.transport.gate import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
-from r3async.transport.keys import create_keys, load_client, load_server
-from tests.helpers_transport import LIMIT, Inbox, make_trajectory, receiving, send_all, sending, until
+from r3async.transport.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
+from tests.helpers_transport import (
+    CLIENT_KEYS,
+    LIMIT,
+    Inbox,
+    make_trajectory,
+    receiving,
+    send_all,
+    sending,
+    until,
+    wire_size,
+)
 from tools.cli import app
+
+SETTINGS = TransportConfig(ack_timeout=0.3)
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     create_keys(tmp_path / "keys")
     return tmp_path / "keys"
-
-
-def settings(directory: Path | str = "", ack_timeout: float = 0.3) -> TransportConfig:
-    return TransportConfig(ack_timeout=ack_timeout, keys=str(directory))
 
 
 def test_keys_command_makes_secrets_that_only_the_owner_reads(tmp_path):
@@ -65,92 +79,174 @@ def test_keys_that_can_not_be_used_are_refused_by_name(keys):
         create_keys(keys, ("../x",))
 
 
-async def test_delivery_with_keys(keys):
+async def test_delivery_with_keys_of_a_directory(keys):
     inbox = Inbox()
     sent = [make_trajectory(i, length) for i, length in enumerate([0, 50, 20_000])]
-    async with receiving(inbox, settings(keys)) as (receiver, endpoint), sending(endpoint, settings(keys)) as sender:
+    async with (
+        receiving(inbox, SETTINGS, keys=load_server(keys)) as (receiver, endpoint),
+        sending(endpoint, SETTINGS, keys=load_client(keys)) as sender,
+    ):
         await send_all(sender, sent)
         assert await sender.flush(LIMIT) == 0
         assert sorted(inbox.trajectories, key=lambda t: t.trajectory_id) == sent
         assert not receiver.refused
 
 
-async def test_what_is_sent_with_keys_can_not_be_read_on_the_way(keys):
-    """A proxy between the two sees every byte; without keys the id and the payload are there to be read."""
-    for config, readable in ((settings(), True), (settings(keys), False)):
-        seen = bytearray()
-        inbox = Inbox()
-        async with receiving(inbox, config) as (_, endpoint):
-            port = int(endpoint.rsplit(":", 1)[1])
-
-            async def relay(reader, writer, port=port, seen=seen):
-                there, back = await asyncio.open_connection("127.0.0.1", port)
-
-                async def pump(source, sink):
-                    while data := await source.read(65536):
-                        seen.extend(data)
-                        sink.write(data)
-                    sink.close()
-
-                await asyncio.gather(pump(reader, back), pump(there, writer))
-
-            server = await asyncio.start_server(relay, "127.0.0.1", 0)
-            proxy = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with sending(proxy, config) as sender:
-                await send_all(sender, [make_trajectory("recognisable", 2000, group=0)])
-                assert await sender.flush(LIMIT) == 0
-            server.close()
-        assert inbox.once({"trecognisable"})
-        assert (b"trecognisable" in seen) == readable
-
-
-async def test_a_client_without_a_key_is_refused_and_counted(keys):
+async def test_every_start_of_a_run_has_keys_of_its_own_and_delivers_with_them():
+    """What a learner and a generator do of themselves, without a word of configuration, over loopback."""
+    (server, handed), (_, of_another_start) = learner_keys(SETTINGS), learner_keys(SETTINGS)
+    assert handed != of_another_start
     inbox = Inbox()
-    async with receiving(inbox, settings(keys)) as (receiver, endpoint), sending(endpoint, settings()) as sender:
-        with pytest.raises(TransportRefused, match=r"one end has `transport.keys` and the other has not"):
-            await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
-        await until(lambda: receiver.refused[NO_KEY])
-        assert set(receiver.refused) == {NO_KEY}
-        assert receiver.senders == 0
-    assert not inbox.seen
+    async with receiving(inbox, SETTINGS, keys=server) as (receiver, endpoint):
+        async with sending(endpoint, SETTINGS, keys=generator_keys(SETTINGS, handed)) as sender:
+            await send_all(sender, [make_trajectory(1)])
+            assert await sender.flush(LIMIT) == 0
+        async with sending(endpoint, SETTINGS, keys=of_another_start) as late:
+            task = asyncio.create_task(late.send(make_trajectory(2)))
+            await until(lambda: receiver.refused[OTHER_LEARNER])
+            task.cancel()
+    assert inbox.once({"t1"})
 
 
-async def test_a_client_with_a_key_meets_a_learner_without_one(keys):
+def test_keys_of_a_directory_are_used_and_none_is_handed_over(keys):
+    settings = TransportConfig(keys=str(keys))
+    server, handed = learner_keys(settings)
+    assert (server, handed) == (load_server(keys), None)
+    assert generator_keys(settings, handed) == load_client(keys)
+    with pytest.raises(TransportError, match=r"has keys of `transport.keys`, and this generator does not"):
+        generator_keys(SETTINGS, None)
+
+
+def test_a_secret_key_is_not_printed():
+    for keys in new_keys():
+        assert keys.secret.decode() not in repr(keys)
+        assert repr(keys.secret) not in f"{keys} {keys!r}"
+
+
+async def test_what_is_sent_can_not_be_read_on_the_way():
+    """A proxy between the two sees every byte, and none of the id, the run's or the payload's."""
+    seen = bytearray()
     inbox = Inbox()
-    async with receiving(inbox, settings()) as (_, endpoint), sending(endpoint, settings(keys)) as sender:
-        with pytest.raises(TransportRefused, match=r"one end has `transport.keys` and the other has not"):
-            await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
-    assert not inbox.seen
+    async with receiving(inbox, SETTINGS) as (_, endpoint):
+        port = int(endpoint.rsplit(":", 1)[1])
+
+        async def relay(reader, writer):
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+
+            async def pump(source, sink):
+                while data := await source.read(65536):
+                    seen.extend(data)
+                    sink.write(data)
+                sink.close()
+
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        proxy = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        sent = make_trajectory("recognisable", 2000, group=0)
+        async with sending(proxy, SETTINGS) as sender:
+            await send_all(sender, [sent])
+            assert await sender.flush(LIMIT) == 0
+        server.close()
+    assert inbox.once({"trecognisable"})
+    assert len(seen) > wire_size(sent)
+    assert b"trecognisable" not in seen
+    assert bytes(sent.samples[0].table["token_ids"][:8].data) not in seen
 
 
-async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted(keys, tmp_path):
-    stranger = tmp_path / "stranger"
-    create_keys(stranger)
-    (stranger / "learner.public").write_bytes((keys / "learner.public").read_bytes())
+@pytest.mark.parametrize("mechanism", ["null", "plain"])
+async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(mechanism):
+    """Loopback too: it says HELLO for the right run, offers and delivers, and hears nothing of the run, not even its name."""
     inbox = Inbox()
-    async with receiving(inbox, settings(keys)) as (receiver, endpoint):
-        async with sending(endpoint, settings(stranger)) as sender:
-            with pytest.raises(
-                TransportRefused, match=r"refuses this key: its `\.public` file has to be in the learner's"
+    frames = wire.encode_trajectory(make_trajectory(1))
+    async with receiving(inbox, SETTINGS) as (receiver, endpoint):
+        with stranger(endpoint, mechanism) as socket:
+            for message, payload in (
+                (wire.Hello("s", "g0", "run", SCHEMA.fingerprint), []),
+                (wire.Offer("s", [wire.Parcel("t1", 0, 10_000)]), []),
+                (wire.Deliver("s", "t1", 0), frames),
             ):
-                await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
-        assert receiver.refused[UNKNOWN_KEY] >= 1
-        assert set(receiver.refused) == {UNKNOWN_KEY}
+                socket.send_multipart([wire.encode_control(message), *payload], zmq.DONTWAIT)
+            await until(lambda: receiver.refused[NO_KEY])
+            assert not await asyncio.to_thread(socket.poll, 300)
+        assert await asyncio.wait_for(_all_bytes_of_a_bare_connection(endpoint), LIMIT) < 256
+        assert (receiver.senders, receiver.rejected, receiver._pool.used) == (0, 0, 0)
         # The right key goes through beside it.
-        async with sending(endpoint, settings(keys)) as sender:
+        async with sending(endpoint, SETTINGS) as sender:
             await send_all(sender, [make_trajectory(2)])
             assert await sender.flush(LIMIT) == 0
     assert inbox.once({"t2"})
 
 
-async def test_a_client_with_the_key_of_another_learner_is_counted_and_never_heard(keys, tmp_path):
-    """It can not be told why: what it says can not be read."""
-    stranger = tmp_path / "stranger"
-    create_keys(stranger)
-    (stranger / "generator.secret").write_bytes((keys / "generator.secret").read_bytes())
+@contextlib.contextmanager
+def stranger(endpoint: str, mechanism: str) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    if mechanism == "plain":
+        socket.plain_username, socket.plain_password = b"generator", b"guess"
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+async def _all_bytes_of_a_bare_connection(endpoint: str) -> int:
+    """What the port says to whoever greets it: ZeroMQ's greeting, and nothing of ours."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+    writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+    said = bytearray()
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(1):
+            while data := await reader.read(4096):
+                said += data
+    writer.close()
+    assert b"run" not in said
+    assert b"g0" not in said
+    return len(said)
+
+
+async def test_a_sender_whose_learner_has_no_keys_is_told_and_sends_nothing():
+    """Something else listens there: whatever it is, it gets no trajectory."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        async with sending(f"tcp://127.0.0.1:{port}", SETTINGS) as sender:
+            with pytest.raises(TransportRefused, match=r"what listens there has no keys"):
+                await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+        assert not await router.poll(0)
+    finally:
+        router.close()
+        context.term()
+
+
+async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted():
+    stranger = dataclasses.replace(new_keys()[1], server_public=CLIENT_KEYS.server_public)
     inbox = Inbox()
-    async with receiving(inbox, settings(keys)) as (receiver, endpoint):
-        async with sending(endpoint, settings(stranger)) as sender:
+    async with receiving(inbox, SETTINGS) as (receiver, endpoint):
+        async with sending(endpoint, SETTINGS, keys=stranger) as sender:
+            with pytest.raises(
+                TransportRefused, match=r"refuses this key: with `transport.keys`, its `\.public` file has to be"
+            ):
+                await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+        assert receiver.refused[UNKNOWN_KEY] >= 1
+        assert set(receiver.refused) == {UNKNOWN_KEY}
+        # The right key goes through beside it.
+        async with sending(endpoint, SETTINGS) as sender:
+            await send_all(sender, [make_trajectory(2)])
+            assert await sender.flush(LIMIT) == 0
+    assert inbox.once({"t2"})
+
+
+async def test_a_client_with_the_key_of_another_learner_is_counted_and_never_heard():
+    """It can not be told why: what it says can not be read."""
+    stranger = dataclasses.replace(CLIENT_KEYS, server_public=new_keys()[1].server_public)
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS) as (receiver, endpoint):
+        async with sending(endpoint, SETTINGS, keys=stranger) as sender:
             task = asyncio.create_task(sender.send(make_trajectory(1)))
             await until(lambda: receiver.refused[OTHER_LEARNER])
             assert not task.done()
@@ -159,36 +255,30 @@ async def test_a_client_with_the_key_of_another_learner_is_counted_and_never_hea
     assert not inbox.seen
 
 
-async def test_a_client_of_another_run_is_refused_and_counted(keys):
-    for config in (settings(), settings(keys)):
-        inbox = Inbox()
-        async with receiving(inbox, config) as (receiver, endpoint):
-            for count in (1, 2):
-                async with sending(endpoint, config, run_id="yesterday") as sender:
-                    with pytest.raises(TransportRefused, match="run 'yesterday'"):
-                        await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
-                assert receiver.refused == {"another run": count}
-        assert not inbox.seen
+async def test_a_client_of_another_run_is_refused_and_counted_and_not_told_which_run_this_is():
+    """Runs may share `transport.keys`."""
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS, run_id="todays-secret-plan") as (receiver, endpoint):
+        for count in (1, 2):
+            async with sending(endpoint, SETTINGS, run_id="yesterday") as sender:
+                with pytest.raises(TransportRefused, match="run 'yesterday'") as refused:
+                    await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+            assert "todays-secret-plan" not in str(refused.value)
+            assert receiver.refused == {"another run": count}
+    assert not inbox.seen
 
 
-async def test_an_end_that_has_no_keys_to_read_does_not_start(tmp_path):
-    missing = settings(tmp_path / "none")
+def test_keys_that_are_not_there_are_named(tmp_path):
+    missing = TransportConfig(keys=str(tmp_path / "none"))
     with pytest.raises(TransportError, match=r"none/learner.secret"):
-        async with receiving(Inbox(), missing):
-            pass
+        learner_keys(missing)
     with pytest.raises(TransportError, match=r"none/generator.secret"):
-        async with sending("tcp://127.0.0.1:9", missing):
-            pass
+        generator_keys(missing, None)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "learner.example", "*"])
-def test_a_host_that_others_can_reach_needs_keys(host):
-    with pytest.raises(ConfigError, match=r"\[transport\] `host` = .*`r3async keys DIRECTORY`, or `trusted_network"):
-        config_from_dict({"transport": {"host": host}})
-    config_from_dict({"transport": {"host": host, "keys": "/some/where"}})
-    config_from_dict({"transport": {"host": host, "trusted_network": True}})
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
-def test_loopback_needs_no_keys(host):
-    config_from_dict({"transport": {"host": host}})
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "127.0.0.1", "[::1]", "*"])
+def test_any_host_may_be_listened_on_since_every_run_has_keys(host):
+    config = config_from_dict({"transport": {"host": host}})
+    server, handed = learner_keys(config.transport)
+    assert handed is not None
+    assert z85.decode(zmq.curve_public(handed.secret)) in server.allowed

@@ -244,7 +244,7 @@ def check_zeromq() -> list[Check]:
         return [line]
     return [
         line,
-        Check("CURVE", "warn", "not compiled into ZeroMQ", "only needed for keys: pip install --force-reinstall pyzmq"),
+        Check("CURVE", "fail", "not compiled into ZeroMQ; every run has keys", "pip install --force-reinstall pyzmq"),
     ]
 
 

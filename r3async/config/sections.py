@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.hosts import is_loopback
 from r3async.config.section import Section, positive
 
 
@@ -240,17 +239,13 @@ class TransportConfig(Section):
     max_message_bytes: int = 64 * 2**20
     """Largest trajectory, in memory."""
     keys: str = ""
-    """Directory made by `r3async keys`: connections are encrypted, and only its keys are let in. Empty: no keys."""
+    """Directory made by `r3async keys`: its keys are used, and only those that it holds are let in. Empty: each start of the run
+    makes keys of its own. Connections are encrypted in both cases, over loopback too."""
     trusted_network: bool = False
-    """Listen on a `host` that others can reach without `keys`. Whoever reaches the port can then send trajectories."""
+    """Everything that reaches `host` is trusted: `weights.backend = "nccl"`, which has no keys, may then send over it."""
 
     def __post_init__(self) -> None:
         positive(self, "credit_bytes", "ack_timeout", "max_message_bytes")
-        if not (self.keys or self.trusted_network or is_loopback(self.host)):
-            raise ValueError(
-                f"`host` = {self.host!r} can be reached by others, who could then send trajectories: set `keys` to a "
-                "directory made by `r3async keys DIRECTORY`, or `trusted_network = true`"
-            )
 
 
 class ClusterConfig(Section):

@@ -2,7 +2,7 @@
 
 libzmq asks a ZAP handler (rfc.zeromq.org/spec/27) inside the same context about each CURVE handshake that is sound: the
 peer has the learner's public key, and proved that it has the secret of its own. A peer without a key, or with another
-learner's, never gets that far; the socket's monitor tells of it.
+learner's, never gets that far; the socket's monitor tells of it. Neither is told anything of the run.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ class Knock:
     def _note(self, frames: list[zmq.Frame]) -> None:
         event, value = EVENT.unpack(frames[0].bytes)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.denied = "this key: its `.public` file has to be in the learner's `transport.keys`"
+            self.denied = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MECHANISM_MISMATCH:
-            self.denied = "this connection: one end has `transport.keys` and the other has not"
+            self.denied = "this connection: what listens there has no keys, so it is no learner of this version"

@@ -1,20 +1,25 @@
 """CURVE keys: who may talk to the learner, and how an end proves which one it is.
 
-A directory holds `learner.public`, `learner.secret`, and the same two for each generator identity (`generator` if nothing
-else is asked for). A file is one line, the key in Z85. The learner needs its secret and every `*.public`: these are the
-keys it lets in. A generator needs `learner.public` and its own secret. Secrets are created 0600, and refused otherwise.
+Every connection has keys, loopback included. Each start of a run makes its own (`new_keys`): the learner keeps the server's,
+and the conductor hands the client's to the generators through Ray. None of them is written to a file.
+
+Who sets `transport.keys` has them in a directory instead. It holds `learner.public`, `learner.secret`, and the same two
+for each generator identity (`generator` if nothing else is asked for). A file is one line, the key in Z85. The learner
+needs its secret and every `*.public`: these are the keys it lets in. A generator needs `learner.public` and its own
+secret. Secrets are created 0600, and refused otherwise.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
+from r3async.config import TransportConfig
 from r3async.transport.sockets import TransportError
 
 LEARNER = "learner"
@@ -26,7 +31,7 @@ KEY_LENGTH = 40
 class ServerKeys:
     """The learner's: `allowed` are the public keys (raw, 32 bytes) that may connect."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
 
     def apply(self, socket: zmq.Socket[Any]) -> None:
@@ -37,13 +42,40 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    secret: bytes
+    """A generator's."""
+
+    secret: bytes = field(repr=False)
     server_public: bytes
 
     def apply(self, socket: zmq.Socket[Any]) -> None:
         socket.curve_secretkey = self.secret
         socket.curve_publickey = zmq.curve_public(self.secret)
         socket.curve_serverkey = self.server_public
+
+
+def new_keys() -> tuple[ServerKeys, ClientKeys]:
+    """Keys of one learner and its generators, never seen before."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    server = ServerKeys(server_secret, frozenset([z85.decode(client_public)]))
+    return server, ClientKeys(client_secret, server_public)
+
+
+def learner_keys(settings: TransportConfig) -> tuple[ServerKeys, ClientKeys | None]:
+    """The learner's keys, and those that it hands to generators: None where they have their own from `transport.keys`.
+
+    Raises `TransportError` that names the file.
+    """
+    return (load_server(Path(settings.keys)), None) if settings.keys else new_keys()
+
+
+def generator_keys(settings: TransportConfig, handed: ClientKeys | None) -> ClientKeys:
+    """Those of `transport.keys`, if that is set, else what the learner `handed` over. Raises `TransportError`."""
+    if settings.keys:
+        return load_client(Path(settings.keys))
+    if handed is None:
+        raise TransportError("the learner has keys of `transport.keys`, and this generator does not: set it on both")
+    return handed
 
 
 def create_keys(directory: Path, names: tuple[str, ...] = (LEARNER, GENERATOR)) -> list[Path]:

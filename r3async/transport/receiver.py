@@ -9,7 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -19,7 +18,7 @@ from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.gate import Gate
 from r3async.transport.intake import Intake, Outcome, Parcelled, Refuse, Store
-from r3async.transport.keys import load_server
+from r3async.transport.keys import ServerKeys
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import (
     LoopSocket,
@@ -81,6 +80,8 @@ class Receiver:
     neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
     over are removed from it. One with an empty ledger takes again what was not acknowledged.
 
+    Only peers whose key is in `keys` are let in; see `gate`.
+
     No message can stop it: what does not validate is counted, and refused with a reason if there is someone to tell.
     All methods belong to the event loop's thread.
     """
@@ -91,6 +92,7 @@ class Receiver:
         settings: TransportConfig,
         on_trajectory: Callable[[Trajectory, int], None],
         *,
+        keys: ServerKeys,
         validate: Callable[[Trajectory], None] | None = None,
         store: Store | None = None,
         window: int = 1,
@@ -119,6 +121,7 @@ class Receiver:
         """Trajectories that changed on their way; their senders were asked to send them again."""
         self.refused: Counter[str] = Counter()
         """Peers that were not let in, each time they tried, by reason."""
+        self._keys = keys
         self._store = store
         self._on_reject = on_reject
         self._port = port
@@ -150,10 +153,9 @@ class Receiver:
         """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, as it is,
         also if that is a wildcard.
 
-        Raises `TransportError` if the address can not be bound, or the keys can not be read.
+        Raises `TransportError` if the address can not be bound.
         """
         assert self._socket is None, "a receiver is started once"
-        keys = load_server(Path(self.settings.keys)) if self.settings.keys else None
         self._pool.advance(self.ledger.oldest)
         if self._store is not None:
             self.recovered, refused = await self._intake.recover(self._store)
@@ -164,14 +166,13 @@ class Receiver:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A sender that reconnects takes its name over from the connection that it gave up.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if keys is not None:
-            self._gate = Gate(self._context, socket, keys, self.refused)
+        socket.setsockopt(zmq.IPV6, ":" in self.settings.host)
+        self._gate = Gate(self._context, socket, self._keys, self.refused)
         address = f"tcp://{in_url(self.settings.host)}:{self._port or '*'}"
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            if self._gate is not None:
-                self._gate.close()
+            self._gate.close()
             socket.close()
             await self.close()
             raise TransportError(f"can not listen on {address}: {error}") from error
@@ -250,7 +251,7 @@ class Receiver:
             problem = f"wire version {hello.wire}, the learner has {WIRE_VERSION}: install the same version on both"
         elif hello.run_id != self.run_id:
             kind = "another run"
-            problem = f"run {hello.run_id!r}, but this is the learner of run {self.run_id!r}"
+            problem = f"run {hello.run_id!r} is not the run of this learner"
         elif hello.schema != self._schema.fingerprint:
             kind = "another schema"
             problem = f"token schema {hello.schema!r}, the learner has {self._schema.fingerprint!r}: the columns differ"

@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import zmq
@@ -16,7 +15,7 @@ import zmq
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.gate import Knock
-from r3async.transport.keys import ClientKeys, load_client
+from r3async.transport.keys import ClientKeys
 from r3async.transport.outbox import Outbox, Pending
 from r3async.transport.sockets import (
     OFFLOAD_BYTES,
@@ -76,6 +75,7 @@ class Sender:
         run_id: str,
         settings: TransportConfig,
         *,
+        keys: ClientKeys,
         schema: Schema = SCHEMA,
         on_reject: Callable[[Trajectory, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +115,7 @@ class Sender:
         self._context: zmq.Context[Any] | None = None
         self._socket: LoopSocket | None = None
         self._knock: Knock | None = None
-        self._keys: ClientKeys | None = None
+        self._keys = keys
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -125,10 +125,8 @@ class Sender:
 
     async def start(self) -> None:
         """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
-        none, and for keys that can not be read; a refusal is raised by `send` and `flush`."""
+        none; a refusal is raised by `send` and `flush`."""
         assert self._context is None, "a sender is started once"
-        if self.settings.keys:
-            self._keys = load_client(Path(self.settings.keys))
         self._context = zmq.Context()
         try:
             self._connect()
@@ -222,9 +220,9 @@ class Sender:
             self._disconnect()
             self.reconnects += 1
         socket = open_socket(self._context, zmq.DEALER, self.settings)
+        socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         socket.setsockopt(zmq.ROUTING_ID, self.sender_id.encode())
-        if self._keys is not None:
-            self._keys.apply(socket)
+        self._keys.apply(socket)
         self._knock = Knock(socket)
         self._socket = LoopSocket(socket, self._on_message)
         socket.connect(self.endpoint)

@@ -106,13 +106,12 @@ def transport(
     json: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="little data: the path, not the figures")] = False,
     rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
-    keys: Annotated[bool, typer.Option("--keys", help="also with CURVE keys")] = False,
 ) -> None:
     """Throughput of the whole path against raw ZeroMQ, event-loop lag of both ends, memory."""
     from tools.bench.transport import render, run
 
     try:
-        report = run(quick=quick, rounds=rounds, keys=keys, say=say_on_stderr)
+        report = run(quick=quick, rounds=rounds, say=say_on_stderr)
     except BenchError as error:
         typer.echo(f"the benchmark failed: {error}", err=True)
         raise typer.Exit(1) from error

@@ -1,7 +1,8 @@
 """`bench transport`: the whole path (encode, socket, validate, spool, decode) against raw ZeroMQ, side by side.
 
 The generator is a process of its own (`transport_job.py`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with
-blocking sockets and the same frames, nothing encoded, checked or answered: the ceiling. Both take turns, `rounds` times,
+blocking sockets and the same frames, nothing encoded, checked or answered: the ceiling; `raw, CURVE` is that, encrypted as
+every connection of a run is. All take turns, `rounds` times,
 and the share is of the medians. The learner's lag beside `raw` is that of a loop with nothing to do: what the machine
 itself does to it.
 """
@@ -26,9 +27,9 @@ from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
 from r3async.records import Trajectory
 from r3async.transport import Receiver, encode_trajectory
-from r3async.transport.keys import create_keys
+from r3async.transport.keys import ClientKeys, new_keys
 from tools.bench.jobs import BenchError, Say, run_job
-from tools.bench.transport_job import LIMIT, SenderDone, TransportJob
+from tools.bench.transport_job import LIMIT, Keys, SenderDone, TransportJob
 from tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
@@ -71,12 +72,10 @@ class Report(msgspec.Struct, frozen=True):
     sizes: list[Size]
 
 
-def run(*, quick: bool, rounds: int, keys: bool, say: Say) -> Report:
+def run(*, quick: bool, rounds: int, say: Say) -> Report:
     sizes = (10_000, 200_000) if quick else SIZES
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        key_dir = Path(scratch) / "keys"
-        create_keys(key_dir)
-        paths = ["raw", "memory", "disk", *(["memory, keys"] if keys else [])]
+        paths = ["raw", "raw, CURVE", "memory", "disk"]
         measured = []
         for nbytes in sizes:
             frames = encode_trajectory(specimen(nbytes))
@@ -85,7 +84,7 @@ def run(*, quick: bool, rounds: int, keys: bool, say: Say) -> Report:
             seen: dict[str, list[dict[str, Any]]] = {path: [] for path in paths}
             for _ in range(1 if quick else rounds):
                 for path in paths:
-                    seen[path].append(_measure(path, nbytes, actual, count, Path(scratch), key_dir, say))
+                    seen[path].append(_measure(path, nbytes, actual, count, Path(scratch), say))
             raw = median(r["gb_per_s"] for r in seen["raw"]), median(r["cpu"] for r in seen["raw"])
             tokens = specimen(nbytes).tokens
             measured.append(Size(actual, tokens, count, {p: _summary(rs, raw, actual) for p, rs in seen.items()}))
@@ -114,11 +113,10 @@ def _summary(rounds: list[dict[str, Any]], raw: tuple[float, float], nbytes: int
     )
 
 
-def _measure(path: str, nbytes: int, actual: int, count: int, scratch: Path, key_dir: Path, say: Say) -> dict[str, Any]:
+def _measure(path: str, nbytes: int, actual: int, count: int, scratch: Path, say: Say) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(dir=scratch))
-    receive = _receive_raw if path == "raw" else _receive_whole
-    keys = str(key_dir) if path.endswith("keys") else ""
-    learner = asyncio.run(receive(path, nbytes, count, directory, keys, say))
+    receive = _receive_raw if path.startswith("raw") else _receive_whole
+    learner = asyncio.run(receive(path, nbytes, count, directory, say))
     done = msgspec.json.decode((directory / "done.json").read_bytes(), type=SenderDone)
     gigabytes = count * actual / 1e9
     return {
@@ -138,12 +136,15 @@ async def _generator(job: TransportJob, directory: Path, say: Say) -> None:
     await asyncio.to_thread(run_job, "tools.bench.transport_job", directory, timeout=LIMIT + 30, say=say)
 
 
-async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, keys: str, say: Say) -> SenderDone:
+async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> SenderDone:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
     router.rcvhwm = max(4, 32 * 2**20 // nbytes) * 8
     router.rcvtimeo = int(LIMIT * 1000)
+    server, client = new_keys()
+    if path != "raw":
+        server.apply(router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
 
     def receive() -> None:
@@ -159,7 +160,7 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, keys
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     async with Lag() as lag:
-        await _generator(TransportJob(path, f"tcp://127.0.0.1:{port}", nbytes, count, 0), directory, say)
+        await _generator(TransportJob(path, f"tcp://127.0.0.1:{port}", nbytes, count, 0, _keys(client)), directory, say)
     thread.join(LIMIT)
     if thread.is_alive():
         raise BenchError("the raw receiver did not get everything")
@@ -168,14 +169,18 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, keys
     return _between(marks, lag, 0.0)
 
 
+def _keys(client: ClientKeys) -> Keys:
+    return Keys(client.server_public, client.secret)
+
+
 def _between(marks: list[tuple[float, float]], lag: Lag, high: float) -> SenderDone:
     """Of the time from the first message to the last: while the generator's process starts, the loop idles."""
     (began, computed), (ended, computed_then) = marks[0], marks[-1]
     return SenderDone(ended - began, computed_then - computed, *lag.between(began, ended), high)
 
 
-async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, keys: str, say: Say) -> SenderDone:
-    settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes), keys=keys)
+async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, say: Say) -> SenderDone:
+    settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
     def take(trajectory: Trajectory, size: int) -> None:
@@ -192,7 +197,8 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, ke
     marks: list[tuple[float, float]] = []
     trained: list[int] = []
     numbers = itertools.count()
-    receiver = Receiver("bench", settings, take, store=spool)
+    server, client = new_keys()
+    receiver = Receiver("bench", settings, take, keys=server, store=spool)
     endpoint = await receiver.start()
     reset_high_water()
     inflight = max(4, min(256, 2**25 // nbytes))
@@ -208,7 +214,7 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, ke
     committing = asyncio.create_task(commit()) if spool is not None else None
     try:
         async with Lag() as lag:
-            await _generator(TransportJob(path, endpoint, nbytes, count, inflight, keys), directory, say)
+            await _generator(TransportJob(path, endpoint, nbytes, count, inflight, _keys(client)), directory, say)
         high = high_water_mib()
     finally:
         if committing is not None:

@@ -11,10 +11,22 @@ import zmq
 
 from r3async.config import TransportConfig
 from r3async.transport import Sender, encode_trajectory
+from r3async.transport.keys import ClientKeys
 from tools.bench.jobs import job_main, progress
 from tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 
 LIMIT = 240.0
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """Of one measurement, which has secrets of no worth."""
+
+    server_public: bytes
+    secret: bytes
+
+    @property
+    def client(self) -> ClientKeys:
+        return ClientKeys(self.secret, self.server_public)
 
 
 class TransportJob(msgspec.Struct, frozen=True):
@@ -25,7 +37,7 @@ class TransportJob(msgspec.Struct, frozen=True):
     nbytes: int
     count: int
     inflight: int
-    keys: str = ""
+    keys: Keys
 
 
 class SenderDone(msgspec.Struct, frozen=True):
@@ -46,6 +58,8 @@ def send_raw(job: TransportJob) -> SenderDone:
     socket.linger = 0
     socket.sndhwm = max(4, 32 * 2**20 // job.nbytes) * len(frames)
     socket.sndtimeo = socket.rcvtimeo = int(LIMIT * 1000)
+    if job.path != "raw":
+        job.keys.client.apply(socket)
     socket.connect(job.endpoint)
     socket.send(b"begin")
     socket.recv()
@@ -61,8 +75,8 @@ def send_raw(job: TransportJob) -> SenderDone:
 
 async def send_whole(job: TransportJob) -> SenderDone:
     """`Sender` with `inflight` tasks that each encode and send: as many episodes end at once."""
-    settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes), keys=job.keys)
-    sender = Sender(job.endpoint, "bench", "bench", settings)
+    settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes))
+    sender = Sender(job.endpoint, "bench", "bench", settings, keys=job.keys.client)
     await sender.start()
     trajectory = specimen(job.nbytes)
     numbers = iter(range(job.count))
@@ -88,7 +102,7 @@ async def send_whole(job: TransportJob) -> SenderDone:
 def main(directory: Path) -> None:
     job = msgspec.json.decode((directory / "job.json").read_bytes(), type=TransportJob)
     progress(directory, f"{job.path}: {job.count} x {job.nbytes:,} bytes")
-    done = send_raw(job) if job.path == "raw" else asyncio.run(send_whole(job))
+    done = send_raw(job) if job.path.startswith("raw") else asyncio.run(send_whole(job))
     (directory / "done.json").write_bytes(msgspec.json.encode(done))
 
 

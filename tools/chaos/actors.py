@@ -21,6 +21,7 @@ from r3async.buffer.groups import GroupBuffer
 from r3async.observe.trained import checksum
 from r3async.records import Trajectory
 from r3async.transport import Ledger
+from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
 from tools.chaos.books import Acknowledged, Passed, Sent
 from tools.chaos.relay import Direction, Noise, Relay
@@ -69,14 +70,15 @@ class Notebook:
 class ChaosGenerator(GeneratorActor):
     """Reaches the learner through a `Relay` of its own process."""
 
-    async def connect(self, endpoint: str, backend: str) -> None:
+    async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
         directory = chaos_directory(self.run_dir)
         noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
         note = Notebook(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
-        self.relay = Relay(endpoint, noise, random.Random(seed), note)
+        keys = generator_keys(self.config.transport, keys)
+        self.relay = Relay(endpoint, noise, random.Random(seed), note, keys=keys)
         self.relay.start()
-        await super().connect(self.relay.endpoint, backend)
+        await super().connect(self.relay.endpoint, backend, self.relay.sender_keys)
 
 
 class AckBeforeSpool(LearnerActor):

@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 import zmq
 
+from r3async.transport.keys import ClientKeys, new_keys
+
 Direction = Literal["to_learner", "to_generator"]
 Note = Callable[[Direction, Sequence[bytes]], object]
 
@@ -30,9 +32,18 @@ class Noise(msgspec.Struct, frozen=True):
 
 class Relay(threading.Thread):
     """Between one sender, which connects to `endpoint`, and the receiver at `target`. Messages of one direction stay in order, as
-    TCP keeps them. `note(direction, frames)` is called on this thread with each message as it was sent, before it goes on."""
+    TCP keeps them. `note(direction, frames)` is called on this thread with each message as it was sent, before it goes on.
+    `keys` let it in at the target; it has keys of its own for the sender, `sender_keys`."""
 
-    def __init__(self, target: str, noise: Noise, chance: random.Random, note: Note = lambda direction, frames: None):
+    def __init__(
+        self,
+        target: str,
+        noise: Noise,
+        chance: random.Random,
+        note: Note = lambda direction, frames: None,
+        *,
+        keys: ClientKeys,
+    ):
         super().__init__(name="chaos-relay", daemon=True)
         self.damaged = self.delayed = 0
         """Messages."""
@@ -41,6 +52,9 @@ class Relay(threading.Thread):
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._front.linger = 0
+        own, self.sender_keys = new_keys()
+        own.apply(self._front)
+        self._keys = keys
         self._front.bind("tcp://127.0.0.1:*")
         self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self._target = target
@@ -60,6 +74,7 @@ class Relay(threading.Thread):
                     self._back = self._context.socket(zmq.DEALER)
                     self._back.linger = 0
                     self._back.setsockopt(zmq.ROUTING_ID, self._identity)
+                    self._keys.apply(self._back)
                     self._back.connect(self._target)
                     poller.register(self._back, zmq.POLLIN)
                 self._hold("to_learner", frames)

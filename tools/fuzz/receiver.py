@@ -11,6 +11,7 @@ from collections import Counter
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Trajectory
 from r3async.transport import Receiver, wire
+from r3async.transport.keys import new_keys
 from tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 
 
@@ -83,7 +84,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
         receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
-    receiver = Receiver("run", settings, take, window=0)
+    receiver = Receiver("run", settings, take, keys=new_keys()[0], window=0)
     receiver._socket = ear  # type: ignore[assignment]
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)

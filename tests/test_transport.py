@@ -447,7 +447,7 @@ async def test_bad_addresses_and_bad_trajectories_are_clear_errors():
         port = int(endpoint.rsplit(":", 1)[1])
         with pytest.raises(TransportError, match=r"can not listen on .*Address already in use"):
             await Receiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
-        with pytest.raises(WireError, match="256 characters"):
+        with pytest.raises(WireError, match="100 characters"):
             await asyncio.wait_for(sender.send(make_trajectory("x" * 300, group=0)), LIMIT)
         assert sender.unacknowledged == 0
 

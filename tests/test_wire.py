@@ -283,8 +283,8 @@ FORGED = {
     "nan time": (edit("finished_at", value=math.nan), "finished_at is not finite"),
     "turn of no sample": (edit("turns", 0, "sample", value=2), "turn 0 is of sample 2, there are 2"),
     "turn past the end": (edit("turns", 1, "stop", value=4), "turn 1 is tokens 1:4 of a sample of 3"),
-    "no id": (edit("trajectory_id", value=""), "1 to 256 characters"),
-    "long id": (edit("trajectory_id", value="x" * 257), "1 to 256 characters"),
+    "no id": (edit("trajectory_id", value=""), "1 to 100 characters"),
+    "long id": (edit("trajectory_id", value="x" * 257), "1 to 100 characters"),
     "a list": (lambda b: [1, 2], "Expected `object`, got `array`"),
     "missing field": (lambda b: {k: v for k, v in b.items() if k != "samples"}, "field `samples`"),
     "deep nesting": (lambda b: b"\x81\xa7samples" + b"\x91" * 100_000, "malformed"),
@@ -342,7 +342,7 @@ def test_refused_frames():
 def test_what_would_be_refused_is_not_encoded():
     table = make_table(0, 3)
     bad = [
-        (make_trajectory("x" * 300), "256 characters"),
+        (make_trajectory("x" * 300), "100 characters"),
         (make_trajectory(turns=[Turn(3, 0, 0, 1, math.nan, "eos")]), "reward of turn 3"),
         (make_trajectory(tables=[table.with_columns(rewards=np.full(3, np.inf, np.float32))]), "reward in sample 0"),
         (make_trajectory(preview=[{"a": "\ud800"}]), "can not be encoded"),

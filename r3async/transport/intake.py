@@ -13,7 +13,7 @@ from r3async.records import Schema, Trajectory
 from r3async.transport.credit import CreditPool
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import TURN_SECONDS, off_loop
-from r3async.transport.wire import Frame, WireError, decode_trajectory, decoded_bytes
+from r3async.transport.wire import Frame, WireError, decode_trajectory, decoded_bytes, joined
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class Parcelled:
-    """A trajectory that arrived and was not answered yet. `nbytes`: what it was granted."""
+    """A trajectory that arrived and was not answered yet. `frames`: in pieces, until they are `join`ed. `nbytes`: what it was
+    granted."""
 
     identity: bytes
     trajectory_id: str
@@ -69,6 +70,10 @@ class Parcelled:
     @property
     def wire_bytes(self) -> int:
         return sum(map(len, self.frames))
+
+    def join(self) -> None:
+        """Off the event loop: this may copy. Raises `WireError`."""
+        self.frames = joined(self.frames)
 
 
 class Intake:
@@ -174,6 +179,7 @@ class Intake:
 
     def _open(self, parcel: Parcelled) -> tuple[Trajectory, int]:
         """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""
+        parcel.join()
         trajectory = decode_trajectory(parcel.frames, self._schema)
         if (trajectory.trajectory_id, trajectory.group_index) != (parcel.trajectory_id, parcel.group_index):
             raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")

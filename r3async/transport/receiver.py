@@ -161,7 +161,7 @@ class Receiver:
             self.recovered, refused = await self._intake.recover(self._store)
             self.rejected += refused
         self._context = zmq.Context()
-        socket = open_socket(self._context, zmq.ROUTER, self.settings)
+        socket = open_socket(self._context, zmq.ROUTER)
         # Without MANDATORY an answer to a peer that is gone, or does not read, would vanish without a trace.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A sender that reconnects takes its name over from the connection that it gave up.

@@ -39,6 +39,7 @@ from r3async.transport.wire import (
     Reject,
     Welcome,
     WireError,
+    cut,
     decode_control,
     decoded_bytes,
     encode_control,
@@ -219,7 +220,7 @@ class Sender:
         if self._socket is not None:
             self._disconnect()
             self.reconnects += 1
-        socket = open_socket(self._context, zmq.DEALER, self.settings)
+        socket = open_socket(self._context, zmq.DEALER)
         socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         socket.setsockopt(zmq.ROUTING_ID, self.sender_id.encode())
         self._keys.apply(socket)
@@ -291,7 +292,7 @@ class Sender:
             if pending is None:
                 continue
             message = Deliver(self._session, trajectory_id, pending.parcel.group_index)
-            if not self._say(message, pending.frames):
+            if not self._say(message, cut(pending.frames)):
                 break  # The connection's queue is full: the next heartbeat repeats the grant.
             self._outbox.mark_sent(trajectory_id, self._clock())
             self.sent += 1

@@ -11,8 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import zmq
 
-from r3async.config import TransportConfig
-from r3async.transport.wire import MAX_CONTROL, MAX_HEADER, Frame
+from r3async.transport.wire import PIECE, Frame
 
 OFFLOAD_BYTES = 256 * 2**10
 """Larger payloads are encoded, checksummed and decoded in a thread. Smaller ones take less than the hop there."""
@@ -20,6 +19,10 @@ TURN_SECONDS = 0.0005
 """How long one socket may keep the event loop before others have their turn."""
 COPIED = 2**16
 """Smaller frames are copied when they are sent: that is faster than to keep track of them."""
+ENCRYPTED = 64
+"""More than what CURVE adds to a frame."""
+HANDSHAKE_MS = 5000
+"""A peer that has not proved its key by then is disconnected."""
 # Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
 ONE = int(zmq.DONTWAIT)
 MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
@@ -36,7 +39,7 @@ class TransportRefused(TransportError):
     """The receiver belongs to another run, has another schema, or does not know this key. Trying again can not help."""
 
 
-def open_socket(context: zmq.Context[Any], kind: int, settings: TransportConfig) -> zmq.Socket[bytes]:
+def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     # What a closed socket still holds is resent by the protocol; nothing may wait for it at exit.
     socket.linger = 0
@@ -49,8 +52,9 @@ def open_socket(context: zmq.Context[Any], kind: int, settings: TransportConfig)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    # Per frame. Beyond it ZeroMQ drops the connection before the frame takes memory.
-    socket.setsockopt(zmq.MAXMSGSIZE, max(settings.max_message_bytes, MAX_HEADER, MAX_CONTROL))
+    # Per frame, also of a handshake. Beyond it ZeroMQ drops the connection before the frame takes memory.
+    socket.setsockopt(zmq.MAXMSGSIZE, PIECE + ENCRYPTED)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return socket
 
 

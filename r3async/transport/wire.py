@@ -33,13 +33,16 @@ from r3async.transport.codec import (
     unpack,
 )
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
-MAX_CONTROL = 512 * 2**10
+PIECE = 128 * 2**10
+"""Bytes of a ZeroMQ frame. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken and no
+more: ZeroMQ has one limit for both, from the first byte of a connection."""
+MAX_CONTROL = PIECE
 CRC_BYTES = 4
-MAX_ID = 256
+MAX_ID = 100
 MAX_PARCELS = 256
 """In one OFFER, which stays below `MAX_CONTROL` however long their ids are; and of one sender at a time."""
 MAX_DIM = 2**24
@@ -233,6 +236,29 @@ def _check_bool(buffer: memoryview, name: str) -> None:
         raise WireError(f"bool column {name!r} has a byte that is neither 0 nor 1")
 
 
+def cut(frames: Sequence[Frame]) -> list[Frame]:
+    """Frames as they travel: consecutive views of `PIECE` bytes each, and then a shorter one, which may be empty, as its end."""
+    pieces: list[Frame] = []
+    for frame in frames:
+        view = _view(frame)
+        pieces += [view[at : at + PIECE] for at in range(0, len(view) + 1, PIECE)]
+    return pieces
+
+
+def joined(pieces: Sequence[Frame]) -> list[Frame]:
+    """The frames that `cut` made these of, read-only; one that was cut is copied, another is not. Raises `WireError`."""
+    frames: list[Frame] = []
+    parts: list[memoryview] = []
+    for piece in pieces:
+        parts.append(_view(piece))
+        if len(parts[-1]) < PIECE:
+            frames.append(piece if len(parts) == 1 else b"".join(parts))
+            parts.clear()
+    if parts:
+        raise WireError("the last frame has no end")
+    return frames
+
+
 def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
     """What a trajectory takes in memory while its raw columns are views of `frames`: those, and what was unpacked."""
     unpacked = read_header(frames[0]).nbytes
@@ -354,7 +380,7 @@ class Grant(Control):
 
 
 class Deliver(Control):
-    """Sender: the trajectory itself, in the frames that follow."""
+    """Sender: the trajectory itself, in the frames that follow, cut into pieces (`cut`)."""
 
     session: Session
     trajectory_id: Id

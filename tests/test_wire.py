@@ -329,8 +329,8 @@ def test_refused_frames():
         ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
         ([frames[0], flipped, *frames[2:]], "checksum"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x04", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 4"),
-        ([old, *frames[1:]], "wire version 3, expected 4"),
+        ([frames[0].replace(b"\xa4wire\x05", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 5"),
+        ([old, *frames[1:]], "wire version 3, expected 5"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]

@@ -45,6 +45,8 @@ class _NoOptimizer:
 
     def step(self) -> None: ...
 
+    def skip(self, cause: str) -> None: ...
+
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
@@ -66,7 +68,7 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
         step.update(_NoOptimizer(), learner.trust_region, holds_loss=learner.layout.holds_loss)
         counts = learner.replay.take_counts()
-        result = step.result(optimizer.skip(), counts, learner.replay.columns, len(learner._shape.moe_layers))
+        result = step.result(optimizer.skip(step.cause), counts, learner.replay.columns, len(learner._shape.moe_layers))
         assert learner.replay.current is None
         assert learner.replay._open == []
         return {

@@ -19,6 +19,7 @@ FIGURES = {
     f"advantage/{name}"
     for name in (
         "zero_variance_groups",
+        "zero_variance_share",
         "overlong_samples",
         "filtered_tokens",
         "overlong_penalty",

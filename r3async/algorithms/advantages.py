@@ -53,7 +53,8 @@ def assign_advantages(
     with). `max_new_tokens`: needed for `overlong_penalty`, whose value is added to the reward of each turn (and, with
     `credit = "token"`, to that of its last token).
 
-    Figures, always the same: `advantage/zero_variance_groups`, `advantage/overlong_samples` (samples of episodes that
+    Figures, always the same: `advantage/zero_variance_groups` (without contrast: nothing that is compared differs),
+    `advantage/zero_variance_share` (of all groups), `advantage/overlong_samples` (samples of episodes that
     ended by length), `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
     and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
@@ -86,6 +87,7 @@ def assign_advantages(
     penalties = [p for group in episodes for e in group for p in e.penalties.values()]
     figures = {
         "advantage/zero_variance_groups": float(flat),
+        "advantage/zero_variance_share": flat / max(len(episodes), 1),
         "advantage/overlong_samples": float(overlong),
         "advantage/filtered_tokens": float(before - len(trained)),
         "advantage/overlong_penalty": float(np.mean(penalties)) if penalties else 0.0,

@@ -16,7 +16,8 @@ std has n - 1 in the denominator. "Then batch": from the advantages of all train
 subtracted, and they are divided by their standard deviation (`standardize`).
 
 A group without contrast (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0, except
-under `reinforce_pp`, which compares with the whole batch.
+under `reinforce_pp`, which compares with the whole batch. So a batch has contrast exactly where a trained token's advantage
+is not 0: that is what decides whether an update is made (`learners.step`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from collections.abc import Sequence
 import numpy as np
 
 STD_EPS = 1e-3
+RESOLUTION = 4 * float(np.finfo(np.float32).eps)
+"""Scores that differ by less than this share of the largest are equal: rewards are stored as float32, and sums of the same
+rewards in another order (0.1 + 0.2, 0.3) differ by rounding. An advantage made of that would be noise, scaled to full size."""
 
 
 def has_contrast(scores: Sequence[float] | np.ndarray) -> bool:
-    """Whether there are two different scores."""
-    return len(scores) > 1 and float(np.min(scores)) != float(np.max(scores))
+    """Whether there are two different scores, up to `RESOLUTION`."""
+    if len(scores) < 2:
+        return False
+    low, high = float(np.min(scores)), float(np.max(scores))
+    return high - low > RESOLUTION * max(abs(low), abs(high))
 
 
 def baseline_and_scale(

@@ -154,6 +154,9 @@ class OverlongPenaltyConfig(Section):
         positive(self, "factor")
 
 
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+"""Values of `algorithm.advantage` that compare an episode with the others of its group, of which there have to be some."""
+
 POLICY_LOSSES = ("tis", "ppo", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
 """The built-in values of `algorithm.policy_loss`."""
 

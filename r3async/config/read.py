@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.algorithm import AlgorithmConfig
+from r3async.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
 from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
@@ -65,6 +65,13 @@ class Config(Section):
         positive(self, "steps")
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
+        if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE:
+            raise ValueError(
+                f"`schedule.samples_per_group` = {self.schedule.samples_per_group} leaves `algorithm.advantage` = "
+                f"{self.algorithm.advantage!r} nothing to compare an episode with, so every advantage would be 0: set "
+                "`schedule.samples_per_group` to 2 or more, or `algorithm.advantage` = 'reinforce_pp', which compares with "
+                "the whole batch"
+            )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
         if self.generator.engine == "scripted" and self.weights.probe:

@@ -81,10 +81,11 @@ class LearnerBackend(Protocol):
         """One optimizer step over all micro-batches, which need the column `advantages`.
 
         `version`: of the weights, from which tokens' ages count; by default, the steps taken. A token is trained if its
-        `loss_mask` is set and its rollout log-prob is finite (others are counted and left out). Without any trained token,
-        with a gradient that is not finite, or with drift beyond `algorithm.rollout_kl.max`, weights and `version` stay as
-        they are and `optimizer/skipped` is 1. Raises `LearnerError`, before any forward pass, if less than
-        `routing.min_recorded_fraction` of the routes needed are there. With `trace` the result tells what every router did.
+        `loss_mask` is set and its rollout log-prob is finite (others are counted and left out). If no trained token has an
+        advantage, with a gradient that is not finite, or with drift beyond `algorithm.rollout_kl.max`, weights, moments and
+        `version` stay as they are and `optimizer/skipped` is 1. Without an advantage the trust region stays, too. Raises
+        `LearnerError`, before any forward pass, if less than `routing.min_recorded_fraction` of the routes needed are there. With
+        `trace` the result tells what every router did.
 
         Metrics (means are over trained tokens, log-probs in nats):
 
@@ -97,7 +98,8 @@ class LearnerBackend(Protocol):
         * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
           replay off; 0 if nothing is recorded. `routing/agreement_min`: of the layer where it is lowest.
         * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
-        * `grad_norm` before clipping, `lr` used, `optimizer/skipped` 0 or 1; `optimizer/broken` 1 if it was skipped because
+        * `grad_norm` before clipping, `lr` used, `optimizer/updates` 1 or 0, `optimizer/skipped` 0 or 1;
+          `optimizer/no_contrast` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
           the drift was beyond `algorithm.rollout_kl.max`. `rollout_kl/coef`: of the trust region in this step.
         * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
         * `batch/fill`: tokens as a share of the micro-batches' token budget.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,16 +15,19 @@ from torch.nn import Parameter
 
 from r3async.config import LearnerConfig
 
+Cause = Literal["", "no_contrast", "not_finite", "trust_region"]
+"""Why a step made no update: no trained token has an advantage, a number was not finite, or the drift was beyond
+`rollout_kl.max`. Empty: it made one."""
+
 
 @dataclass(frozen=True)
 class StepReport:
-    """`grad_norm`: global L2 norm before clipping. `lr`: of this step. `skipped`: nothing changed, because the norm was not
-    finite, because there was nothing to train, or because the drift was beyond `rollout_kl.max` (`broken`)."""
+    """`grad_norm`: global L2 norm before clipping, 0 where none was taken. `lr`: of this step. With a `cause` nothing changed:
+    no weight, no moment, no step count."""
 
     grad_norm: float
     lr: float
-    skipped: bool
-    broken: bool = False
+    cause: Cause = ""
 
 
 Gradients = Sequence[Tensor]
@@ -100,8 +104,8 @@ class MasterAdamW:
             self._reduce([m.grad for m in self._masters if m.grad is not None])
         gradients = [m.grad for m in self._masters if m.grad is not None]
         norm = math.sqrt(self._squared_norm(gradients))
-        skipped = not math.isfinite(norm)
-        if not skipped:
+        finite = math.isfinite(norm)
+        if finite:
             if norm > self._max_norm:
                 torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
             for group in self._adam.param_groups:
@@ -111,12 +115,12 @@ class MasterAdamW:
             for parameter, master in self._pairs:
                 parameter.copy_(master)
         self.clear()
-        return StepReport(norm, lr, skipped)
+        return StepReport(norm, lr, "" if finite else "not_finite")
 
-    def skip(self, *, broken: bool = False) -> StepReport:
+    def skip(self, cause: Cause) -> StepReport:
         """No step: forget the gradients."""
         self.clear()
-        return StepReport(0.0, self.lr, skipped=True, broken=broken)
+        return StepReport(0.0, self.lr, cause)
 
     def states(self) -> Iterator[dict[str, Tensor]]:
         """For each parameter, in order, what later steps depend on: `master` and, if it was ever updated, Adam's `exp_avg`,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.base import LearnerError, RouteTrace, StepResult
-from r3async.learners.optimizer import MasterAdamW, StepReport
+from r3async.learners.optimizer import Cause, MasterAdamW, StepReport
 from r3async.learners.replay import MicroBatchRoutes, RoutingCounts
 
 Reduce = Callable[[np.ndarray, str], np.ndarray]
@@ -34,11 +35,12 @@ def alone(values: np.ndarray, how: str) -> np.ndarray:
 class TrainedTokens:
     """Which rows of one micro-batch are trained. `rows` int64 `[M]`: trained tokens; the logits of row `t` - 1 predict row
     `t`. `dropped`: tokens to be trained whose rollout log-prob is not finite. `recorded`: trained tokens whose input, row
-    `t` - 1, has recorded routes."""
+    `t` - 1, has recorded routes. `credited`: trained tokens whose advantage is not 0."""
 
     rows: np.ndarray
     dropped: int
     recorded: int
+    credited: int
 
 
 def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
@@ -55,7 +57,8 @@ def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
     finite = np.isfinite(table["rollout_logprobs"])
     rows = np.flatnonzero(wanted & finite)
     recorded = int(np.count_nonzero(table["routing_recorded"][rows - 1])) if "routing_recorded" in table else 0
-    return TrainedTokens(rows, int(np.count_nonzero(wanted & ~finite)), recorded)
+    credited = int(np.count_nonzero(table["advantages"][rows]))
+    return TrainedTokens(rows, int(np.count_nonzero(wanted & ~finite)), recorded, credited)
 
 
 class Step:
@@ -99,6 +102,7 @@ class Step:
             [
                 sum(len(c.rows) for c in self._chosen),
                 sum(c.recorded for c in self._chosen),
+                sum(c.credited for c in self._chosen),
                 sum(c.dropped for c in self._chosen),
                 sum(m.real_tokens for m in micro_batches),
                 sum(bool(m.sample_ids) for m in micro_batches),
@@ -106,7 +110,7 @@ class Step:
             np.float64,
         )
         totals = reduce(counts * is_first_copy, "sum").tolist()
-        trained, recorded, self._dropped, self._tokens, self._real = totals
+        trained, recorded, self._credited, self._dropped, self._tokens, self._real = totals
         most, least = reduce(np.asarray([len(micro_batches), -len(micro_batches)], np.float64), "max").tolist()
         if most != -least:
             raise LearnerError(
@@ -144,6 +148,16 @@ class Step:
         load = self._reduce(load.reshape(-1), "sum").reshape(load.shape)
         share = load / np.maximum(load.sum(axis=1, keepdims=True), 1.0)
         return coef * experts * share / max(self._tokens, 1.0)
+
+    @property
+    def cause(self) -> Cause:
+        """Why this step is to make no update, whatever its gradient; every rank says the same. Empty: it may make one.
+
+        Without an advantage the gradient of the policy loss is 0, and what the other terms leave is rounding noise, which
+        Adam would scale to a full step."""
+        if self._credited:
+            return ""
+        return "not_finite" if self._dropped and not self.trained else "no_contrast"
 
     def rows(self, index: int) -> np.ndarray:
         """int64 `[M]`: the trained rows of micro-batch `index`."""
@@ -195,10 +209,11 @@ class Step:
         return loss
 
     def update(self, optimizer: MasterAdamW, trust_region: TrustRegion, *, holds_loss: bool = True) -> StepReport:
-        """Close the books and make the optimizer's step, unless the measured drift is beyond `rollout_kl.max`. Collective.
+        """Close the books and make the optimizer's step, unless there is a `cause` or the measured drift is beyond
+        `rollout_kl.max`. Collective.
 
-        The coefficient of the next step follows from the drift measured in this one. `holds_loss`: exactly one of the
-        ranks that computed the same losses says so.
+        The coefficient of the next step follows from the drift measured in this one, if this one has contrast. `holds_loss`:
+        exactly one of the ranks that computed the same losses says so.
         """
         sums = self._sums if holds_loss and self._sums is not None else ObjectiveSums.zero()
         mine = sums.values()
@@ -206,7 +221,9 @@ class Step:
         maxima = [ObjectiveSums.names().index(name) for name in ObjectiveSums.maxima()]
         self._total[maxima] = self._reduce(mine[maxima], "max")
         drift = ObjectiveSums.metrics_of(self._total)[MEASURED_DRIFT]
-        report = optimizer.skip(broken=True) if trust_region.breaks(drift) else optimizer.step()
+        if self.cause:
+            return optimizer.skip(self.cause if math.isfinite(drift) else "not_finite")
+        report = optimizer.skip("trust_region") if trust_region.breaks(drift) else optimizer.step()
         trust_region.update(drift)
         return report
 
@@ -230,8 +247,10 @@ class Step:
             "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),
             "grad_norm": optimizer.grad_norm,
             "lr": optimizer.lr,
-            "optimizer/skipped": float(optimizer.skipped),
-            "optimizer/broken": float(optimizer.broken),
+            "optimizer/updates": float(not optimizer.cause),
+            "optimizer/skipped": float(bool(optimizer.cause)),
+            "optimizer/no_contrast": float(optimizer.cause == "no_contrast"),
+            "optimizer/broken": float(optimizer.cause == "trust_region"),
             "tokens/dropped_non_finite": self._dropped,
             "batch/tokens": self._tokens,
             "batch/trained_tokens": float(self.trained),
@@ -295,7 +314,9 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "ratio/max": max,
     "routing/agreement_min": min,
     "routing/load_imbalance": max,
+    "optimizer/updates": sum,
     "optimizer/skipped": max,
+    "optimizer/no_contrast": min,
     "optimizer/broken": max,
     "lr": lambda values: values[-1],
     "rollout_kl/coef": lambda values: values[-1],

@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
     "advantage/std": Metric("advantage spread", "", "Standard deviation over trained tokens."),
     "advantage/abs_max": Metric("largest advantage", "", "By absolute value."),
     "advantage/zero_variance_groups": Metric("groups without contrast", "groups", "All of their scores are equal."),
+    "advantage/zero_variance_share": Metric("share without contrast", "fraction", "Those groups over all of the step."),
     "advantage/overlong_samples": Metric("overlong", "samples", "Ended because an answer or the context was too long."),
     "advantage/overlong_penalty": Metric("overlong penalty", "", "Mean penalty of long answers."),
     "advantage/filtered_tokens": Metric("filtered", "tokens", "Tokens that a filter kept from training."),
@@ -122,7 +123,13 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("gradient norm", "", "Global norm before clipping."),
     "lr": Metric("learning rate", "", "Learning rate of the step."),
     "optimizer/broken": Metric("broken", "", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`."),
-    "optimizer/skipped": Metric("skipped", "", "1 if the step made no optimizer update."),
+    "optimizer/updates": Metric("updates", "", "Optimizer updates that the step made: at most one a minibatch."),
+    "optimizer/skipped": Metric(
+        "skipped", "", "1 if an update was left out: see what follows, or `metric_not_finite`."
+    ),
+    "optimizer/no_contrast": Metric(
+        "no contrast", "", "1 if no trained token of the step had an advantage: weights and moments stay."
+    ),
     "learner/wait_seconds": Metric("learner waited", "s", "Time the learner waited for a full batch."),
     "learner/idle_share": Metric(
         "learner idle", "fraction", "Share of the last 16 steps' time in which the learner waited for groups."

@@ -112,7 +112,7 @@ class MegatronLearner:
     ) -> StepResult:
         """One optimizer step; see `LearnerBackend.train_step`."""
         step = self._begin(micro_batches, version, trace)
-        report = self._optimizer.skip()
+        report = self._optimizer.skip(step.cause)
         if step.trained:
             with self._nothing_left_if_it_fails():
                 self.backward(step)

@@ -99,7 +99,7 @@ class TorchLearner:
             trace=trace,
             routing=(self.replay.layers, self.replay.num_experts),
         )
-        report = self._optimizer.skip()
+        report = self._optimizer.skip(step.cause)
         if step.trained:
             try:
                 with self.replay.balanced(step.balance):

@@ -17,6 +17,7 @@ from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator
 from actors.process import begin
 from actors.saving import CONDUCTOR_RECORDS, Books
+from actors.tasks import Tasks
 from actors.watch import Watch
 from r3async.appending import KEEPER
 from r3async.buffer.groups import largest_buffer
@@ -30,7 +31,7 @@ from r3async.observe.lag import LagMeter
 from r3async.observe.steps import StepBook
 from r3async.observe.timeline import Timeline
 from r3async.scheduling.admission import Admission, GroupLease
-from r3async.scheduling.cursor import Cursor
+from r3async.scheduling.failures import EpisodeEnd
 from r3async.scheduling.pace import Pacing
 
 
@@ -57,9 +58,9 @@ class Conductor:
             split=schedule.split,
             # Steps that take as many groups as have enough tokens need nobody knows how many.
             total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
-            task_seed=lambda group: self.cursor.task_seed(group),
+            task_seed=lambda group: self.tasks.task_seed(group),
         )
-        self.cursor = Cursor(self.config.seed)
+        self.tasks = Tasks(self.config, self.run_dir, self.events)
         self.lag = LagMeter()
         self.pacing = Pacing(schedule, self.events.warning)
         self._loads: dict[str, dict[str, float]] = {}
@@ -86,11 +87,15 @@ class Conductor:
 
     # -- called by generators ------------------------------------------------------------------------------------
 
-    async def lease(self, generator_id: str, room: int, stats: dict[str, float]) -> dict[str, Any]:
+    async def lease(
+        self, generator_id: str, room: int, stats: dict[str, float], ended: bytes = b"\x90"
+    ) -> dict[str, Any]:
         """Lease up to `room` episodes. `more` is False when nothing will ever be left, `blocked` tells that every slot is
-        taken. `stats`: the engine's, and how many episodes the generator is `playing`, of at most `limit`."""
+        taken. `stats`: the engine's, and how many episodes the generator is `playing`, of at most `limit`. `ended`: episodes
+        that are over since the last call, a list of `EpisodeEnd` in MessagePack."""
         generator = self.fleet[generator_id]
         self.fleet.heard(generator)
+        self.tasks.ended(msgspec.msgpack.decode(ended, type=list[EpisodeEnd]), self.admission.groups_leased)
         generator.generated_tokens = int(stats["generated_tokens"])
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
         self.pacing.heard(generator_id, stats)
@@ -164,7 +169,8 @@ class Conductor:
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
             watching = asyncio.create_task(self._watch().run())
-            background = [delivering, watching, *(asyncio.create_task(self._supervise(g)) for g in self.fleet)]
+            supervising = [asyncio.create_task(self._supervise(g)) for g in self.fleet]
+            background = [delivering, watching, asyncio.create_task(self.tasks.watch()), *supervising]
             self.evaluator.after(self._steps)
             steps = await self._train_steps(list(background))
             if steps and self._saved != steps:
@@ -221,7 +227,7 @@ class Conductor:
                 f"generators disagree on how many tasks the environment has (its `size`): {sizes}; every host needs the "
                 "same data"
             )
-        self.cursor = Cursor(self.config.seed, *sizes)
+        self.tasks.open(*sizes)
         need = largest_buffer(self.config, RoutingShape(**self._routing) if self._routing else None)
         if need > self.config.transport.credit_bytes:  # the groups of the next step pass in any case: `CreditPool`
             self.events.warning(
@@ -234,6 +240,7 @@ class Conductor:
             raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
         if self._state is not None:
             await self._go_on(self._state, heard["newest_group"])
+        self.tasks.resumed(self.admission.groups_leased)
 
     async def _go_on(self, state: RunState, newest: int) -> None:
         """Where the checkpoint left off; what the learner has of groups that were not trained is not played again."""
@@ -347,9 +354,8 @@ class Conductor:
             "generator/concurrency": sum(load["limit"] for load in self._loads.values()),
             **{f"lag/conductor_{name}": value for name, value in self.lag.figures().items()},
             **{f"lag/generator_{name}": self._worst(f"lag_{name}") for name in self.lag.NAMES},
+            **self.tasks.figures(self.admission.groups_leased),
         }
-        if self.cursor.size:
-            figures["data/epochs"] = self.cursor.epochs(self.admission.groups_leased)
         self.book.delivered(version, self._generated_tokens, figures)
 
     def _worst(self, stat: str) -> float:

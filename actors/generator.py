@@ -31,7 +31,7 @@ from r3async.observe.tracing import recording
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
-from r3async.scheduling.failures import FailureBudget
+from r3async.scheduling.failures import EpisodeEnd
 from r3async.scheduling.pace import useful_places
 from r3async.serving.agents import is_agent
 from r3async.serving.evaluation import evaluate
@@ -92,7 +92,8 @@ class GeneratorActor:
         """Of the weights that were installed last, as they are on this host."""
         self.lag = LagMeter()
         self._stopping = asyncio.Event()
-        self._rejections = FailureBudget(self.config.supervise.max_failed_fraction)
+        self._ended: list[EpisodeEnd] = []
+        """Episodes that are over, and of which the conductor was not told."""
         self._rejection = ""
         """Why the run can not go on."""
         self._factories: dict[bytes, EnvironmentFactory] = {}
@@ -158,15 +159,16 @@ class GeneratorActor:
         await self.sender.start()
 
     def _rejected(self, trajectory: Trajectory, reason: str) -> None:
-        """The learner will never take it. Its group is trained without it, unless that happens too often."""
-        name, failures = trajectory.trajectory_id, self._rejections
+        """The learner will never take it. Its group is trained without it, unless that happens too often (`Tasks`)."""
+        name = trajectory.trajectory_id
         self.events.error("trajectory_rejected", trajectory_id=name, reason=reason)
-        if failures.ended(failed=True) or not trajectory.turns:  # what stands for a failed episode has none
-            self._rejection = (
-                f"the learner rejected trajectory {name}: {reason} ({failures.describe()} by that, "
-                f"supervise.max_failed_fraction = {failures.limit:g})"
-            )
+        said = f"the learner rejected trajectory {name}: {reason}"
+        if not trajectory.turns:  # what stands for a failed episode
+            self._rejection = said
             return
+        self._ended.append(
+            EpisodeEnd(trajectory.group_index, trajectory.episode_index, trajectory.task_seed, "learner", said)
+        )
         assert self.engine is not None
         assert self.sender is not None
         task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
@@ -179,7 +181,6 @@ class GeneratorActor:
 
     async def _deliver(self, trajectory: Trajectory) -> None:
         assert self.sender is not None
-        self._rejections.ended(failed=False)  # until it is answered otherwise
         await self.sender.send(trajectory)
 
     async def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> None:
@@ -218,8 +219,8 @@ class GeneratorActor:
     async def run(self, conductor: Any) -> None:
         """Lease episodes and play them until the conductor says there is nothing more to play.
 
-        All turns of an episode, and its retries, are played by one engine, this one. Raises what an episode failed with,
-        after its retries. `TransportError` if the learner rejects too many trajectories (`supervise.max_failed_fraction`).
+        All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
+        rejects what stands for a failed episode: its group could never be complete.
         """
         engine = recording(self._loaded(), self.run_dir, self.generator_id, self.config)
         async with agent_player(
@@ -245,8 +246,7 @@ class GeneratorActor:
             deliver=self._deliver,
             report=self.events.warning,
             play=play,
-            failures=FailureBudget(self.config.supervise.max_failed_fraction),
-            engine_failures=FailureBudget(self.config.supervise.max_failed_fraction),
+            over=self._ended.append,
         )
         settings = self.config.generator
         concurrency = Concurrency(settings.concurrency_min, settings.concurrency, time.monotonic)
@@ -268,7 +268,7 @@ class GeneratorActor:
                     **self._lags(),
                 }
                 room = max(0, limit - player.playing) if more else 0
-                answer = await conductor.lease.remote(self.generator_id, room, {**stats, **load})
+                answer = await self._lease(conductor, room, {**stats, **load})
                 more = answer["more"]
                 for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
                     playing.add(asyncio.create_task(self._play_lease(player, lease)))
@@ -293,6 +293,13 @@ class GeneratorActor:
         await self.sender.flush(self.config.transport.ack_timeout)
         if self._rejection:
             raise TransportError(self._rejection)
+        if self._ended:
+            await self._lease(conductor, 0, {**stats, **load})
+
+    async def _lease(self, conductor: Any, room: int, load: dict[str, float]) -> dict[str, Any]:
+        """See `Conductor.lease`."""
+        ended, self._ended[:] = msgspec.msgpack.encode(self._ended), []
+        return await conductor.lease.remote(self.generator_id, room, load, ended)
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/GENERATOR.txt`."""

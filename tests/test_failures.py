@@ -1,10 +1,10 @@
-"""Episodes that fail for good: a few are done without, many stop the run."""
+"""Episodes and tasks that fail for good: a few are done without, many stop the run."""
 
 import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.batching.packing import pack
@@ -21,7 +21,8 @@ from r3async.learners.prepare import prepare
 from r3async.learners.torch.backend import TorchLearner
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.age import age_metrics, check_ages
-from r3async.scheduling.failures import FEWEST, FailureBudget
+from r3async.scheduling.cursor import Cursor
+from r3async.scheduling.failures import FEWEST, RECENT, EpisodeEnd, FailedTask, TaskFailures
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.weights.manifest import WeightManifest
 from tests import helpers_torch as ht
@@ -45,31 +46,112 @@ class Away:
         return StepResult(1.0, done=True)
 
 
-def test_one_failure_among_many_is_allowed_and_an_environment_that_always_fails_stops_soon():
-    budget = FailureBudget(0.1)
-    assert not budget.ended(failed=True)
-    assert not any(budget.ended(failed=False) for _ in range(9))
-    fresh = FailureBudget(0.1)
-    assert [fresh.ended(failed=True) for _ in range(3)] == [False, False, True]
-    assert FailureBudget(0.0).ended(failed=True)
-    assert fresh.describe() == "3 of the last 3 episodes failed"
+SAMPLES = 8
+
+
+def end_of(group, episode=0, by=None, task=None):
+    return EpisodeEnd(group, episode, 100 + group if task is None else task, by, "why" if by else "")
+
+
+def play_group(failures, group, by=None, episodes=SAMPLES):
+    """What is quarantined, and whether there were too many failures at any time, when `episodes` of a group have ended so."""
+    ends = [failures.ended(end_of(group, e, by if e < episodes else None)) for e in range(SAMPLES)]
+    return [task.task_seed for task in ends if task], by is not None and failures.too_many(by)
+
+
+def test_one_bad_task_among_many_costs_one_task_and_is_named():
+    """It stopped the run at its eleventh failed episode."""
+    failures = TaskFailures(0.1, 16)
+    for group in range(60):
+        assert not any(failures.ended(end_of(group, e)) for e in range(16))
+    ends = [failures.ended(end_of(60, e, "environment")) for e in range(16)]
+    assert not failures.too_many("environment")
+    assert [e for e in ends if e] == [FailedTask(160, 60, "environment", "why")]
+
+
+def test_an_environment_that_always_fails_stops_the_run_with_its_third_task():
+    failures = TaskFailures(0.1, SAMPLES)
+    assert [play_group(failures, g, "environment") for g in range(3)] == [([100], False), ([101], False), ([102], True)]
+    assert failures.describe("environment").startswith("24 episodes of 3 tasks, of the last 3 tasks, failed by the env")
+    assert "supervise.max_failed_fraction = 0.1 allows 16 of 8 a task" in failures.describe("environment")
+    first = TaskFailures(0.0, SAMPLES)
+    first.ended(end_of(0, by="engine"))
+    assert first.too_many("engine")
+    assert not first.too_many("environment")
     with pytest.raises(ValueError, match="in 0"):
-        FailureBudget(1.5)
+        TaskFailures(1.5, 1)
 
 
-@given(st.lists(st.booleans()), st.sampled_from([0.0, 0.05, 0.2, 1.0]))
-def test_it_stops_exactly_when_the_fraction_of_recent_episodes_is_over_the_limit(outcomes, limit):
-    budget, seen = FailureBudget(limit), []
-    for failed in outcomes:
-        seen.append(failed)
-        recent = seen[-100:]
-        over = sum(recent) > limit * max(len(recent), FEWEST)
-        assert budget.ended(failed=failed) == (failed and over)
-    assert budget.failed == sum(seen)
+def test_a_task_that_fails_in_part_or_by_the_engine_is_not_quarantined():
+    failures = TaskFailures(0.5, SAMPLES)
+    assert play_group(failures, 0, "environment", episodes=SAMPLES - 1) == ([], False)
+    assert play_group(failures, 1, "engine") == ([], False)
+    assert play_group(failures, 2, "learner") == ([102], False)
+
+
+def test_parts_of_a_group_on_several_generators_count_once_and_the_last_word_on_an_episode_counts():
+    failures = TaskFailures(0.1, 2)
+    assert failures.ended(end_of(0, 0, "environment")) is None
+    assert failures.ended(end_of(0, 0, "environment")) is None  # played again: its generator was lost
+    assert failures.ended(end_of(0, 1, "environment")) is not None
+    assert failures.ended(end_of(0, 1, "environment")) is None
+    assert failures.describe("environment").startswith("2 episodes of 1 tasks, of the last 1 tasks")
+    failures.ended(end_of(0, 0))  # another generator could play it
+    assert failures.describe("environment").startswith("1 episodes of 1 tasks")
+
+
+ends_of_runs = st.lists(
+    st.tuples(st.integers(0, 150), st.integers(0, 2), st.sampled_from([None, "environment", "engine", "learner"])),
+    max_size=400,
+)
+
+
+@settings(deadline=None)
+@given(ends_of_runs, st.sampled_from([0.0, 0.05, 0.2, 1.0]))
+def test_it_stops_exactly_when_the_share_of_recent_tasks_is_over_the_limit(ends, limit):
+    failures = TaskFailures(limit, 3)
+    groups: dict[int, dict[int, str | None]] = {}
+    for group, episode, by in ends:
+        failures.ended(end_of(group, episode, by))
+        groups.setdefault(group, {})[episode] = by
+        groups = dict(list(groups.items())[-RECENT:])
+        for who in ("environment", "engine", "learner"):
+            share = sum(sum(b == who for b in g.values()) for g in groups.values()) / 3
+            allowed = limit * max(len(groups), FEWEST)
+            assert failures.too_many(who) == (share > allowed + 1e-9), (share, allowed)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.dictionaries(st.integers(0, 29), st.integers(0, 100), max_size=12), st.integers(0, 9))
+def test_no_group_poses_a_quarantined_task_and_what_was_leased_before_stays(size, quarantined, seed):
+    quarantined = {task: group for task, group in quarantined.items() if task < size}
+    plain, cursor = Cursor(seed, size), Cursor(seed, size, quarantined)
+    for group in range(100):
+        left = [t for t in range(size) if quarantined.get(t, 1000) > group]
+        if not left:
+            with pytest.raises(ValueError, match=f"all {size} tasks of the environment are quarantined"):
+                cursor.task_seed(group)
+            continue
+        task = cursor.task_seed(group)
+        assert task in left
+        assert task == Cursor(seed, size, dict(quarantined)).task_seed(group)
+        if plain.task_seed(group) in left:
+            assert task == plain.task_seed(group)
+    # One that is quarantined later changes nothing before that.
+    later = Cursor(seed, size, {**quarantined, **{t: 50 for t in range(size) if t not in quarantined}})
+    for group in range(50):
+        if any(quarantined.get(t, 1000) > group for t in range(size)):
+            assert later.task_seed(group) == cursor.task_seed(group)
+
+
+def test_without_a_size_a_quarantined_task_is_not_posed_either():
+    plain = Cursor(3)
+    cursor = Cursor(3, quarantined={plain.task_seed(7): 5})
+    assert [g for g in range(20) if cursor.task_seed(g) != plain.task_seed(g)] == [7]
 
 
 async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
-    delivered, reports = [], []
+    delivered, reports, ends = [], [], []
     engine = ScriptedEngine([[65, 257]])
     await engine.start()
     await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
@@ -86,12 +168,14 @@ async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
         generator_id="g",
         deliver=deliver,
         report=lambda event, **fields: reports.append(event),
-        failures=FailureBudget(0.5),
+        over=ends.append,
     )
     await player.play(GroupLease(0, 9, (0,)))
     await player.play(GroupLease(0, 9, (1, 2)))
     assert reports == ["episode_failed", "episode_failed", "episode_given_up"]
     assert [t.stop_reason for t in delivered] == ["error", "env_done", "env_done"]
+    assert [(e.group_index, e.episode_index, e.task_seed) for e in ends] == [(0, i, 9) for i in range(3)]
+    assert [e.failed_by for e in ends] == ["environment", None, None]
     buffer = GroupBuffer(3)
     for trajectory in delivered:
         validate_trajectory(trajectory, vocab_size=300, learner_version=0, max_tokens=100, routing=SCRIPTED_ROUTING)
@@ -121,9 +205,9 @@ class Unwell:
 
     def __init__(self, engine, environment_fails=0, engine_fails=0):
         self.engine, self.environment_fails, self.engine_fails = engine, environment_fails, engine_fails
-        self.budgets = {"failures": FailureBudget(1.0), "engine_failures": FailureBudget(1.0)}
+        self.ends = []
 
-    async def play(self, **settings):
+    async def play(self, tolerant=True, **settings):
         async def generate(request):
             self.engine_fails -= 1
             if self.engine_fails >= 0:
@@ -152,7 +236,7 @@ class Unwell:
             generator_id="g",
             deliver=deliver,
             report=lambda event, **fields: reports.append((event, fields.get("by"))),
-            **self.budgets,
+            over=self.ends.append if tolerant else None,
         )
         await player.play(GroupLease(0, 9, (0,)))
         ending, failed = delivered[0].stop_reason, [event for event, _ in reports].count("episode_failed")
@@ -180,25 +264,27 @@ async def test_an_episode_is_given_up_by_the_budget_that_is_spent(engine):
     ending, reports = await unwell.play(retries=9, engine_retries=1)
     assert ending == "error"
     assert reports[-1] == ("episode_given_up", "engine")
-    assert (unwell.budgets["engine_failures"].failed, unwell.budgets["failures"].failed) == (1, 0)
+    assert [e.failed_by for e in unwell.ends] == ["engine"]
 
 
 @pytest.mark.parametrize(
-    ("fails", "budget", "message"),
+    ("fails", "by", "message"),
     [
         (
             {"environment_fails": 1},
-            "failures",
+            "environment",
             r"by the environment \(episode\.retries = 0\).*ConnectionError(?s:.)*in step(?s:.)*is away",
         ),
-        ({"engine_fails": 1}, "engine_failures", r"by the engine \(episode\.engine_retries = 0\).*EngineError"),
+        ({"engine_fails": 1}, "engine", r"by the engine \(episode\.engine_retries = 0\).*EngineError"),
     ],
 )
-async def test_too_many_failures_stop_with_the_traceback_of_what_failed(engine, fails, budget, message):
+async def test_a_failure_is_told_or_raised_with_the_traceback_of_what_failed(engine, fails, by, message):
     unwell = Unwell(engine, **fails)
-    unwell.budgets[budget] = FailureBudget(0.0)
+    await unwell.play(retries=0, engine_retries=0)
+    assert [e.failed_by for e in unwell.ends] == [by]
+    assert re.search(message, unwell.ends[0].error)
     with pytest.raises(ExceptionGroup) as raised:
-        await unwell.play(retries=0, engine_retries=0)
+        await Unwell(engine, **fails).play(tolerant=False, retries=0, engine_retries=0)
     assert re.search(message, str(raised.value.exceptions[0]))
 
 

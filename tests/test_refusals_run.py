@@ -57,6 +57,6 @@ def test_one_bad_sample_costs_its_group_one_sample(untrained, tmp_path):
 
 
 def test_a_learner_that_refuses_too_much_ends_the_run_with_its_reason(untrained, tmp_path):
-    reason = r"rejected trajectory g\d+e0001: not to my liking \(\d of the last \d+ .*max_failed_fraction = 0\.1"
+    reason = r"too many tasks fail: 9 .*of the last \d+ tasks, failed by the learner; .*rejected trajectory g\d+e0001: not to"
     with pytest.raises(RunFailed, match=reason):
         run(untrained, tmp_path, RefusingAll)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.observe.jsonl import read_objects
+from r3async.observe.quarantine import describe_quarantine
 from r3async.observe.tokens import RunTokenizer
 from tools import inspect_checkpoint as checkpoints
 from tools.inspect_export import export
@@ -172,4 +173,4 @@ def describe_rest(run_dir: Path) -> list[str]:
     evaluations = sum(1 for _ in read_objects(run_dir / "evaluation.jsonl"))
     if evaluations:
         lines.append(f"evaluations: {evaluations} (evaluation.jsonl; `r3async report` draws them)")
-    return lines
+    return lines + describe_quarantine(run_dir)

@@ -22,6 +22,7 @@ from r3async.checkpoint import (
 )
 from r3async.checkpoint.lock import RunLock
 from r3async.config import Config, ConfigError, to_toml
+from r3async.observe.quarantine import FILE as QUARANTINE
 
 LOCK_SECONDS = 60.0
 """How long processes of the run's past may take to end."""
@@ -134,7 +135,7 @@ def _resume(config: Config, directory: Path, say: Callable[[str], object], repor
         say(f"changed since the checkpoint: {key} was {was!r}, is {now!r}")
     if opened.path.parent.absolute() != checkpoints.directory.absolute():  # of another run
         source = opened.path.parent.parent
-        for name in RECORDS:
+        for name in (*RECORDS, QUARANTINE):
             if (source / name).is_file():
                 shutil.copy(source / name, directory / name)
     _take_back(directory, opened)

@@ -30,9 +30,10 @@ class SuperviseConfig(Section):
     generator that dies is restarted by itself (`generator.max_restarts`)."""
     stop_grace_seconds: float = 30.0
     max_failed_fraction: float = 0.1
-    """Share of a generator's last 100 episodes that may fail for good (after `episode.retries`) before the run stops with what
-    the last one failed with. Failures of environments and of the engine are counted apart. A failed episode is not trained,
-    and is compared with nobody in its group. 0: the first one stops it."""
+    """Share of the run's last 100 tasks that may fail for good (after `episode.retries`) before it stops with what the last one
+    failed with; a task of which some episodes fail counts for their share. Failures of environments, of the engine and
+    refusals of the learner are counted apart. A failed episode is not trained, and is compared with nobody in its group. A
+    task of which every episode fails (not by the engine) is quarantined: it is not posed again. 0: the first failure stops it."""
 
     def __post_init__(self) -> None:
         positive(self, "stall_seconds", "step_seconds", "silence_seconds", "restart_backoff", "stop_grace_seconds")

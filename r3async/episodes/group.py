@@ -22,25 +22,24 @@ from r3async.episodes.loop import (
 )
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.failures import FailureBudget
+from r3async.scheduling.failures import By, EpisodeEnd
 
 TRACEBACK_CHARACTERS = 3000
 """Of the last failure's traceback, from its end, in the message that ends a run."""
 
 
 class _Kind(NamedTuple):
-    """What failures of the environment, or of the engine, may cost."""
+    """How often an episode may be tried again after a failure of the environment, or of the engine."""
 
     setting: str
     retries: int
-    failures: FailureBudget
 
 
 class GroupPlayer:
     """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
 
-    `play` plays one episode in place of an environment that `factory` makes. `failures` and `engine_failures`: how many episodes
-    may fail for good by the environment, and by the engine (default for both: none).
+    `play` plays one episode in place of an environment that `factory` makes. `over(end)` is told of each episode that is over,
+    and judges how many may fail for good; without it, the first one that does is raised.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class GroupPlayer:
         deliver: Callable[[Trajectory], Awaitable[None]],
         report: Callable[..., object],
         play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
-        failures: FailureBudget | None = None,
-        engine_failures: FailureBudget | None = None,
+        over: Callable[[EpisodeEnd], None] | None = None,
     ):
-        self._kinds = {
-            "environment": _Kind("episode.retries", settings.retries, failures or FailureBudget(0.0)),
-            "engine": _Kind("episode.engine_retries", settings.engine_retries, engine_failures or FailureBudget(0.0)),
+        self._kinds: dict[By, _Kind] = {
+            "environment": _Kind("episode.retries", settings.retries),
+            "engine": _Kind("episode.engine_retries", settings.engine_retries),
         }
+        self._over = over
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
         self.playing = 0
@@ -73,9 +72,9 @@ class GroupPlayer:
         """Returns when every episode of the lease was delivered. All of its turns go to this player's engine.
 
         An episode that fails is tried again: `episode.retries` times if the environment failed, `episode.engine_retries` times if
-        the engine did; the two are counted apart. Then a trajectory without turns stands for it (`failed_trajectory`), or, where
-        the budget of that kind allows no more, `EpisodeError` is raised with the last error's traceback, and the other episodes
-        of the lease are cancelled. A first prompt that is too long is an error at once.
+        the engine did; the two are counted apart. A first prompt that is too long fails at once. Then a trajectory without turns
+        stands for it (`failed_trajectory`); or, without `over`, `EpisodeError` is raised with the last error's traceback, and
+        the other episodes of the lease are cancelled.
         """
         async with asyncio.TaskGroup() as tasks:
             for index in lease.episode_indices:
@@ -95,23 +94,22 @@ class GroupPlayer:
         while True:
             try:
                 trajectory = await self._play_episode(task)
-                for kind in self._kinds.values():
-                    kind.failures.ended(failed=False)
+                self._tell(task)
                 return trajectory
-            except PromptTooLong:
-                raise
             except Exception as error:
-                who = "engine" if engine_failed(error) else "environment"
-                kind = self._kinds[who]
+                who: By = "engine" if engine_failed(error) else "environment"
                 tries[who] += 1
                 self._report(
                     "episode_failed", episode=task.trajectory_id, attempt=sum(tries.values()), by=who, error=repr(error)
                 )
-                if tries[who] <= kind.retries:
+                if tries[who] <= self._kinds[who].retries and not isinstance(error, PromptTooLong):
                     continue
-                if kind.failures.ended(failed=True):
-                    raise EpisodeError(_too_many(task, who, kind, tries[who], error)) from error
+                if self._over is None:
+                    if isinstance(error, PromptTooLong):
+                        raise
+                    raise EpisodeError(_given_up(task, who, self._kinds[who], tries[who], error)) from error
                 self._report("episode_given_up", episode=task.trajectory_id, by=who, error=repr(error))
+                self._tell(task, who, _given_up(task, who, self._kinds[who], tries[who], error))
                 return failed_trajectory(
                     task,
                     self._engine.routing,
@@ -121,6 +119,10 @@ class GroupPlayer:
                 )
             finally:
                 self.ended += 1
+
+    def _tell(self, task: EpisodeTask, failed_by: By | None = None, error: str = "") -> None:
+        if self._over is not None:
+            self._over(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, failed_by, error))
 
     async def _play_environment(self, task: EpisodeTask) -> Trajectory:
         assert self._factory is not None
@@ -138,10 +140,9 @@ def engine_failed(error: BaseException | None) -> bool:
     return False
 
 
-def _too_many(task: EpisodeTask, who: str, kind: _Kind, tries: int, error: Exception) -> str:
+def _given_up(task: EpisodeTask, who: By, kind: _Kind, tries: int, error: Exception) -> str:
     where = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
     return (
-        f"episode {task.trajectory_id} failed {tries} times by the {who} ({kind.setting} = {kind.retries}), and "
-        f"{kind.failures.describe()} by it (supervise.max_failed_fraction = {kind.failures.limit:g}); the last time: "
-        f"{error!r}\n{where}"
+        f"episode {task.trajectory_id} (task seed {task.task_seed}) failed {tries} times by the {who} ({kind.setting} = "
+        f"{kind.retries}); the last time: {error!r}\n{where}"
     )

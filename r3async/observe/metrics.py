@@ -182,6 +182,9 @@ METRICS: dict[str, Metric] = {
     "lag/generator_p50_ms": Metric(
         "generator lag", "ms", "The same of the generators' event loops, the worst of them."
     ),
+    "data/quarantined_tasks": Metric(
+        "tasks quarantined", "", "Tasks that are not posed again: all their episodes failed."
+    ),
     "data/epochs": Metric("epochs", "", "How often all tasks were leased, where the environment says how many it has."),
     "generator/restarts": Metric("restarts", "", "Generator processes that were restarted so far."),
 }

@@ -22,7 +22,7 @@ from r3async.engines.build import build_engine
 from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeTask, close_environment, failed_trajectory
+from r3async.episodes.loop import EpisodeTask, failed_trajectory
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.stacks import dump_stacks
@@ -36,6 +36,7 @@ from r3async.scheduling.pace import useful_places
 from r3async.serving.agents import is_agent
 from r3async.serving.evaluation import evaluate
 from r3async.serving.runner import Play, agent_player
+from r3async.serving.tasks import count_tasks, evaluated
 from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError
@@ -125,19 +126,8 @@ class GeneratorActor:
             **self.whereabouts(),
             "gpus": getattr(engine, "gpus", []),
             "routing": msgspec.structs.asdict(routing) if routing else None,
-            "tasks": await self._tasks(factory),
+            "tasks": await count_tasks(factory),
         }
-
-    @staticmethod
-    async def _tasks(factory: EnvironmentFactory | None) -> int | None:
-        """How many tasks the environment says it has. An agent says nothing of the kind."""
-        if factory is None:
-            return None
-        environment = factory()
-        try:
-            return getattr(environment, "size", None)
-        finally:
-            await close_environment(environment)
 
     def _engine_seed(self) -> int:
         """Of what the engine samples; different for every generator and every run."""
@@ -324,7 +314,7 @@ class GeneratorActor:
         """
         engine = self._loaded()
         settings = self.config.evaluation
-        env = settings.env if settings.env.name else self.config.env
+        env = evaluated(self.config)
         playing = asyncio.create_task(
             evaluate(
                 env,
@@ -335,6 +325,7 @@ class GeneratorActor:
                 self.config.serving,
                 episodes=settings.episodes,
                 seed=settings.seed,
+                trained=self.config.env,
                 concurrency=self.config.generator.concurrency,
                 generator_id=self.generator_id,
                 report=self.events.warning,

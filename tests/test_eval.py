@@ -3,11 +3,14 @@
 import asyncio
 import json
 import math
+import sys
 import types
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import actors.generator
 from actors.deaths import RunFailed
@@ -17,7 +20,9 @@ from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig,
 from r3async.envs.base import environment_factory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.seeds import evaluation_seed, training_seed
+from r3async.serving.agents import check_environment
 from r3async.serving.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
+from r3async.serving.tasks import evaluation_tasks
 from tests.helpers_serving import ready, renderer, said
 from tools.eval import Target, check_target, describe, find_target, run_evaluation
 
@@ -52,13 +57,13 @@ def test_the_figures_of_an_evaluation():
 
 async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_all_play_the_same_tasks():
     factory = environment_factory(REVERSE)
-    oracle = await evaluate_without_model("reverse-text", factory, "oracle", episodes=5, seed=1, max_turns=9)
+    oracle = await evaluate_without_model(REVERSE, factory, "oracle", episodes=5, seed=1, max_turns=9)
     assert (oracle.reward_mean, oracle.turns_mean, oracle.stop_reasons) == (
         pytest.approx(1.0),
         3,
         {"env_done": (5, pytest.approx(1.0))},
     )
-    cut = await evaluate_without_model("reverse-text", factory, "oracle", episodes=2, seed=1, max_turns=2)
+    cut = await evaluate_without_model(REVERSE, factory, "oracle", episodes=2, seed=1, max_turns=2)
     assert (cut.turns_mean, list(cut.stop_reasons)) == (2, ["turns"])
 
     chat, seeds, said_so_far = renderer(), [], []
@@ -75,7 +80,7 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
             return await self.env.step(action)
 
     engine = await ready(said(chat, "zzzz"))
-    values = {"episodes": 5, "seed": 1, "concurrency": 2, "progress": said_so_far.append}
+    values = {"episodes": 5, "seed": 1, "trained": REVERSE, "concurrency": 2, "progress": said_so_far.append}
     result = await evaluate(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), **values)
     assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
     assert len(said_so_far) == result.episodes == 5
@@ -89,7 +94,7 @@ async def test_an_environment_without_such_a_policy_is_named():
             return []
 
     with pytest.raises(ConfigError, match=r"--policy oracle.*'mine' has not got an oracle\(\)"):
-        await evaluate_without_model("mine", Mute, "oracle", episodes=1, seed=0, max_turns=1)
+        await evaluate_without_model(EnvConfig(name="mine"), Mute, "oracle", episodes=1, seed=0, max_turns=1)
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -172,7 +177,7 @@ async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_mod
     monkeypatch.setattr("tools.eval.ChatRenderer.from_model", lambda *a: chat)
     target = Target(tiny_model, config)
     phases, outcomes = [], []
-    values = {"episodes": 3, "seed": 0, "make_engine": lambda target: engine}
+    values = {"episodes": 3, "seed": 0, "make_engine": lambda config, model, seed: engine}
     result = await run_evaluation(target, **values, phase=phases.append, progress=outcomes.append)
     assert (result.episodes, len(outcomes), phases) == (3, 3, ["loading the model", "playing"])
     with pytest.raises(Exception, match="not running"):
@@ -186,7 +191,105 @@ async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_mod
             pass
 
     with pytest.raises(RunFailed, match="no memory"):
-        await run_evaluation(target, **{**values, "make_engine": lambda target: Broken()})
+        await run_evaluation(target, **{**values, "make_engine": lambda config, model, seed: Broken()})
+
+
+def write_rows(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "no"}) + "\n" for p in prompts))
+    return f"dataset:{path}"
+
+
+def make_dataset_run(tmp_path, evaluation=""):
+    """A run that trained on six rows."""
+    run = make_run(tmp_path, "rows", model=1)
+    train = write_rows(tmp_path / "train.jsonl", *(f"train{i}" for i in range(6)))
+    text = (
+        (run / "config.toml").read_text().replace('"reverse-text"', f'"{train}"').replace("args = { letters = 2 }", "")
+    )
+    (run / "config.toml").write_text(
+        text
+        + '[generator]\nengine = "scripted"\n[generator.engine_args]\ntoken_seconds = 0.0\n[weights]\nprobe = false\n'
+        + evaluation
+    )
+    return train
+
+
+async def played(target, monkeypatch, **values):
+    """The prompts that `r3async eval` posed, and what it told the maker of its engine."""
+    chat, told = renderer(), []
+    engine = await ready(said(chat, "yes"))
+    monkeypatch.setattr("tools.eval.ChatRenderer.from_model", lambda *a: chat)
+
+    def make(config, model, seed):
+        told.append((config, model, seed))
+        return engine
+
+    await run_evaluation(target, seed=0, make_engine=make, **values)
+    texts = {chat.tokenizer.decode([int(t) for t in call.prompt_ids]) for call in engine.calls}
+    return texts, told
+
+
+async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds_its_engine_by_the_runs_settings(
+    tmp_path, monkeypatch
+):
+    held_out = write_rows(tmp_path / "test.jsonl", *(f"test{i}" for i in range(4)))
+    make_dataset_run(tmp_path, f'[evaluation]\nseed = 5\n[evaluation.env]\nname = "{held_out}"\n')
+    target = find_target("rows", None, None, [], tmp_path)
+    texts, told = await played(target, monkeypatch, episodes=4)
+    assert [sum(f"test{i}" in text for text in texts) for i in range(4)] == [1, 1, 1, 1]
+    assert not any("train" in text for text in texts)
+    assert told == [(target.config, str(tmp_path / "rows" / "model"), 7)]
+    assert target.config.generator.engine == "scripted"
+    other = find_target("rows", None, None, [f"evaluation.env.name={held_out}", "env.args.reward=contains"], tmp_path)
+    assert (other.config.env.name, other.config.evaluation.seed) == (held_out, 5)
+
+
+async def test_eval_of_a_run_with_the_scripted_engine_loads_no_other(untrained, monkeypatch):
+    monkeypatch.setitem(sys.modules, "r3async.engines.vllm", None)  # importing it fails
+    scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]
+    result = await run_evaluation(Target(untrained, load_config("quickstart", scripted)), episodes=3, seed=0)
+    assert (result.episodes, result.tokens_mean > 0) == (3, True)
+
+
+@pytest.mark.parametrize("env", [None, "train"])
+async def test_tasks_that_were_trained_are_not_evaluated_unless_the_model_is_named_without_its_run(
+    tmp_path, monkeypatch, env
+):
+    train = make_dataset_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    name = env and "dataset:train.jsonl"  # the same file, by another path
+    for target in (
+        find_target("rows", None, name, [], tmp_path),
+        find_target("rows", None, name, ["env.args.reward=contains"], tmp_path),
+    ):
+        with pytest.raises(ConfigError, match=r"has 6 tasks, and the run trains on all.*`evaluation\.env`"):
+            await played(target, monkeypatch, episodes=4)
+    directory = find_target(
+        str(tmp_path / "rows" / "model"), None, train, ["episode.max_total_tokens=128", "episode.max_prompt_tokens=64"]
+    )
+    texts, _ = await played(directory, monkeypatch, episodes=6)
+    assert [sum(f"train{i}" in text for text in texts) for i in range(6)] == [1] * 6
+
+
+def test_a_run_that_would_evaluate_what_it_trains_is_refused_before_it_starts(tmp_path):
+    train = {"name": write_rows(tmp_path / "train.jsonl", "a", "b")}
+    check_environment(config_from_dict({"env": train}))
+    with pytest.raises(ConfigError, match="has 2 tasks, and the run trains on all"):
+        check_environment(config_from_dict({"env": train, "evaluation": {"every": 1}}))
+    test = {"name": write_rows(tmp_path / "test.jsonl", "c")}
+    check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "env": test}}))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(0, 3), st.integers(1, 120))
+def test_evaluation_poses_each_of_a_number_of_tasks_once_before_any_again(size, seed, episodes):
+    seeds = [task.task_seed for task in evaluation_tasks(REVERSE, size, seed, episodes)]
+    assert set(seeds) <= set(range(size))
+    for epoch in range(0, episodes, size):
+        posed = seeds[epoch : epoch + size]
+        assert len(set(posed)) == len(posed)
+    longer = evaluation_tasks(REVERSE, size, seed, episodes + 7)
+    assert [task.task_seed for task in longer[:episodes]] == seeds
 
 
 # -- inside a run -------------------------------------------------------------------------------------------------

@@ -74,9 +74,14 @@ def evaluate(
         ),
     ] = None,
     overrides: Overrides = None,
-    env: Annotated[str | None, typer.Option(help="the environment, as env.name", show_default="the run's own")] = None,
+    env: Annotated[
+        str | None, typer.Option(help="the environment, as env.name", show_default="that of the run's evaluations")
+    ] = None,
     episodes: Annotated[int, typer.Option(help="how many tasks")] = 64,
-    seed: Annotated[int, typer.Option(help="of the tasks; training poses none of them")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="of the tasks; training poses none of them", show_default="the run's evaluation.seed"),
+    ] = None,
     policy: Annotated[str, typer.Option(help="model, or oracle or random for scale")] = "model",
     preset: Annotated[
         str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")

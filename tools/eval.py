@@ -16,25 +16,30 @@ from actors.deaths import RunFailed
 from r3async.config import Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
 from r3async.config.read import parse_override
 from r3async.engines.base import Engine
+from r3async.engines.build import build_engine
 from r3async.envs.base import environment_factory
 from r3async.episodes.chat import ChatRenderer, TemplateError
 from r3async.serving.agents import OUTSIDE, is_agent, make_agent
 from r3async.serving.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model
+from r3async.serving.tasks import evaluated
 
 STOP_SECONDS = 30.0
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What to evaluate. `model` is a directory, or None where a policy plays that needs none; `config` says how to play."""
+    """What to evaluate. `model` is a directory, or None where a policy plays that needs none; `config` says how to play, and its
+    `env` what; `trained` is the environment that the run trained, if a run is evaluated."""
 
     model: Path | None
     config: Config
+    trained: EnvConfig | None = None
 
 
 def find_target(
     name: str, preset: str | None, env: str | None, overrides: list[str], root: Path = Path("runs")
 ) -> Target:
-    """A model directory, or a run, whose newest model it is and whose configuration counts; `overrides` over that.
+    """A model directory, or a run, whose newest model it is and whose configuration counts, with the environment of its
+    `[evaluation]`; `overrides` over that.
 
     A model directory is played with the defaults, or with a `preset`. Raises `ConfigError` for what is neither.
     """
@@ -43,7 +48,7 @@ def find_target(
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and not any(text.startswith("env.name") for text in overrides):
             raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME")
-        model, base = Path(name), load_config(preset) if preset else Config()
+        model, base, trained = Path(name), load_config(preset) if preset else Config(), None
     else:
         try:
             run = find_run(name, root)
@@ -56,13 +61,16 @@ def find_target(
         found = next((path for path in made if (path / "config.json").is_file()), None)
         if found is None:
             raise ConfigError(f"{run} has no model yet: neither {made[0]} nor {made[1]} has a config.json")
-        model = found
-    return Target(model.absolute(), _override(base, env, overrides))
+        model, trained = found, base.env
+    return Target(model.absolute(), _override(base, env, overrides), trained)
 
 
 def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
+    """`env` of what is returned is what evaluation plays; overrides of `env` change that, as overrides of `evaluation.env` do."""
     data = to_dict(base)
-    if env is not None and env != base.env.name:
+    data["env"] = to_dict(evaluated(base))
+    data["evaluation"].pop("env", None)
+    if env is not None and env != data["env"]["name"]:
         data["env"] = {"name": env}  # arguments of another environment are not this one's
     for text in overrides:
         keys, value = parse_override(text)
@@ -72,7 +80,8 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
             if not isinstance(section, dict):
                 raise ConfigError(f"override {text!r}: `{key}` is not a section")
         section[keys[-1]] = value
-    return config_from_dict(data)
+    config = config_from_dict(data)
+    return msgspec.structs.replace(config, env=evaluated(config))
 
 
 def without_model(preset: str | None, env: str | None, overrides: list[str]) -> Target:
@@ -116,7 +125,7 @@ async def run_evaluation(
     phase: Callable[[str], object] = lambda text: None,
     progress: Callable[[Outcome], object] = lambda outcome: None,
     report: Callable[..., object] = lambda event, **fields: None,
-    make_engine: Callable[[Target], Engine] | None = None,
+    make_engine: Callable[[Config, str, int], Engine] = build_engine,
 ) -> Evaluation:
     """Raises `ConfigError` for what can be mended beforehand, and `RunFailed` with what an episode or the engine failed with."""
     check_target(target, policy)
@@ -126,11 +135,12 @@ async def run_evaluation(
         assert factory is not None
         phase(f"playing the {policy} policy")
         return await evaluate_without_model(
-            config.env.name,
+            config.env,
             factory,
             policy,
             episodes=episodes,
             seed=seed,
+            trained=target.trained,
             max_turns=config.episode.max_turns,
             progress=progress,
         )
@@ -138,7 +148,7 @@ async def run_evaluation(
     assert target.model is not None
     try:
         renderer = ChatRenderer.from_model(target.model, config.episode.template_args)
-        engine = (make_engine or vllm_engine)(target)
+        engine = make_engine(config, str(target.model), config.seed)
     except (TemplateError, ValueError, OSError) as error:
         raise ConfigError(f"the model in {target.model} can not be used: {error}") from error
     try:
@@ -153,6 +163,7 @@ async def run_evaluation(
             config.serving,
             episodes=episodes,
             seed=seed,
+            trained=target.trained,
             concurrency=config.generator.concurrency,
             generator_id="eval",
             report=report,
@@ -166,21 +177,6 @@ async def run_evaluation(
         raise RunFailed(str(error)) from error
     finally:
         await asyncio.wait_for(engine.stop(), STOP_SECONDS)
-
-
-def vllm_engine(target: Target) -> Engine:
-    from r3async.engines.vllm import VllmEngine
-
-    settings = target.config.generator
-    return VllmEngine(
-        str(target.model),
-        dtype=settings.dtype,
-        concurrency=settings.concurrency,
-        max_model_len=target.config.episode.max_total_tokens,
-        threads=settings.threads,
-        kv_cache_gib=settings.kv_cache_gib,
-        engine_args={"seed": target.config.seed, **settings.engine_args},
-    )
 
 
 def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
@@ -203,7 +199,7 @@ def eval_command(
     *,
     preset: str | None,
     episodes: int,
-    seed: int,
+    seed: int | None,
     policy: Literal["model"] | Policy,
     json: bool,
     root: Path = Path("runs"),
@@ -215,6 +211,8 @@ def eval_command(
         what = without_model(preset, env, overrides)
     else:
         what = find_target(target or "latest", preset, env, overrides, root)
+    if seed is None:
+        seed = what.config.evaluation.seed
     screen = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen

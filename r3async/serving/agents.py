@@ -29,6 +29,7 @@ from r3async.envs.base import environment_factory
 from r3async.episodes.loop import EpisodeError
 from r3async.serving.server import AgentServer
 from r3async.serving.session import Session
+from r3async.serving.tasks import evaluated, refuse_trained_tasks
 
 FUNCTION = "agent:"
 COMMAND, OUTSIDE = "agent-command", "agent-outside"
@@ -48,13 +49,15 @@ def is_agent(env: EnvConfig) -> bool:
 
 def check_environment(config: Config) -> None:
     """Raise `ConfigError` for an environment, or an agent, that can not be used in this run, to train or to evaluate."""
-    evaluated = config.evaluation.env if config.evaluation.every and config.evaluation.env.name else config.env
-    for env in [config.env] if evaluated is config.env else [config.env, evaluated]:
+    played = evaluated(config) if config.evaluation.every else config.env
+    for env in [config.env] if played is config.env else [config.env, played]:
         if is_agent(env):
             make_agent(env)
         else:
-            environment_factory(env)
-    if config.evaluation.every and evaluated.name == OUTSIDE:
+            factory = environment_factory(env)
+            if config.evaluation.every and env is played:
+                refuse_trained_tasks(env, getattr(factory(), "size", None), config.env)
+    if config.evaluation.every and played.name == OUTSIDE:
         raise ConfigError(
             f'`env.name` = "{OUTSIDE}" can not be evaluated, since nobody has to come: set `evaluation.env.name` to something '
             "that plays by itself, or `evaluation.every` = 0"

@@ -19,18 +19,10 @@ from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
 from r3async.episodes.loop import EpisodeTask, close_environment
 from r3async.records import Trajectory
-from r3async.scheduling.seeds import evaluation_seed
 from r3async.serving.runner import agent_player
+from r3async.serving.tasks import EvaluationTask, count_tasks, evaluation_tasks
 
 Policy = Literal["oracle", "random"]
-
-
-class EvaluationTask(EpisodeTask, frozen=True):
-    """An episode of no lease; `group_index` counts them. Its id is no training trajectory's."""
-
-    @property
-    def trajectory_id(self) -> str:
-        return f"evaluation{self.group_index:06d}"
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -105,16 +97,19 @@ async def evaluate(
     *,
     episodes: int,
     seed: int,
+    trained: EnvConfig | None,
     concurrency: int,
     generator_id: str = "",
     report: Callable[..., object] = lambda event, **fields: None,
     progress: Callable[[Outcome], object] = lambda outcome: None,
 ) -> Evaluation:
-    """Play the tasks of `seed`, at most `concurrency` at once. `factory`: of `env`; None for an agent.
+    """Play the tasks of `seed`, at most `concurrency` at once. `factory`: of `env`; None for an agent. `trained`: see
+    `evaluation_tasks`, which may raise `ConfigError`.
 
     An episode that fails is tried again `episode.retries` times; then what it failed with is raised and the others are cancelled.
     `report(event, **fields)` hears of failed tries, `progress` of each outcome.
     """
+    tasks = evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained)
     outcomes: list[Outcome] = []
 
     async def deliver(trajectory: Trajectory) -> None:
@@ -135,17 +130,13 @@ async def evaluate(
             report=report,
             play=play,
         )
-        await _all(player.play_one, evaluation_tasks(seed, episodes), concurrency)
+        await _all(player.play_one, tasks, concurrency)
     return summarize_outcomes(outcomes, time.monotonic() - began)
 
 
-def evaluation_tasks(seed: int, episodes: int) -> list[EvaluationTask]:
-    """The first tasks of the endless list that `seed` stands for."""
-    # Index 0 of a group would keep a preview of what was said, for nobody.
-    return [EvaluationTask(i, 1, evaluation_seed(seed, i)) for i in range(episodes)]
-
-
-async def _all(play: Callable[[EpisodeTask], Awaitable[None]], tasks: Sequence[EpisodeTask], concurrency: int) -> None:
+async def _all(
+    play: Callable[[EpisodeTask], Awaitable[None]], tasks: Sequence[EvaluationTask], concurrency: int
+) -> None:
     room = asyncio.Semaphore(concurrency)
 
     async def one(task: EpisodeTask) -> None:
@@ -158,27 +149,28 @@ async def _all(play: Callable[[EpisodeTask], Awaitable[None]], tasks: Sequence[E
 
 
 async def evaluate_without_model(
-    name: str,
+    env: EnvConfig,
     factory: EnvironmentFactory,
     policy: Policy,
     *,
     episodes: int,
     seed: int,
+    trained: EnvConfig | None = None,
     max_turns: int,
     progress: Callable[[Outcome], object] = lambda outcome: None,
 ) -> Evaluation:
     """The same tasks under the environment's oracle, or under its random answers: what its rewards mean.
 
-    Raises `ConfigError` if the environment, which is called `name`, has no such policy.
+    Raises `ConfigError` if the environment has no such policy, and see `evaluation_tasks`.
     """
     began = time.monotonic()
     outcomes = []
-    for task in evaluation_tasks(seed, episodes):
-        env = factory()
+    for task in evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained):
+        environment = factory()
         try:
-            rewards, reason = await _play_policy(env, name, policy, task.task_seed, max_turns)
+            rewards, reason = await _play_policy(environment, env.name, policy, task.task_seed, max_turns)
         finally:
-            await close_environment(env)
+            await close_environment(environment)
         outcomes.append(Outcome(sum(rewards), len(rewards), reason))
         progress(outcomes[-1])
     return summarize_outcomes(outcomes, time.monotonic() - began)

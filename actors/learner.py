@@ -23,7 +23,7 @@ from actors.saving import LEARNER_RECORDS, Books, Progress, Saver, Trained
 from actors.training import StepOf
 from r3async.appending import KEEPER, AppendFile
 from r3async.batching.cost import Cost, cost_model
-from r3async.buffer.groups import GroupBuffer
+from r3async.buffer.groups import GroupBuffer, largest_trajectory
 from r3async.buffer.spool import Spool
 from r3async.buffer.validation import validate_trajectory
 from r3async.checkpoint import RunState, open_checkpoint
@@ -37,7 +37,7 @@ from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import StepTracer
 from r3async.observe.trained import FILE as TRAINED_FILE
 from r3async.observe.trained import episode_metrics, previews, trained_step
-from r3async.records import Trajectory
+from r3async.records import Trajectory, is_name_in
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
 from r3async.scheduling.age import age_metrics, check_ages
 from r3async.transport.keys import learner_keys
@@ -131,6 +131,8 @@ class LearnerActor:
             self.config.transport,
             self._arrive,
             keys=keys,
+            claims=lambda group, name: is_name_in(group, name, schedule.samples_per_group),
+            largest=largest_trajectory(self.config, self.routing),
             validate=self._validate,
             store=self._spool,
             # A step may wait for that many groups, counted from the oldest that is not trained.

@@ -240,6 +240,19 @@ class Sample(msgspec.Struct):
     temperature: float = 1.0
 
 
+def trajectory_name(group_index: int, episode_index: int) -> str:
+    """The same for every try at this episode, so that a repeated one is recognised."""
+    return f"g{group_index:08d}e{episode_index:04d}"
+
+
+def is_name_in(group_index: int, name: str, samples_per_group: int) -> bool:
+    """Whether `name` is that of an episode of this group."""
+    _, _, episode = name.rpartition("e")
+    # A longer one is no episode's, and costs time to read.
+    index = int(episode) if len(episode) <= 9 and episode.isascii() and episode.isdigit() else -1
+    return 0 <= index < samples_per_group and group_index >= 0 and name == trajectory_name(group_index, index)
+
+
 class Trajectory(msgspec.Struct):
     """One finished episode. `group_index` counts leases; `episode_index` counts the G episodes of one prompt."""
 

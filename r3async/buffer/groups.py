@@ -12,9 +12,16 @@ from r3async.engines.base import RoutingShape
 from r3async.records import SCHEMA, Trajectory
 from r3async.scheduling.admission import slots_of
 from r3async.scheduling.window import Consumed
+from r3async.transport.wire import MAX_HEADER
 
 HEADER_BYTES = 4096
 """Allowed for what is not token data in one trajectory."""
+
+
+def largest_trajectory(config: Config, routing: RoutingShape | None) -> int:
+    """Bytes that one trajectory may take in memory: every turn a row of its own, each as long as it may be."""
+    rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
+    return min(config.transport.max_message_bytes, rows + MAX_HEADER)
 
 
 def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
@@ -23,6 +30,13 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
     With less credit than this, groups that are not trained yet could hold all of it while the one that is to be trained
     next waits to be sent, and nothing would ever move again. The window does not matter: who is overtaken keeps a slot.
     """
+    schedule = config.schedule
+    groups = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+    episodes = groups * schedule.samples_per_group
+    return episodes * (config.episode.max_total_tokens * _bytes_per_token(routing) + HEADER_BYTES)
+
+
+def _bytes_per_token(routing: RoutingShape | None) -> int:
     sizes = {"layers": routing.layers if routing else 0, "top_k": routing.top_k if routing else 0}
     wide = routing is not None and routing.num_experts > 256
     per_token = 0
@@ -31,10 +45,7 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
         for dimension in column.inner:
             count *= sizes[dimension]
         per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
-    schedule = config.schedule
-    groups = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
-    episodes = groups * schedule.samples_per_group
-    return episodes * (config.episode.max_total_tokens * per_token + HEADER_BYTES)
+    return per_token
 
 
 class GroupBuffer:

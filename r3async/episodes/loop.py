@@ -16,7 +16,7 @@ from r3async.engines.base import Engine, GenerationRequest, RoutingShape
 from r3async.envs.base import Action, Environment
 from r3async.episodes.chat import ChatRenderer, Conversation
 from r3async.episodes.rows import EpisodeRows, SampleBuilder
-from r3async.records import Sample, Trajectory
+from r3async.records import Sample, Trajectory, trajectory_name
 
 ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
 """What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
@@ -46,8 +46,7 @@ class EpisodeTask(msgspec.Struct, frozen=True):
 
     @property
     def trajectory_id(self) -> str:
-        """The same for every try at this episode, so that a repeated one is recognised."""
-        return f"g{self.group_index:08d}e{self.episode_index:04d}"
+        return trajectory_name(self.group_index, self.episode_index)
 
 
 def room_for_answer(prompt_tokens: int, settings: EpisodeConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,13 +26,16 @@ class CreditPool:
     A message is offered, granted (its bytes are reserved), arrives (they are held) and is released. `oldest` is the first
     group that is not consumed, and the `window` groups from there on are what the next step may wait for.
 
-    Rule: a message of the window is granted at once. Any other is granted if it fits into `total`, or if nothing else is
-    used, in the order of the groups, and nothing overtakes one that does not fit.
+    Rule: a message of the window is granted at once, to one sender: while that one has the grant, or it is held, another that
+    claims the same message waits like any other, and in nobody's way. Any other message is granted if it fits into `total`,
+    or if nothing else is used, in the order of the groups, and nothing overtakes one that does not fit. What is claimed for
+    a group that is consumed is forgotten.
 
     * It can not deadlock: whatever else is held, all messages of the window are granted, so the step gets its groups,
       consumes them, and the window moves. A message waits at most until its group is in the window.
     * It is bounded: beyond `total` there are only messages that were granted in the window, and they leave it only by being
-      consumed: `used <= max(total, largest message) + bytes of the groups oldest .. oldest + window - 1`.
+      consumed: `used <= max(total, largest message) + bytes of the groups oldest .. oldest + window - 1`. Whatever senders
+      claim, these are at most `window` times the messages that a group may have times the largest (see `Receiver`).
     """
 
     def __init__(self, total: int, window: int = 1):
@@ -48,6 +52,8 @@ class CreditPool:
         self._queue: list[tuple[int, int, bytes, str]] = []
         self._order = itertools.count()
         self._held: dict[str, int] = {}
+        self._granted: Counter[str] = Counter()
+        """Grants of each message that are outstanding, over all senders."""
 
     @property
     def used(self) -> int:
@@ -60,7 +66,7 @@ class CreditPool:
 
     def urgent(self, group_index: int) -> bool:
         """The next step may wait for this group."""
-        return group_index < self.oldest + self.window
+        return self.oldest <= group_index < self.oldest + self.window
 
     def advance(self, oldest: int) -> None:
         """Groups before `oldest` are consumed."""
@@ -90,20 +96,32 @@ class CreditPool:
         somewhere else (a disk).
         """
         granted: dict[bytes, list[str]] = {}
+        claimed_twice = []
         self.short_of_room = False
         while self._queue:
-            group_index, order, sender, message = self._queue[0]
-            if self._waiting.get((sender, message)) == order:
+            entry = group_index, order, sender, message = self._queue[0]
+            if self._waiting.get((sender, message)) != order:
+                pass
+            elif group_index < self.oldest:
+                self.cancel(sender, message)
+            else:
                 nbytes = self._offers[sender][message].nbytes
                 fits = not self.used or self.used + nbytes <= self.total
                 has_room = self.reserved + nbytes <= room
-                if not (self.urgent(group_index) or (fits and has_room)):
+                twice = message in self._held or message in self._granted
+                if (self.urgent(group_index) and not twice) or (fits and has_room):
+                    del self._waiting[sender, message]
+                    self.reserved += nbytes
+                    self._granted[message] += 1
+                    granted.setdefault(sender, []).append(message)
+                elif self.urgent(group_index):
+                    claimed_twice.append(entry)
+                else:
                     self.short_of_room = fits and not has_room
                     break
-                del self._waiting[sender, message]
-                self.reserved += nbytes
-                granted.setdefault(sender, []).append(message)
             heapq.heappop(self._queue)
+        for entry in claimed_twice:
+            heapq.heappush(self._queue, entry)
         return granted
 
     def granted(self, sender: bytes) -> list[str]:
@@ -138,6 +156,9 @@ class CreditPool:
             return
         if self._waiting.pop((sender, message), None) is None:
             self.reserved -= offered.nbytes
+            self._granted[message] -= 1
+            if not self._granted[message]:
+                del self._granted[message]
 
     def drop(self, sender: bytes) -> None:
         """Forget all offers and grants of a sender that is gone. What arrived from it stays held."""

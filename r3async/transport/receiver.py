@@ -51,6 +51,7 @@ PATIENCE = 4
 """A sender that is silent for this many `ack_timeout`s is gone, and what was granted to it is granted to others."""
 MAX_REASON = 500
 MAX_IN_HAND = 64
+MAX_SENDERS = 1024
 MAX_ACKS = 64
 """Ids in one message: it must stay below `MAX_CONTROL` however long they are."""
 
@@ -72,9 +73,13 @@ class Receiver:
 
     Memory: trajectories that are under way, or handed over and not released, take at most `settings.credit_bytes`, and
     beyond that only what the next `window` groups take, which are let through whatever else is held; `CreditPool` has the
-    rule and why it can not deadlock. Call `release` for each trajectory that is no longer held in memory, or `forget`
-    for a whole group, in the order of groups as far as possible. With a store, a trajectory that would go beyond
-    `store.memory_bytes` is handed over mapped from disk; and if the store has no room, only the window is granted.
+    rule and why it can not deadlock. What a sender claims is limited: `claims(group, trajectory_id)` says whether a group
+    has such a trajectory, and no trajectory takes more than `largest` bytes. So memory is bounded whatever senders say, by
+    `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`.
+
+    Call `release` for each trajectory that is no longer held in memory, or `forget` for a whole group, in the order of
+    groups as far as possible. With a store, a trajectory that would go beyond `store.memory_bytes` is handed over mapped
+    from disk; and if the store has no room, only the window is granted.
 
     Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger and the store
     neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
@@ -93,6 +98,8 @@ class Receiver:
         on_trajectory: Callable[[Trajectory, int], None],
         *,
         keys: ServerKeys,
+        claims: Callable[[int, str], bool] | None = None,
+        largest: int | None = None,
         validate: Callable[[Trajectory], None] | None = None,
         store: Store | None = None,
         window: int = 1,
@@ -122,6 +129,9 @@ class Receiver:
         self.refused: Counter[str] = Counter()
         """Peers that were not let in, each time they tried, by reason."""
         self._keys = keys
+        self._claims = claims
+        limits = (settings.max_message_bytes, largest)
+        self._largest = min(limit for limit in limits if limit is not None)
         self._store = store
         self._on_reject = on_reject
         self._port = port
@@ -255,6 +265,9 @@ class Receiver:
         elif hello.schema != self._schema.fingerprint:
             kind = "another schema"
             problem = f"token schema {hello.schema!r}, the learner has {self._schema.fingerprint!r}: the columns differ"
+        elif identity not in self._peers and len(self._peers) >= MAX_SENDERS:
+            kind = "too many senders"
+            problem = f"{MAX_SENDERS} senders are connected, which is as many as may be"
         if problem:
             self.rejected += 1
             self.refused[kind] += 1
@@ -277,10 +290,13 @@ class Receiver:
         return True
 
     def _offer(self, identity: bytes, offer: Offer) -> None:
-        limit = self.settings.max_message_bytes
         known = [p.trajectory_id for p in offer.parcels if (p.group_index, p.trajectory_id) in self.ledger]
-        too_large = [p for p in offer.parcels if p.nbytes > limit]
-        refused = {*known, *(p.trajectory_id for p in too_large)}
+        wrong = {
+            p.trajectory_id: problem
+            for p in offer.parcels
+            if (problem := self._problem(p.group_index, p.trajectory_id, p.nbytes))
+        }
+        refused = {*known, *wrong}
         self._pool.offer(
             identity,
             {
@@ -293,8 +309,8 @@ class Receiver:
         )
         if known:
             self._acknowledge_again(identity, *known)  # Without moving their payload again.
-        for parcel in too_large:
-            self._reject(identity, parcel.trajectory_id, f"{parcel.nbytes} bytes, more than {limit}")
+        for trajectory_id, problem in wrong.items():
+            self._reject(identity, trajectory_id, problem)
         if offer.more:
             self._grant()
         else:
@@ -303,6 +319,11 @@ class Receiver:
     def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
         trajectory_id, group_index = message.trajectory_id, message.group_index
         if trajectory_id in self._intake:
+            return
+        if problem := self._problem(group_index, trajectory_id):
+            self._pool.cancel(identity, trajectory_id)
+            self._reject(identity, trajectory_id, problem)
+            self._grant()
             return
         if (group_index, trajectory_id) in self.ledger:
             self._pool.cancel(identity, trajectory_id)
@@ -322,6 +343,14 @@ class Receiver:
             self._grant()
             return
         self._intake.add(Parcelled(identity, trajectory_id, group_index, frames, nbytes))
+
+    def _problem(self, group_index: int, trajectory_id: str, nbytes: int = 0) -> str:
+        """Why nothing of the kind is ever granted or taken; empty if it may be."""
+        if nbytes > self._largest:
+            return f"{nbytes} bytes, more than {self._largest}"
+        if group_index < 0 or (self._claims is not None and not self._claims(group_index, trajectory_id)):
+            return f"group {group_index} has no trajectory {trajectory_id!r}"
+        return ""
 
     def _answer(self, parcel: Parcelled, outcome: Outcome) -> None:
         if outcome.kind == "over":

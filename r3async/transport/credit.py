@@ -69,8 +69,13 @@ class CreditPool:
         return self.oldest <= group_index < self.oldest + self.window
 
     def advance(self, oldest: int) -> None:
-        """Groups before `oldest` are consumed."""
-        self.oldest = max(self.oldest, oldest)
+        """Groups before `oldest` are consumed. Offers and grants of them end: a sender that keeps one would keep its bytes."""
+        if oldest <= self.oldest:
+            return
+        self.oldest = oldest
+        for sender, offers in self._offers.items():
+            for message in [m for m, offered in offers.items() if offered.group_index < oldest]:
+                self.cancel(sender, message)
 
     def offer(self, sender: bytes, messages: Mapping[str, Offered], *, more: bool = False) -> None:
         """All that `sender` wants to send, replacing its earlier offers. What it offered before keeps its place and its
@@ -81,6 +86,8 @@ class CreditPool:
             for message in offers.keys() - messages.keys():
                 self.cancel(sender, message)
         for message, offered in messages.items():
+            if offered.group_index < self.oldest:
+                continue
             if message not in offers and not (more and len(offers) >= MAX_PARCELS):
                 offers[message] = offered
                 order = self._waiting[sender, message] = next(self._order)
@@ -100,11 +107,7 @@ class CreditPool:
         self.short_of_room = False
         while self._queue:
             entry = group_index, order, sender, message = self._queue[0]
-            if self._waiting.get((sender, message)) != order:
-                pass
-            elif group_index < self.oldest:
-                self.cancel(sender, message)
-            else:
+            if self._waiting.get((sender, message)) == order:
                 nbytes = self._offers[sender][message].nbytes
                 fits = not self.used or self.used + nbytes <= self.total
                 has_room = self.reserved + nbytes <= room

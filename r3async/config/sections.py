@@ -98,7 +98,8 @@ class EpisodeConfig(Section):
     """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
     `supervise.max_failed_fraction`."""
     engine_retries: int = 2
-    """Times an episode in which the engine failed (an error, an aborted request) is tried again, besides."""
+    """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
+    it stay; an episode that needs more has failed."""
 
     def __post_init__(self) -> None:
         positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")

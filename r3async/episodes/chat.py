@@ -179,7 +179,7 @@ class Conversation:
                 kept.append(piece)
                 continue
             text = piece.text.strip()
-            # A cut answer ends where its own white space does, if the template has not taken that: what follows is the template's.
+            # A cut answer ends where its own white space does, if the template has not taken that.
             own = "(?:" + re.escape(piece.text[len(piece.text.rstrip()) :]) + ")?"
             end = r"\s*" + re.escape(piece.stop) if piece.stop else own
             match = re.compile(r"\s*" + re.escape(text) + end).match(rendered, at)

@@ -17,7 +17,7 @@ from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
-from r3async.config.section import ConfigError, Section, positive
+from r3async.config.section import ConfigError, Section, Seed, plain_type, positive
 from r3async.config.sections import (
     ClusterConfig,
     EnvConfig,
@@ -38,7 +38,7 @@ class Config(Section):
 
     name: str = ""
     """Run directory below `runs/`; default: preset and time."""
-    seed: int = 0
+    seed: Seed = 0
     steps: int = 100
     resume: str = "auto"
     """`auto`: go on from the newest intact checkpoint of this run, if it has any. `none`: begin anew. Or the path of a
@@ -89,7 +89,7 @@ MOVED = {"algorithm.correction.max_token_age": "schedule.max_token_age"}
 
 
 def _fields(kind: type) -> dict[str, Any]:
-    return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+    return {f.encode_name: plain_type(f.type) for f in msgspec.structs.fields(kind)}
 
 
 def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:

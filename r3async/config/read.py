@@ -33,6 +33,17 @@ from r3async.config.serving import EvaluationConfig, ServingConfig
 from r3async.config.supervise import SuperviseConfig
 
 
+def name_problem(name: str) -> str:
+    """Why no run can have that name; "" for a good one, and for none, which means preset and time."""
+    if name == "latest":
+        return "is the link to the newest run"
+    if name and (name in (".", "..") or Path(name).name != name or "\\" in name):
+        return "is a path, and a run stays in its directory of runs (--runs chooses another)"
+    if name and (not name.strip() or not name.isprintable() or len(name.encode()) > 200):
+        return "is not readable: 1 to 200 bytes, no control characters"
+    return ""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -63,6 +74,8 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         positive(self, "steps")
+        if problem := name_problem(self.name):
+            raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
         if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE:

@@ -23,7 +23,6 @@ from r3async.appending import KEEPER
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.books import decode_state
-from r3async.checkpoint.lock import RunLock
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
@@ -43,8 +42,6 @@ class Conductor:
     def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b""):
         """`state`: of the checkpoint that the run goes on from (`encode_state`); empty if it begins."""
         begin(Path(run_dir) / "logs" / "conductor.log")
-        self._lock = RunLock(Path(run_dir))
-        self._lock.shared()
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir = run_id, Path(run_dir)
         self.events = open_events(self.run_dir, "conductor")

@@ -1,6 +1,7 @@
 """Which directory a run gets, and what is in it when it begins: new, as its newest checkpoint left it, or refused."""
 
 import errno
+import inspect
 import json
 import os
 import subprocess
@@ -9,6 +10,10 @@ import time
 
 import pytest
 
+from actors.conductor import Conductor
+from actors.generator import GeneratorActor
+from actors.learner import LearnerActor
+from actors.ranks import RankActor
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model
@@ -258,3 +263,26 @@ def test_a_full_disk_is_named_with_its_free_bytes_before_anything_is_made(tmp_pa
         raise RuntimeError("I/O error: No space left on device (os error 28)")
     with pytest.raises(OSError, match="rights"), full_disk_is_named(tmp_path):
         raise PermissionError("no rights")
+
+
+def test_every_actor_holds_the_lock_of_the_run_it_writes_to(tmp_path):
+    """Whatever its role: `begin` is the first thing that each does."""
+    script = """
+import sys
+from pathlib import Path
+from actors.process import begin
+begin(Path(sys.argv[1]) / "logs" / "learner-rank-0.log")
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        lock = RunLock(tmp_path)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "logs" / "learner-rank-0.log").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not lock.alone(0.2)
+        process.communicate(timeout=60)
+        assert lock.alone(10)
+    for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
+        assert "begin(Path(run_dir)" in inspect.getsource(actor.__init__)

@@ -158,6 +158,12 @@ async def test_verifiers_scores_a_single_turn_with_its_own_weights():
     assert paid == [1.0, 0.25, 0.0]
 
 
+async def test_verifiers_tasks_are_numbered_so_that_each_is_posed_once_an_epoch():
+    env = make("verifiers:vf_coached_sums", {"tasks": 9})()
+    assert env.size == 9
+    assert len({(await env.reset(seed))[0].content for seed in range(9)}) == 9
+
+
 async def test_verifiers_multi_turn_environments_lead_the_conversation():
     factory = make("verifiers:vf_coached_sums", {"tasks": 9})
     env = factory()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
-import random
 import weakref
 from typing import Any
 
@@ -32,7 +31,7 @@ class Exchange:
 
 
 class VerifiersEpisode:
-    """One episode of `env` on a task that the seed chooses. `async`: it is played in this process's event loop.
+    """One episode of `env` on the task that the seed numbers. `async`: it is played in this process's event loop.
 
     Reward, with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it. An episode of
     verifiers that ended with an error raises `EnvironmentFailed` with its traceback.
@@ -43,10 +42,14 @@ class VerifiersEpisode:
         self._exchange = Exchange()
         self._episode: asyncio.Task[Any] | None = None
 
+    @property
+    def size(self) -> int:
+        return len(self._tasks)
+
     async def reset(self, task_seed: int) -> list[Message]:
         self.close()
         self._exchange = Exchange()
-        task = random.Random(task_seed).choice(self._tasks)
+        task = self._tasks[task_seed % self.size]
         episode = asyncio.create_task(play(self._vf, self._env, task, self._exchange))
         self._episode = episode
         # An episode that is given up before its end has nobody to end it: an open one holds a server and a folder.

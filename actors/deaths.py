@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 from actors.process import NotLoaded
+
+T = TypeVar("T")
 
 
 class RunFailed(RuntimeError):
@@ -17,6 +22,16 @@ class ProcessDied(RunFailed):
 
 class Gone(RuntimeError):
     """A process died, and its death was seen elsewhere first."""
+
+
+async def within(answer: Awaitable[T], seconds: float, failure: str, setting: str) -> T:
+    """An actor's answer. Raises `RunFailed` with what did not happen and the setting that says how long it may take."""
+    try:
+        return await asyncio.wait_for(answer, seconds)
+    except TimeoutError as error:
+        if str(error):  # the actor's own, which says more
+            raise
+        raise RunFailed(f"{failure} within {seconds:g} s ({setting})") from error
 
 
 def is_death(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from r3async.config.hosts import is_loopback
-from r3async.config.section import Section, Seed, Signed, positive
+from r3async.config.section import Section, positive
 from r3async.config.sections import EnvConfig
 
 
@@ -26,7 +26,7 @@ class ServingConfig(Section):
     """What `/v1/models` calls the model. Requests may name any."""
     max_sessions: int = 64
     """Sessions that may be open at once for agents that others start."""
-    unrewarded: Signed | None = None
+    unrewarded: float | None = None
     """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class EvaluationConfig(Section):
     episodes: int = 32
     env: EnvConfig = msgspec.field(default_factory=lambda: EnvConfig(name=""))
     """Which environment. An empty name: the one that is trained, with its arguments."""
-    seed: Seed = 0
+    seed: int = 0
     """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
     timeout: float = 1800.0
     """Seconds after which an evaluation is given up."""

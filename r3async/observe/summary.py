@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.config import ScheduleConfig
 from r3async.observe.events import read_events
 from r3async.observe.metrics import read_metrics
 from r3async.observe.report_evaluation import REWARD, read_evaluations
-from r3async.scheduling.admission import age_bound
+from r3async.scheduling.admission import oldest_age
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -103,16 +102,12 @@ def summarize(run_dir: Path) -> RunSummary:
     return summarize_records(run_dir, rows, events, read_run_config(run_dir))
 
 
-def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
-    """Of a run's configuration as plain data, also one of another release; None if it has none."""
-    found = config.get("schedule")
-    if not isinstance(found, dict) or "max_staleness" not in found:
+def _age_bound(schedule: dict[str, Any]) -> int | None:
+    """None if the run's configuration is not there."""
+    if "max_staleness" not in schedule:
         return None
-    known = {field.name for field in msgspec.structs.fields(ScheduleConfig)}
-    try:
-        return msgspec.convert({name: value for name, value in found.items() if name in known}, ScheduleConfig)
-    except msgspec.ValidationError:
-        return None
+    per_version = schedule.get("groups_per_step", 1) * schedule.get("steps_per_publication", 1)
+    return oldest_age(schedule["max_staleness"], schedule.get("window", 1), per_version)
 
 
 def summarize_records(
@@ -123,7 +118,7 @@ def summarize_records(
     reward, drift = _values(rows, "reward/mean"), _values(rows, "rollout_kl/k3")
     ages = _values(rows, "staleness/max")
     levels = [event.get("level") for event in events]
-    evaluations, schedule = read_evaluations(run_dir), read_schedule(config)
+    evaluations = read_evaluations(run_dir)
 
     def last_count(name: str) -> int:
         values = _values(rows, name)
@@ -145,7 +140,7 @@ def summarize_records(
         drift_max=max(drift, default=None),
         staleness_mean=_mean(_values(rows, "staleness/mean")),
         staleness_max=max(ages, default=None),
-        staleness_bound=age_bound(schedule) if schedule else None,
+        staleness_bound=_age_bound(config.get("schedule", {})),
         agreement=_mean(_values(rows, "routing/agreement")),
         recorded_fraction=_mean(_values(rows, "routing/recorded_fraction")),
         generated_tokens_per_second=_mean(_values(rows, "throughput/generated_tokens_per_second")),

@@ -1,0 +1,119 @@
+"""Limits of docs/operations.md at which a run ends: each names its setting. The actors are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from rich.console import Console
+
+from actors.conductor import Conductor
+from actors.deaths import ProcessDied, RunFailed
+from actors.fleet import Fleet
+from r3async.config import load_config, to_dict
+from tests.test_fleet import Events, Generator
+from tools.train import train
+
+
+def run(untrained, root, pipeline, *overrides):
+    """What `train` printed, and what it raised."""
+    settings = ["generator.engine=scripted", "weights.probe=false", "name=run", f"model.path={untrained}", *overrides]
+    screen = io.StringIO()
+    with pytest.raises(RunFailed) as caught:
+        train(load_config("quickstart", settings), "quickstart", Console(file=screen, width=160), root, pipeline)
+    return screen.getvalue(), caught.value
+
+
+class Stub:
+    """A pipeline without actors."""
+
+    made: ClassVar[list[Stub]]
+
+    def __init__(self, config, model_path, run_dir, resume):
+        self.config, self.run_dir, self.ended = config, run_dir, False
+        type(self).made.append(self)
+
+    def start(self):
+        pass
+
+    def status(self, since):
+        return None
+
+    def shutdown(self):
+        self.ended = True
+
+
+def test_a_run_restarts_as_often_as_it_may_and_then_fails(untrained, tmp_path):
+    class Dies(Stub):
+        made: ClassVar[list[Stub]] = []
+
+        def finished(self, timeout):
+            return True
+
+        def result(self):
+            raise ProcessDied("the learner's process died")
+
+    said, error = run(untrained, tmp_path, Dies, "supervise.max_run_restarts=2")
+    assert len(Dies.made) == 3
+    assert all(pipeline.ended for pipeline in Dies.made)
+    assert "(2 of 2, supervise.max_run_restarts)" in said
+    assert isinstance(error, ProcessDied)
+
+
+def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untrained, tmp_path):
+    class NeverEnds(Stub):
+        made: ClassVar[list[Stub]] = []
+        stopping = False
+
+        def finished(self, timeout):
+            os.kill(os.getpid(), signal.SIGTERM) if not self.stopping else None
+            return False
+
+        def stop(self):
+            self.stopping = True
+
+        def result(self):
+            raise AssertionError("it has none")
+
+    _, error = run(untrained, tmp_path, NeverEnds, "supervise.stop_grace_seconds=0.05")
+    assert "4 x supervise.stop_grace_seconds" in str(error)
+    assert not isinstance(error, ProcessDied)  # it was told to stop: no restart
+    assert [pipeline.ended for pipeline in NeverEnds.made] == [True]
+
+
+class Silent:
+    """An actor that never answers `silent`."""
+
+    def __init__(self, *silent):
+        self.silent = silent
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name)))
+
+    async def _answer(self, name):
+        if name in self.silent:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("slow", ["learner", "generator"])
+async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
+    monkeypatch.setattr("actors.conductor.begin", lambda path: None)
+    config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
+    conductor = Conductor("run", to_dict(config), str(tmp_path))
+    learner = Silent("start") if slow == "learner" else Silent()
+    generator = Silent("start") if slow == "generator" else Generator()
+    with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):
+        await asyncio.wait_for(conductor.run(learner, {"generator-0": generator}), 60)
+
+
+async def test_weights_that_are_not_installed_in_time_end_the_run_and_name_the_setting(monkeypatch):
+    monkeypatch.setattr("actors.fleet.RPC_SECONDS", 0.05)
+    config = load_config("quickstart", ["weights.install_timeout=0.05"])
+    fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
+    with pytest.raises(RunFailed, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
+        await asyncio.wait_for(fleet._ask(fleet["generator-0"], "install"), 60)

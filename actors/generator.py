@@ -16,7 +16,7 @@ import numpy as np
 from actors.delivery import receiver
 from actors.process import NotLoaded, begin, show_figures
 from r3async.appending import KEEPER
-from r3async.config import EnvConfig, config_from_dict
+from r3async.config import EnvConfig, config_from_dict, to_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.build import build_engine
 from r3async.envs.base import EnvironmentFactory, environment_factory
@@ -302,7 +302,7 @@ class GeneratorActor:
         """One for each environment, however often it is played: it may own processes. None for an agent."""
         if is_agent(env):
             return None
-        key = msgspec.json.encode(env)
+        key = msgspec.json.encode(to_dict(env, reveal=True))
         if key not in self._factories:
             self._factories[key] = environment_factory(env)
         return self._factories[key]

@@ -55,6 +55,7 @@ class Pipeline:
         gpus = ray.cluster_resources().get("GPU", 0)
         share = min(1.0, gpus / (self.config.generator.count + world)) if gpus else 0.0
         plain, resume = to_dict(self.config), self._resume
+        with_secrets = to_dict(self.config, reveal=True)  # only who serves and plays needs them
         directory = str(self.run_dir.absolute())
 
         def remote(kind: type, threads: int, share: float, **options: Any) -> Any:
@@ -79,7 +80,7 @@ class Pipeline:
                 max_restarts=self.config.generator.max_restarts,
                 max_task_retries=0,
             )
-            generators[name] = kind.remote(name, self.run_id, plain, str(self.model_path), directory)
+            generators[name] = kind.remote(name, self.run_id, with_secrets, str(self.model_path), directory)
         self._conductor = remote(Conductor, 1, 0.0, max_concurrency=1000).remote(
             self.run_id, plain, directory, encode_state(resume.state) if resume else b""
         )

@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from r3async.config import ConfigError, EpisodeConfig, ServingConfig, config_from_dict
+from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
 from r3async.engines.scripted import SCRIPTED_ROUTING, scripted_logprob, scripted_routes
 from r3async.episodes.loop import EpisodeError
 from tests.helpers_serving import ADD, HERMES, client_of, ready, renderer, said, serving, talking, until, user
@@ -343,7 +343,7 @@ def test_a_host_that_others_can_reach_needs_a_token(monkeypatch):
     for host in ("0.0.0.0", "192.168.0.1", "example.org", "::"):
         with pytest.raises(ConfigError, match=r"\[serving\] `host` = .* is open to other machines: set `token`"):
             config_from_dict({"serving": {"host": host}})
-        assert config_from_dict({"serving": {"host": host, "token": "secret"}}).serving.token == "secret"
+        assert config_from_dict({"serving": {"host": host, "token": "secret"}}).serving.token == Secret("secret")
     for host in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
         config_from_dict({"serving": {"host": host}})
 

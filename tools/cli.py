@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from actors.process import find_user_modules
-from r3async.config import ConfigError, load_config
+from r3async.config import ConfigError, load_command
 from tools.bench.commands import app as bench
 from tools.inspect_command import inspect
 from tools.submit_commands import app as submit
@@ -44,7 +44,7 @@ def train(
     runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
 ) -> None:
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
-    config = load_config(preset, overrides or [])
+    config = load_command(preset, overrides or [])
     if dry_run:
         from tools.plan import print_plan
 
@@ -216,7 +216,7 @@ def init_model(
     preset: Annotated[str, typer.Option(help="whose model.init and env settings to use")] = "quickstart",
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
-    config = load_config(preset, overrides or [])
+    config = load_command(preset, overrides or [])
     from tools.init_model import init_model as make
 
     make(directory, config, progress=lambda line: typer.echo(line, err=True))

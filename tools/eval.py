@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from actors.deaths import RunFailed
-from r3async.config import Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
-from r3async.config.read import parse_override
+from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
+from r3async.config.read import parse_override, refuse_spoken
 from r3async.engines.base import Engine
 from r3async.engines.build import build_engine
 from r3async.envs.base import environment_factory
@@ -67,9 +67,11 @@ def find_target(
 
 def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
     """`env` of what is returned is what evaluation plays; overrides of `env` change that, as overrides of `evaluation.env` do."""
-    data = to_dict(base)
-    data["env"] = to_dict(evaluated(base))
+    data = to_dict(base, reveal=True)
+    data["env"] = to_dict(evaluated(base), reveal=True)
     data["evaluation"].pop("env", None)
+    if data["serving"]["token"] == HIDDEN:  # nobody from outside is served here
+        data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
         data["env"] = {"name": env}  # arguments of another environment are not this one's
     for text in overrides:
@@ -81,6 +83,7 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
                 raise ConfigError(f"override {text!r}: `{key}` is not a section")
         section[keys[-1]] = value
     config = config_from_dict(data)
+    refuse_spoken(config, overrides)
     return msgspec.structs.replace(config, env=evaluated(config))
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from r3async.config import load_config
+from r3async.config import load_command
 
 if TYPE_CHECKING:
     from tools.submit import Jobs
@@ -77,7 +77,7 @@ def submit(
     from tools.plan import make_plan
     from tools.submit import SubmitError, make_package
 
-    config = load_config(preset, overrides or [])
+    config = load_command(preset, overrides or [])
     plan = make_plan(config)
     package = make_package(config, preset, overrides or [], runs=runs)
     if dry_run:
@@ -205,7 +205,7 @@ def cluster(
     from tools.cluster import ask_cluster, check_fit, describe_fit
     from tools.plan import make_plan
 
-    config = load_config(preset, overrides or [])
+    config = load_command(preset, overrides or [])
     plan = make_plan(config)
     jobs = open_jobs(address or config.cluster.address, token_file)
     fit = check_fit(plan, config, ask_cluster(jobs.dashboard))

@@ -12,7 +12,7 @@ from r3async.appending import whole_bytes
 from r3async.checkpoint.books import RunState
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.error import CheckpointError
-from r3async.config import Config, to_dict
+from r3async.config import HIDDEN, Config, to_dict
 from r3async.scheduling.admission import Admission
 
 FIXED = (
@@ -44,7 +44,7 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):
         was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
-        if was != value:
+        if was != value and HIDDEN not in (was, value):  # what a secret was is not known any more
             out[key] = (was, value)
     return out
 

@@ -30,12 +30,14 @@ from r3async.config.read import (
     Config,
     config_from_dict,
     find_config,
+    load_command,
     load_config,
     parse_override,
     preset_directory,
     to_dict,
     to_toml,
 )
+from r3async.config.secret import HIDDEN, Secret, check_kept, revealed, secret_settings
 from r3async.config.section import ConfigError, Section
 from r3async.config.sections import (
     ClusterConfig,
@@ -54,6 +56,7 @@ from r3async.config.serving import EvaluationConfig, ServingConfig
 from r3async.config.supervise import SuperviseConfig
 
 __all__ = [
+    "HIDDEN",
     "POLICY_LOSSES",
     "AlgorithmConfig",
     "BufferConfig",
@@ -85,20 +88,25 @@ __all__ = [
     "RowsMode",
     "SAPOConfig",
     "ScheduleConfig",
+    "Secret",
     "Section",
     "ServingConfig",
     "SuperviseConfig",
     "TransportConfig",
     "WeightsConfig",
     "bare_host",
+    "check_kept",
     "config_from_dict",
     "find_config",
     "import_policy_loss",
     "in_url",
     "is_loopback",
+    "load_command",
     "load_config",
     "parse_override",
     "preset_directory",
+    "revealed",
+    "secret_settings",
     "to_dict",
     "to_toml",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -35,6 +36,11 @@ class ObserveConfig(Section):
 
     def __post_init__(self) -> None:
         positive(self, "sink_queue", "sink_timeout")
+        if urlsplit(self.mlflow_uri).password is not None:
+            raise ValueError(
+                "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
         if self.prometheus_port is not None and not 0 <= self.prometheus_port <= 65535:
             raise ValueError("`prometheus_port` must be in 0..65535, 0 for any free port")
         if len(set(self.sinks)) < len(self.sinks):

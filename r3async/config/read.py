@@ -17,6 +17,7 @@ from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
+from r3async.config.secret import Secret, secret_settings
 from r3async.config.section import ConfigError, Section, positive
 from r3async.config.sections import (
     ClusterConfig,
@@ -105,8 +106,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     """Build section `kind` from plain data, with dotted paths in every error."""
     if not (isinstance(kind, type) and issubclass(kind, Section)):
         try:
-            return msgspec.convert(value, kind)
+            return msgspec.convert(value, kind, dec_hook=_secret)
         except msgspec.ValidationError as error:
+            if kind is Secret:  # without the value
+                raise ConfigError(f"`{path}` must be a text") from None
             raise ConfigError(f"`{path}` = {value!r}: {str(error).split(' - at')[0]}{_expected(kind)}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -122,6 +125,12 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return kind(**built)
     except ValueError as error:
         raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+
+
+def _secret(kind: type, value: Any) -> Any:
+    if kind is Secret and isinstance(value, str | Secret):
+        return value if isinstance(value, Secret) else Secret(value)
+    raise msgspec.ValidationError(f"expected {kind.__name__}")
 
 
 def _expected(kind: Any) -> str:
@@ -209,13 +218,40 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
     return _convert(Config, _over(_read(find_config(name_or_path)), over), "")
 
 
+def load_command(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
+    """`load_config` of what a command line says. Raises `ConfigError` also for a secret in it, which other users of the machine,
+    and all who see a job of the cluster, could read there."""
+    config = load_config(name_or_path, overrides)
+    refuse_spoken(config, overrides)
+    return config
+
+
+def refuse_spoken(config: Config, overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` for a secret of `config` that one of `overrides` gives literally."""
+    keys = [text.partition("=")[0].strip() for text in overrides]
+    for setting, secret in secret_settings(config).items():
+        given = any(setting == key or setting.startswith(f"{key}.") for key in keys)
+        if given and secret and not secret.reference:
+            raise ConfigError(
+                f"`{setting}` is a secret, and command lines can be read by others: put it into an environment variable and "
+                f"set '{setting}=$NAME' (in quotes), or into a TOML file that only you can read"
+            )
+
+
 def config_from_dict(data: Mapping[str, Any]) -> Config:
     return _convert(Config, data, "")
 
 
-def to_dict(config: Section) -> dict[str, Any]:
-    """Plain data, every key resolved."""
-    return msgspec.to_builtins(config)
+def to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
+    """Plain data, every key resolved. Secrets are `***`, so that it may be written anywhere; with `reveal` they are as they
+    were given, for the process that needs them."""
+
+    def write_secret(value: Any) -> str:
+        if not isinstance(value, Secret):
+            raise TypeError(f"a {type(value).__name__} is no setting")
+        return value.as_given if reveal else value.shown
+
+    return msgspec.to_builtins(config, enc_hook=write_secret)
 
 
 def to_toml(config: Config) -> str:

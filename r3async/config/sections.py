@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.secret import Secret, revealed
 from r3async.config.section import Section, positive
 
 
@@ -67,9 +69,19 @@ class EnvConfig(Section):
     """Seconds that one call of a blocking environment may take; its process is then killed and replaced."""
     start_timeout: float = 120.0
     """Seconds that such a process may take to start and to import the environment."""
+    variables: list[str] = msgspec.field(default_factory=list)
+    """Environment variables of the generator that these processes, and the programs of `agent-command`, get besides a few that
+    every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
 
     def __post_init__(self) -> None:
         positive(self, "workers", "step_timeout", "start_timeout")
+        if isinstance(environment := self.args.get("environment"), Mapping):
+            hidden = {name: Secret(value) if isinstance(value, str) else value for name, value in environment.items()}
+            self.args = {**self.args, "environment": hidden}
+
+    def arguments(self, setting: str = "env.args") -> dict[str, Any]:
+        """`args` with the secrets of `args.environment` revealed. Raises `ConfigError`."""
+        return revealed(self.args, setting)
 
 
 RowsMode = Literal["auto", "merged", "stepwise"]

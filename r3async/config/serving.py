@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from r3async.config.hosts import is_loopback
+from r3async.config.secret import Secret
 from r3async.config.section import Section, positive
 from r3async.config.sections import EnvConfig
 
@@ -19,9 +20,9 @@ class ServingConfig(Section):
     """Interface of the endpoint. Loopback unless named; any other needs a `token`."""
     port: int = 0
     """0: a free one. A number fits one generator a host only."""
-    token: str = ""
-    """What beginning a session takes. Empty: a random one a generator. Kept out of `config.toml` if given as `$NAME`, the name
-    of an environment variable of the generator."""
+    token: Secret = msgspec.field(default_factory=Secret)
+    """A text: what beginning a session takes. Empty: a random one a generator. `$NAME`: that of an environment variable of the
+    generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
     model_name: str = "policy"
     """What `/v1/models` calls the model. Requests may name any."""
     max_sessions: int = 64
@@ -30,6 +31,8 @@ class ServingConfig(Section):
     """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.token, str):
+            self.token = Secret(self.token)
         positive(self, "max_sessions")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` must be in 0..65535, got {self.port}")

@@ -48,7 +48,7 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     if target not in known:
         hint = near(target, known) or f"it has {len(known)}, such as chain_sum."
         raise ConfigError(f"`env.name` = {config.name!r}: reasoning-gym has no task {target!r}; {hint}")
-    settings = {name: value for name, value in config.args.items() if name != "system"}
+    settings = {name: value for name, value in config.arguments().items() if name != "system"}
     fields = known[target][1].__dataclass_fields__
     for name in settings:
         if name not in fields or name in ("seed", "size"):
@@ -63,4 +63,4 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"`env.args` do not fit {config.name!r}: {error}") from error
     path = "r3async.envs.adapt_reasoning_gym:ReasoningGymTask"
-    return pooled(path, {"task": target, **config.args}, config, has_oracle=True)
+    return pooled(path, {"task": target, **config.arguments()}, config, has_oracle=True)

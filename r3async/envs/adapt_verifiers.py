@@ -205,7 +205,7 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     agents, tools, interceptors, and containers.
     """
     vf = optional_package("verifiers.v1", config)
-    args = dict(config.args)
+    args = config.arguments()
     count = args.pop("tasks", 1000)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"`env.args.tasks` = {count!r} must be a whole number of at least 1")

@@ -173,7 +173,7 @@ def row_of(line: str, where: str, prompt: str, answer: str, number: bool) -> Row
 def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     """The file is read once in a process; a plain function of the person's own is called in the pool."""
     accept_arguments(Dataset, config, extra=["path"])
-    arguments = {"path": target, **config.args}
+    arguments = {"path": target, **config.arguments()}
     dataset = Dataset(**arguments)
     if dataset._function is None or inspect.iscoroutinefunction(dataset._function):
         return lambda: dataset.__deepcopy__({})

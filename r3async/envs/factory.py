@@ -55,7 +55,7 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
             f"`env.name` = {config.name!r} is no environment: it needs `reset(task_seed)` and `step(action)`, "
             "both `async def` or both plain `def`"
         )
-    arguments = {**extra, **config.args}
+    arguments = {**extra, **config.arguments()}
     accept_arguments(kind, config, extra)
     try:
         first = kind(**arguments)

@@ -27,6 +27,7 @@ import msgspec
 from r3async.config import EnvConfig
 from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.pool_worker import Call, Reply
+from r3async.envs.variables import passed_on
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import r3async.envs.pool_worker as w; w.main()"
@@ -124,7 +125,12 @@ class Worker:
                 raise self._gone()
             command = [sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=passed_on(self.config.variables),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
             if self.lost:  # stopped by a finalizer, meanwhile
                 self._process.kill()

@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from r3async.config import Config, ConfigError, EnvConfig
+from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, revealed, secret_settings
 from r3async.envs.base import environment_factory
+from r3async.envs.variables import passed_on
 from r3async.episodes.loop import EpisodeError
 from r3async.serving.server import AgentServer
 from r3async.serving.session import Session
@@ -49,6 +50,8 @@ def is_agent(env: EnvConfig) -> bool:
 
 def check_environment(config: Config) -> None:
     """Raise `ConfigError` for an environment, or an agent, that can not be used in this run, to train or to evaluate."""
+    for setting, secret in secret_settings(config).items():
+        check_kept(secret, setting)
     played = evaluated(config) if config.evaluation.every else config.env
     for env in [config.env] if played is config.env else [config.env, played]:
         if is_agent(env):
@@ -75,9 +78,9 @@ def check_environment(config: Config) -> None:
 def make_agent(env: EnvConfig) -> Agent:
     """What plays the episodes of `env`. Raises `ConfigError` for an unknown name or wrong `env.args`."""
     if env.name.startswith(FUNCTION):
-        return FunctionAgent(env.name, env.args)
+        return FunctionAgent(env)
     if env.name == COMMAND:
-        return CommandAgent(**_command_args(env.args))
+        return CommandAgent(**_command_args(env.args), variables=env.variables)
     if env.name == OUTSIDE:
         if env.args:
             raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
@@ -92,7 +95,8 @@ def make_agent(env: EnvConfig) -> Agent:
 class FunctionAgent:
     """A function of the person's own, unaware of us. Raises `EpisodeError` if it exits, and what it raised."""
 
-    def __init__(self, name: str, args: Mapping[str, Any]):
+    def __init__(self, env: EnvConfig):
+        name, args = env.name, env.args
         module_name, colon, function_name = name.removeprefix(FUNCTION).partition(":")
         if not colon:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
@@ -105,14 +109,14 @@ class FunctionAgent:
             raise ConfigError(
                 f"`env.name` = {name!r} is called with base_url, api_key, task_seed and `env.args`: {error}"
             ) from error
-        self._args = dict(args)
+        self._env = env
 
     async def __call__(self, server: AgentServer, session: Session) -> float | None:
         arguments = {
             "base_url": server.base_url,
             "api_key": session.key,
             "task_seed": session.task.task_seed,
-            **self._args,
+            **self._env.arguments(),
         }
         if inspect.iscoroutinefunction(self._play):
             return await self._play(**arguments)
@@ -163,7 +167,7 @@ def _command_args(args: Mapping[str, Any]) -> dict[str, Any]:
     if directory and not Path(directory).is_dir():
         raise ConfigError(f"`env.args.directory` = {directory!r} is not a directory")
     environment = args.get("environment", {})
-    if not isinstance(environment, Mapping) or not all(isinstance(v, str) for v in environment.values()):
+    if not isinstance(environment, Mapping) or not all(isinstance(v, Secret) for v in environment.values()):
         raise ConfigError("`env.args.environment` must be a table of texts")
     return {"command": command, "directory": directory, "environment": environment}
 
@@ -174,14 +178,22 @@ def _search_path() -> str:
 
 
 class CommandAgent:
-    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY and R3ASYNC_TASK_SEED in its environment.
+    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY and R3ASYNC_TASK_SEED in its environment, beside
+    `environment` and what `passed_on(variables)` lets it have of ours.
 
     The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
     exits with another code than 0. Cancelling ends it, and all that it started.
     """
 
-    def __init__(self, command: Sequence[str], directory: str = "", environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: str = "",
+        environment: Mapping[str, Secret] | None = None,
+        variables: Sequence[str] = (),
+    ):
         self._command, self._directory = list(command), directory or None
+        self._passed_on = list(variables)
         self._environment = dict(environment or {})
 
     async def __call__(self, server: AgentServer, session: Session) -> float | None:
@@ -215,11 +227,11 @@ class CommandAgent:
         # A proxy of this machine is not the way to this machine.
         direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
         return {
-            **os.environ,
+            **passed_on(self._passed_on),
             "PATH": _search_path(),
             "NO_PROXY": direct,
             "no_proxy": direct,
-            **self._environment,
+            **revealed(self._environment, "env.args.environment"),
             "OPENAI_BASE_URL": server.base_url,
             "OPENAI_API_KEY": session.key,
             "R3ASYNC_TASK_SEED": str(session.task.task_seed),

@@ -79,7 +79,8 @@ async def agent_player(
     directory: Path | None = None,
 ) -> AsyncIterator[Play | None]:
     """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
-    environment if `serving.enabled`; then its address and token are in `directory/serving-ID.json`, for its owner only.
+    environment if `serving.enabled`; then its address is in `directory/serving-ID.json`, for its owner only, with its token if
+    that was made here: one of `serving.token` is known to who set it, and is written nowhere.
     """
     agent = make_agent(env) if is_agent(env) else None
     if agent is None and not serving.enabled:
@@ -90,7 +91,8 @@ async def agent_player(
     writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
-            told = msgspec.json.encode({"base_url": server.base_url, "token": server.token})
+            made = {} if serving.token else {"token": server.token}
+            told = msgspec.json.encode({"base_url": server.base_url, **made})
             writing = asyncio.create_task(_write_private(directory / f"serving-{generator_id}.json", told, report))
             await asyncio.wait({writing}, timeout=RETRY_SECONDS)
         yield AgentRunner(agent, server).play if agent is not None else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import secrets
 import socket
 from collections import deque
@@ -67,7 +66,7 @@ class AgentServer:
         self.settings, self.serving = episode, serving
         self.base_url = ""
         """Ends in `/v1`; known once started."""
-        self.token = _token(serving)
+        self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
         self._engine, self._renderer = engine, renderer
         self._generator_id, self._report = generator_id, report
         self._sessions: dict[str, Session] = {}
@@ -236,7 +235,7 @@ class AgentServer:
             )
         turn = body.get("turn")
         if turn is None and "id" in body:
-            turn = _turn_of(body["id"])
+            turn = _turn_of(body["id"], session)
         try:
             if "reward" in body:
                 session.reward(body["reward"], turn)
@@ -295,18 +294,10 @@ def _wants_usage(options: dict[str, Any] | None) -> bool:
     return bool((options or {}).get("include_usage"))
 
 
-def _turn_of(answer_id: Any) -> int:
-    try:
-        return int(str(answer_id).rsplit("-", 1)[1])
-    except (IndexError, ValueError):
-        raise Refused(f"{answer_id!r} is not the id of an answer", param="id") from None
-
-
-def _token(serving: ServingConfig) -> str:
-    """The token itself. Raises `ConfigError` if it is to be in an environment variable that there is not."""
-    if not serving.token.startswith("$"):
-        return serving.token or secrets.token_urlsafe(32)
-    try:
-        return os.environ[serving.token[1:]]
-    except KeyError:
-        raise ConfigError(f"`serving.token` = {serving.token!r}: there is no such environment variable") from None
+def _turn_of(answer_id: Any, session: Session) -> int:
+    """Raises `Refused` for what is no answer's id, or that of an answer in another episode."""
+    kind, _, rest = str(answer_id).partition("-")
+    episode, _, turn = rest.rpartition("-")
+    if kind not in ("chatcmpl", "cmpl") or episode != session.task.trajectory_id or not turn.isdecimal():
+        raise Refused(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
+    return int(turn)

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -53,6 +54,39 @@ def default_directory() -> Path:
     return base / f"r3async-{os.getuid()}"
 
 
+def claim_directory(directory: Path) -> None:
+    """Make `directory` (0700), or see that it is this user's own and nobody else writes there. Raises `WeightError`.
+
+    In a place like `/dev/shm` anyone may have made a folder, or a link, of the name that we would use: who owns the folder
+    can put other weights in the place of ours.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        found = directory.lstat()
+        if stat.S_ISLNK(found.st_mode) and not _shared(directory.parent):
+            found = directory.stat()  # a link that only this user can have made
+        if not stat.S_ISDIR(found.st_mode):
+            raise _not_ours(directory, "is a link, or no directory") from None
+        if found.st_uid != os.getuid():
+            raise _not_ours(directory, f"belongs to user {found.st_uid}, and this is user {os.getuid()}") from None
+        if found.st_mode & 0o022:
+            directory.chmod(0o700)
+
+
+def _shared(directory: Path) -> bool:
+    """Others may make files there."""
+    return bool(directory.stat().st_mode & 0o022)
+
+
+def _not_ours(directory: Path, why: str) -> WeightError:
+    return WeightError(
+        f"{directory} {why}: weights there could be replaced by others. Remove it, or set weights.directory to a "
+        "directory of your own"
+    )
+
+
 class VersionFolder:
     """Files of versions in a folder of its own below `directory`, of which the last `keep` stay.
 
@@ -64,7 +98,7 @@ class VersionFolder:
     def __init__(self, directory: Path, keep: int):
         if keep < 1:
             raise ValueError(f"`keep` must be at least 1, got {keep}")
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        claim_directory(directory)
         self.keep = keep
         _remove_abandoned(directory)
         new = Path(tempfile.mkdtemp(prefix="new-", dir=directory))

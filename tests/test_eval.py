@@ -426,7 +426,7 @@ async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
     actor.engine, actor.renderer, actor.sender = await ready(answer), chat, Learner()
     results = []
 
-    async def lease(generator_id, room, stats):
+    async def lease(generator_id, room, stats, ended):
         played = len(actor.sender.got) // 2
         if evaluations and len(results) <= played < groups:
             results.append(asyncio.create_task(actor.evaluate()))

@@ -23,7 +23,6 @@ from r3async.appending import KEEPER
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.books import decode_state
-from r3async.checkpoint.lock import RunLock
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
@@ -34,6 +33,8 @@ from r3async.scheduling.admission import Admission, GroupLease
 from r3async.scheduling.failures import EpisodeEnd
 from r3async.scheduling.pace import Pacing
 
+LOADING_STOP_SECONDS = 5.0
+
 
 class Conductor:
     """Serves generators (`lease`) and the driver (`run`, `status`, `stop`). One event loop; no blocking work."""
@@ -41,8 +42,6 @@ class Conductor:
     def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b""):
         """`state`: of the checkpoint that the run goes on from (`encode_state`); empty if it begins."""
         begin(Path(run_dir) / "logs" / "conductor.log")
-        self._lock = RunLock(Path(run_dir))
-        self._lock.shared()
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir = run_id, Path(run_dir)
         self.events = open_events(self.run_dir, "conductor")
@@ -74,6 +73,9 @@ class Conductor:
         self._published = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopping = False
+        self._stop_requested = asyncio.Event()
+        self._stop_seconds = LOADING_STOP_SECONDS
+        """How long the actors may take to end: while they load, nothing has to be finished."""
         self._phase = "starting"
         self._state = decode_state(state) if state else None
         self._steps = self._state.steps if self._state else 0
@@ -151,6 +153,7 @@ class Conductor:
         """Finish the running step, write a checkpoint, end the run. Returns at once."""
         if not self._stopping:
             self._stopping = True
+            self._stop_requested.set()
             self.events.warning("stop_requested")
             if self.learner is not None:
                 await self.learner.interrupt.remote()
@@ -163,8 +166,9 @@ class Conductor:
         self.fleet = Fleet(self.config, self.events, generators)
         background: list[asyncio.Task[None]] = []
         try:
-            await self._start()
-            await self._probe()
+            if not await self._load():
+                self.events.info("run_finished", steps=self._steps, stopped=True, model=None)
+                return {"steps": self._steps, "model": "", "stopped": True}
             self._phase = "training"
             self.book.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever())
@@ -212,6 +216,26 @@ class Conductor:
             self._phase = "ended"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    async def _load(self) -> bool:
+        """Everything before the first step. False, without waiting for it any longer, if a stop is requested meanwhile."""
+        loading = asyncio.ensure_future(self._start_and_probe())
+        stopped = asyncio.ensure_future(self._stop_requested.wait())
+        try:
+            await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            done = loading.done()
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        if done:
+            loading.result()
+            self._stop_seconds = self.config.supervise.stop_grace_seconds
+        return done
+
+    async def _start_and_probe(self) -> None:
+        await self._start()
+        await self._probe()
 
     async def _start(self) -> None:
         self._phase = "loading learner and engine"
@@ -404,6 +428,6 @@ class Conductor:
             calls.append(self.learner.stop.remote())
         ended = asyncio.gather(*calls, return_exceptions=True)
         try:
-            await asyncio.wait_for(ended, self.config.supervise.stop_grace_seconds)
+            await asyncio.wait_for(ended, self._stop_seconds)
         except TimeoutError:
-            self.events.warning("actors_did_not_stop", seconds=self.config.supervise.stop_grace_seconds)
+            self.events.warning("actors_did_not_stop", seconds=self._stop_seconds)

@@ -27,7 +27,6 @@ from r3async.buffer.groups import GroupBuffer, largest_trajectory
 from r3async.buffer.spool import Spool
 from r3async.buffer.validation import validate_trajectory
 from r3async.checkpoint import RunState, open_checkpoint
-from r3async.checkpoint.lock import RunLock
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.observe.events import open_events
@@ -64,8 +63,6 @@ class LearnerActor:
         checkpoint: str = "",
     ):
         begin(Path(run_dir) / "logs" / "learner.log")
-        self._lock = RunLock(Path(run_dir))
-        self._lock.shared()
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
         self.events = open_events(self.run_dir, "learner")

@@ -36,12 +36,13 @@ class Pipeline:
         self._conductor: Any = None
         self._actors: list[Any] = []
         self._result: Any = None
-        self._owns_ray = False
+        self._owns_ray = self._imported = False
 
     def start(self) -> None:
         """Connect to Ray, or start it here, and create the actors."""
         import ray
 
+        self._imported = True
         address = self.config.cluster.address or os.environ.get("RAY_ADDRESS")
         world = self.config.learner.parallel.world
         actors = self.config.generator.count + 2 + (world if world > 1 else 0)
@@ -124,6 +125,8 @@ class Pipeline:
 
     def shutdown(self) -> None:
         """End the actors' processes and leave Ray, ending the local cluster if this started it."""
+        if not self._imported:  # a stop came while Ray was imported, which cannot be done twice
+            return
         import ray
 
         if ray.is_initialized():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 import psutil
 
+from r3async.checkpoint.lock import RunLock
 from r3async.files import make_directory
 from r3async.streams import survive_full_disk
 
@@ -40,14 +41,21 @@ def find_user_modules() -> None:
 
 _endpoint: Endpoint | None = None
 """This process's, as long as it lives."""
+_lock: RunLock | None = None
+"""On the run's directory, to which every actor writes: nobody prepares it anew before this process has ended."""
 
 
 def begin(path: Path) -> None:
-    """Find the person's modules, and send this process's stdout and stderr, and those of its children, to `path`, which is
-    `logs/ROLE.log` in the run's directory. If the run's configuration sets `observe.prometheus_port`, serve this process's
-    memory and CPU time."""
+    """Share the lock on the run's directory, find the person's modules, and send this process's stdout and stderr, and those of
+    its children, to `path`, which is `logs/ROLE.log` there. If the run's configuration sets `observe.prometheus_port`, serve
+    this process's memory and CPU time."""
+    global _lock
     find_user_modules()
     make_directory(path.parent)
+    if _lock is not None:
+        _lock.close()
+    _lock = RunLock(path.parent.parent)
+    _lock.shared()
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

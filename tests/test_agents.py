@@ -8,8 +8,9 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
+from r3async.episodes.calls import EpisodeError
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeError, EpisodeTask
+from r3async.episodes.loop import EpisodeTask
 from r3async.scheduling.admission import GroupLease
 from r3async.serving.agents import check_environment, last_reward, make_agent
 from r3async.serving.runner import agent_player

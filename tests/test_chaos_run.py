@@ -5,13 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
+from r3async.config import ConfigError
+from tools.chaos.full_disk import FullDisk
 from tools.chaos.relay import Noise
 from tools.chaos.run import chaos
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 
-def rehearse(untrained, root, roles, *overrides, fault="", noise=None):
+def rehearse(untrained, root, roles, *overrides, fault="", noise=None, scenario="kills"):
     screen = io.StringIO()
     try:
         return chaos(
@@ -19,6 +21,7 @@ def rehearse(untrained, root, roles, *overrides, fault="", noise=None):
             [f"model.path={untrained}", *overrides],
             kills=len(roles),
             seed=3,
+            scenario=scenario,
             fault=fault,
             root=root,
             console=Console(file=screen, width=160),
@@ -40,6 +43,17 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, t
     assert report.resumed >= 2
     assert report.trajectories == report.steps * 8
     assert report.damaged
+
+
+def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(untrained, tmp_path):
+    try:
+        with FullDisk.place(tmp_path):
+            pass
+    except ConfigError as error:
+        pytest.skip(str(error))
+    report = rehearse(untrained, tmp_path, [], scenario="full-disk")
+    assert report.problems == []
+    assert report.faults == {"disk": 2}
 
 
 @pytest.mark.parametrize(

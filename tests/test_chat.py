@@ -80,6 +80,18 @@ def test_an_answer_that_was_cut_is_ended_by_what_the_template_writes():
         assert last[len(seen[0])] == chat.end_id
 
 
+@pytest.mark.parametrize("cut", ["half an ", "half an\n\n", " ", " a \n"])
+def test_the_white_space_that_a_cut_answer_ends_in_is_not_shown_to_the_model_twice(cut):
+    for family in KEEP_HISTORY:
+        chat = renderer(family)
+        _, seen, last, _ = talk(chat, [cut], ["one", "two"], end=False)
+        assert last[: len(seen[0])] == seen[0]
+        assert last[len(seen[0])] == chat.end_id
+    plain = renderer()
+    _, seen, last, conversation = talk(plain, [cut], ["one", "two"], end=False)
+    assert plain.decode(last) == plain.render(conversation.messages)
+
+
 @pytest.mark.parametrize("family", [QWEN3, DEEPSEEK_R1], ids=["qwen3", "deepseek-r1"])
 def test_a_template_that_strips_thoughts_breaks_where_it_strips_and_not_before(family):
     chat = renderer(family)

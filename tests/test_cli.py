@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.train import StopRequest, stop_signals
+from tools.train import StoppedWhileLoading, StopRequest, stop_signals
 
 
 def cli(*words, cwd):
@@ -47,12 +47,15 @@ def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_pa
 def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
     request = StopRequest()
+    request.loading = False
     with stop_signals(request):
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+    with stop_signals(StopRequest()), pytest.raises(StoppedWhileLoading):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(tmp_path):

@@ -8,9 +8,10 @@ from r3async.engines.base import GenerationRequest
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_logprob, scripted_routes
 from r3async.envs.base import Action, Message, StepResult
 from r3async.envs.reverse_text import ReverseText
+from r3async.episodes.calls import EpisodeError
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeError, EpisodeTask, PromptTooLong, play_episode
+from r3async.episodes.loop import EpisodeTask, PromptTooLong, play_episode
 from r3async.scheduling.admission import GroupLease
 from r3async.weights.manifest import WeightManifest
 from tools.init_model import byte_tokenizer

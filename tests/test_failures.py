@@ -14,9 +14,10 @@ from r3async.config import EpisodeConfig
 from r3async.engines.base import EngineError, RoutingShape
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.envs.base import Message, StepResult
+from r3async.episodes.calls import EngineAborted, EpisodeError
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer, engine_failed
-from r3async.episodes.loop import EngineAborted, EpisodeError, EpisodeTask, failed_trajectory
+from r3async.episodes.loop import EpisodeTask, failed_trajectory
 from r3async.learners.prepare import prepare
 from r3async.learners.torch.backend import TorchLearner
 from r3async.scheduling.admission import GroupLease
@@ -256,7 +257,7 @@ async def test_what_the_engine_fails_at_is_not_charged_to_the_environment(engine
     """Nor the other way round: an episode lives through as many failures of each as are allowed of it."""
     ending, reports = await Unwell(engine, environment_fails=2, engine_fails=1).play(retries=2, engine_retries=1)
     assert ending == "env_done"
-    assert sorted(by for _, by in reports) == ["engine", "environment", "environment"]
+    assert sorted(reports, key=str) == [("call_failed", None), *[("episode_failed", "environment")] * 2]
 
 
 async def test_an_episode_is_given_up_by_the_budget_that_is_spent(engine):

@@ -179,7 +179,8 @@ def test_metric_names_are_those_of_the_protocol(learner):
     backend: LearnerBackend = learner
     names = {
         "loss/policy", "loss/rollout_kl", "rollout_kl/k1", "rollout_kl/k2", "rollout_kl/k3", "ratio/max", "ratio/ess",
-        "entropy/mean", "routing/recorded_fraction", "routing/agreement", "routing/agreement_min",
+        "entropy/mean",
+        "routing/recorded_fraction", "routing/recorded_fraction_fed", "routing/agreement", "routing/agreement_min",
         "routing/load_imbalance", "grad_norm", "lr", "optimizer/skipped",
         "tokens/dropped_non_finite", "batch/tokens", "batch/trained_tokens", "batch/micro_batches", "batch/fill",
         "optimizer/updates", "optimizer/no_contrast", "optimizer/broken", "rollout_kl/coef", "loss/router_aux",

@@ -16,8 +16,12 @@ from r3async.algorithms.objective import ObjectiveSums, objective
 from r3async.algorithms.policy_loss import POLICY_LOSSES
 from r3async.algorithms.reduction import REDUCTIONS, loss_weights
 from r3async.algorithms.trust_region import TrustRegion
-from r3async.config import AlgorithmConfig, RolloutKLConfig
+from r3async.batching.packing import pack
+from r3async.config import AlgorithmConfig, RolloutKLConfig, config_from_dict
+from r3async.learners.step import Step
+from tests import helpers_models as hm
 from tests.helpers_algorithms import Tokens, algorithm, batch_of, by_hand, distance, kept_tokens, make_samples, run
+from tests.helpers_learner import replace_columns
 
 TERMS = {
     "rollout_kl": {"estimator": "k3"},
@@ -212,6 +216,8 @@ def test_figures_against_single_tokens():
         "reference_kl/k3": mean(
             math.exp(s.reference[t] - s.logprobs[t]) - 1 - (s.reference[t] - s.logprobs[t]) for s, t in tokens
         ),
+        "rollout_logprob/abs_diff_mean": mean(abs(d) for d in deltas),
+        "rollout_logprob/abs_diff_max": max(abs(d) for d in deltas),
         "ratio/max": max(ratios),
         "ratio/ess": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
         "entropy/mean": mean(s.entropies[t] for s, t in tokens),
@@ -230,6 +236,18 @@ def test_figures_against_single_tokens():
     assert 0 < want["rollout_corr/masked_fraction"] < 1
     assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-9)
     assert set(got) - set(want) == {"loss/policy", "loss/rollout_kl", "loss/reference_kl", "loss/entropy"}
+
+
+def test_the_recorded_share_of_all_fed_rows_counts_prompts_and_no_padding():
+    rng = np.random.default_rng(0)
+    samples = [
+        replace_columns(s, routing_recorded=rng.random(len(s.table)) < 0.6) for s in hm.make_samples(3, [6, 9, 4])
+    ]
+    recorded = sum(int(s.table["routing_recorded"].sum()) for s in samples)
+    config = config_from_dict({"routing": {"min_recorded_fraction": 0.0}})
+    for budget in (8, 16, 64):
+        step = Step(pack(samples, budget + 8), config, replays=True, version=0, rollout_kl_coef=0.0)
+        assert step.recorded_fraction_fed == pytest.approx(recorded / 19)
 
 
 def test_names_values_and_maxima_fit_together():

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.envs.base import Message, StepResult
+from r3async.episodes.calls import EpisodeError
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeError, EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodeTask, play_episode
 from r3async.episodes.rows import EpisodeRows, PrefixBroken, common_prefix
 from r3async.records import Trajectory
 from r3async.versions import VersionSpan

@@ -1,18 +1,27 @@
 """Which directory a run gets, and what is in it when it begins: new, as its newest checkpoint left it, or refused."""
 
+import errno
+import inspect
 import json
+import os
 import subprocess
 import sys
 import time
 
 import pytest
 
+from actors.conductor import Conductor
+from actors.generator import GeneratorActor
+from actors.learner import LearnerActor
+from actors.ranks import RankActor
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.config import ConfigError, load_config, to_dict
 from tests.helpers_checkpoint import write_checkpoint
+from tools.capacity import full_disk_is_named
 from tools.run_dir import begin_again, open_run
+from tools.train import train
 
 
 @pytest.fixture
@@ -230,3 +239,50 @@ def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_dies
     finally:
         process.kill()
         process.wait(10)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/tmp/x", ".", "..", "a/b", "a/", "./a", "a\\b", " ", "a\nb", "latest", "x" * 201]
+)
+def test_a_name_that_leaves_the_directory_of_runs_or_hides_in_it_is_refused(name):
+    with pytest.raises(ConfigError, match=r"`name` = .*Choose a plain name, such as name=first-try"):
+        load_config("quickstart", [f"name={name!r}" if name == " " else f"name={name}"])
+
+
+def test_a_full_disk_is_named_with_its_free_bytes_before_anything_is_made(tmp_path, monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        ConfigError, match=r"the disk of .*/runs is full: [\d,]+ bytes are free, and a run needs 1,048,576"
+    ):
+        train(load_config("quickstart", ["name=x"]), "quickstart", root=tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="is full"), full_disk_is_named(tmp_path):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(OSError, match="rights"), full_disk_is_named(tmp_path):
+        raise PermissionError("no rights")
+
+
+def test_every_actor_holds_the_lock_of_the_run_it_writes_to(tmp_path):
+    """Whatever its role: `begin` is the first thing that each does."""
+    script = """
+import sys
+from pathlib import Path
+from actors.process import begin
+begin(Path(sys.argv[1]) / "logs" / "learner-rank-0.log")
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        lock = RunLock(tmp_path)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "logs" / "learner-rank-0.log").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not lock.alone(0.2)
+        process.communicate(timeout=60)
+        assert lock.alone(10)
+    for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
+        assert "begin(Path(run_dir)" in inspect.getsource(actor.__init__)

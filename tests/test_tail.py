@@ -16,6 +16,8 @@ from r3async.config import Config, to_toml
 from r3async.observe.events import open_events
 from r3async.observe.follow import Columns, FollowedFile, FollowedRun
 from r3async.observe.metrics import METRICS
+from r3async.observe.summary import summarize
+from r3async.scheduling.admission import age_bound
 from tools import tail_view as view
 from tools.cli import app
 from tools.tail import FAILED, SILENT, print_lines
@@ -372,3 +374,20 @@ async def test_the_screen_may_change_its_size(tmp_path: Path) -> None:
             await pilot.resize_terminal(*size)
             await pilot.pause()
             assert len(screen(tail)) == size[1]
+
+
+def test_the_age_allowed_counts_groups_that_may_overtake(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, 1)
+    settings = {"max_staleness": 2, "window": 5, "groups_per_step": 2, "steps_per_publication": 1}
+    config = Config(steps=40)
+    for name, value in settings.items():
+        setattr(config.schedule, name, value)
+    (run_dir / "config.toml").write_text(to_toml(config))
+    append(run_dir / "metrics.jsonl", row(2, **{"staleness/max": 4}))
+    run = followed(run_dir)
+    assert run.age_bound == age_bound(config.schedule) == 4
+    (age,) = [gauge for gauge in view.gauges(run) if gauge.label == "age"]
+    assert (age.note, age.style) == ("oldest 4 of 4 allowed", "bold")
+    assert summarize(run_dir).staleness_bound == 4
+    (drawn,) = [drawing for drawing in view.DRAWINGS if drawing.title.startswith("age")]
+    assert drawn.line(run) == 4

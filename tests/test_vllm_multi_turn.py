@@ -14,8 +14,12 @@ import pytest
 import pytest_asyncio
 import torch
 
+from r3async.config import EpisodeConfig
 from r3async.engines.base import Generation
 from r3async.engines.vllm import VllmEngine
+from r3async.envs.base import Message, StepResult
+from r3async.episodes.chat import ChatRenderer
+from r3async.episodes.loop import EpisodeTask, play_episode
 from r3async.episodes.rows import EpisodeRows, SampleBuilder
 from r3async.versions import expand
 from r3async.weights.publish import Publisher
@@ -30,6 +34,7 @@ from tests.helpers_engine import (
     same_sets,
     sampled,
 )
+from tools.init_model import byte_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
@@ -213,6 +218,72 @@ async def test_a_branching_turn_after_an_update_has_the_routes_of_the_weights_th
     older = weights.reference(versions[0]).routes(samples[1].table["token_ids"])[: len(thought)]
     assert not same_sets(samples[1].table["routed_experts"][: len(thought)], older)
     assert moved == [len(thought) + 39, len(shown) + 39, len(third) + 39 - (len(shown) + 20)]
+
+
+class Asks:
+    """Three turns, and how often it was begun."""
+
+    begun = turns = 0
+
+    async def reset(self, task_seed):
+        self.begun += 1
+        return [Message("user", "go on")]
+
+    async def step(self, action):
+        self.turns += 1
+        return StepResult(1.0, [Message("user", "and on")], done=self.turns == 3)
+
+
+class Interrupted:
+    """The engine, whose second call is aborted when it has sampled a token; `then` happens before it is asked again."""
+
+    def __init__(self, engine: VllmEngine, then):
+        self.engine, self.then, self.routing, self.calls = engine, then, engine.routing, 0
+
+    async def generate(self, request) -> Generation:
+        self.calls += 1
+        if self.calls != 2:
+            return await self.engine.generate(request)
+        endless = msgspec.structs.replace(request, stop_token_ids=())
+        call = asyncio.create_task(self.engine.generate(endless))
+        await sampled(self.engine, request.request_id, 1)
+        await self.engine.abort(request.request_id)
+        await self.then()
+        return await call
+
+
+@pytest.mark.parametrize("update", [False, True])
+async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_stay(vllm_engine, weights, update):
+    async def then():
+        if update:
+            await vllm_engine.install(weights.publish(), 30)
+
+    env, reports = Asks(), []
+    limits = EpisodeConfig(max_new_tokens=80, max_prompt_tokens=400, max_total_tokens=480)
+    async with asyncio.timeout(60):
+        trajectory = await play_episode(
+            EpisodeTask(0, 0, 0),
+            env,
+            Interrupted(vllm_engine, then),
+            ChatRenderer(byte_tokenizer()),
+            limits,
+            report=lambda event, **fields: reports.append((event, fields["attempt"])),
+        )
+    assert env.begun == 1
+    assert reports == [("call_failed", 1)]
+    assert len(trajectory.turns) == 3
+    (sample,) = trajectory.samples
+    table = sample.table
+    assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
+    for turn in trajectory.turns:
+        part = slice(turn.start, turn.stop)
+        before, said, versions = (
+            table["token_ids"][: turn.start],
+            table["token_ids"][part],
+            table["policy_version"][part],
+        )
+        ours, _ = replay(weights.by_version, before, said, versions)
+        assert np.abs(table["rollout_logprobs"][part] - ours).max() < TOLERANCE
 
 
 async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_next(small):

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config import Config, Section
+from r3async.config.section import plain_type
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -52,6 +53,7 @@ def documentation(kind: type) -> dict[str, str]:
 
 def type_name(kind: Any) -> str:
     """As a person would say it."""
+    kind = plain_type(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return ", ".join(f"`{a}`" for a in args)

@@ -13,7 +13,7 @@ from r3async.buffer.groups import HEADER_BYTES, largest_buffer
 from r3async.config import Config, ConfigError
 from r3async.engines.base import RoutingShape
 from r3async.records import SCHEMA
-from r3async.scheduling.admission import age_bound
+from r3async.scheduling.admission import age_bound, slots_of
 from tools.memory import GIB, WIDTH, EngineMemory, RankMemory, engine_memory, rank_memory
 from tools.shapes import Shape, shape_of
 
@@ -91,7 +91,7 @@ def make_plan(config: Config) -> Plan:
     rank, engine = rank_memory(shape, config), engine_memory(shape, config)
     routing = shape.routing if config.routing.replay == "rollout" else None
     schedule, world = config.schedule, config.learner.parallel.world
-    slots = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
+    slots = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
     episodes = schedule.groups_per_step * schedule.samples_per_group
     rows = config.episode.max_turns if config.episode.rows == "stepwise" else 1
     tokens = rows * config.episode.max_total_tokens
@@ -185,7 +185,7 @@ def _notes(config: Config, shape: Shape, engine: EngineMemory, world: int, on_gp
     """What is worth knowing, and what the actors can not do yet."""
     notes = []
     schedule, generator = config.schedule, config.generator
-    wanted = (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
+    wanted = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
     episodes = wanted * schedule.samples_per_group
     if episodes < generator.count * generator.concurrency:
         notes.append(

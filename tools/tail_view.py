@@ -104,7 +104,7 @@ def _drift(run: FollowedRun) -> Gauge:
 
 
 def _staleness(run: FollowedRun) -> Gauge:
-    oldest, bound = run.metrics.last("staleness/max"), run.setting("schedule.max_staleness")
+    oldest, bound = run.metrics.last("staleness/max"), run.age_bound
     note = "" if oldest is None else f"oldest {format_number(oldest)}"
     note += "" if bound is None else f" of {bound} allowed"
     over = oldest is not None and bound is not None and oldest > bound
@@ -247,7 +247,7 @@ DRAWINGS = (
         "age, versions: mean, [yellow]oldest[/], [red]allowed[/]",
         [("staleness/max", "yellow"), ("staleness/mean", "cyan")],
         floor=0.0,
-        line=lambda run: run.setting("schedule.max_staleness"),
+        line=lambda run: run.age_bound,
     ),
     Drawing("routes that agree", [("routing/agreement", "cyan")]),
     Drawing(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config, ConfigError, to_dict
+from tools.capacity import check_capacity, full_disk_is_named
 from tools.live import LiveView
 from tools.run_dir import RunDir, begin_again, open_run
 
@@ -54,21 +55,29 @@ class Outlets:
         shutil.rmtree(self._run_dir / "prometheus", ignore_errors=True)
 
 
+class StoppedWhileLoading(BaseException):
+    """A stop was requested before the actors could be told: nothing has to be finished."""
+
+
 class StopRequest:
-    """First Ctrl-C or SIGTERM: end in order. Second: `KeyboardInterrupt` at once."""
+    """First Ctrl-C or SIGTERM: end in order, by `StoppedWhileLoading` while `loading`. Second: `KeyboardInterrupt` at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.loading = True
+        """The main thread is in calls that take long and look at no flag."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if self.loading:
+            raise StoppedWhileLoading
 
 
 @contextmanager
 def stop_signals(request: StopRequest) -> Iterator[None]:
-    """Install the handlers. Ray installs its own for SIGTERM when it starts: enter this after that."""
+    """Install the handlers. Ray installs its own for SIGTERM when it starts: enter this again after that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,26 +100,41 @@ def train(
 
     Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it.
     """
+    request = StopRequest()
+    console = console or Console(file=sys.stderr)
+    with stop_signals(request), LiveView(console, config.steps) as view:
+        try:
+            return _train(config, preset, view, root, pipeline, request)
+        except StoppedWhileLoading:
+            name = f" with name={config.name}" if config.name else ""
+            view.say(f"stopped while loading, before a step was made; to resume: the same command{name}")
+            return root / config.name
+
+
+def _train(
+    config: Config, preset: str, view: LiveView, root: Path, pipeline: type[Pipeline] | None, request: StopRequest
+) -> Path:
     from actors.pipeline import Pipeline
     from r3async.observe.sinks import check_sinks
     from r3async.serving.agents import check_environment
 
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
-    console = console or Console(file=sys.stderr)
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"`model.path` = {config.model.path!r} is not a model directory (no config.json in it)")
-    with LiveView(console, config.steps) as view:
+    check_capacity(root)
+    with full_disk_is_named(root):
         run = open_run(config, preset, view.say, root, _reporter(view))
-        view.say(f"run directory: {run.path}")
-        view.rewind(run.resume.state.steps if run.resume else 0)
-        try:
+    view.say(f"run directory: {run.path}")
+    view.rewind(run.resume.state.steps if run.resume else 0)
+    try:
+        with full_disk_is_named(run.path):
             model_path = run.model_path(config) or _model(config, run.path, view)
-            with Outlets(config, run.path, view.say) as outlets:
-                _run_on(config, model_path, run, view, outlets, pipeline or Pipeline)
-        finally:
-            run.lock.close()
-            _report(run.path, view)
+        with Outlets(config, run.path, view.say) as outlets:
+            _run_on(config, model_path, run, view, outlets, pipeline or Pipeline, request)
+    finally:
+        run.lock.close()
+        _report(run.path, view)
     return run.path
 
 
@@ -132,12 +156,18 @@ def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
 
 
 def _run_on(
-    config: Config, model_path: Path, run: RunDir, view: LiveView, outlets: Outlets, kind: type[Pipeline]
+    config: Config,
+    model_path: Path,
+    run: RunDir,
+    view: LiveView,
+    outlets: Outlets,
+    kind: type[Pipeline],
+    request: StopRequest,
 ) -> None:
     """The run, and again from its newest checkpoint if a process that it can not do without dies."""
     from actors.deaths import ProcessDied
 
-    restarts, request = 0, StopRequest()
+    restarts = 0
     while True:
         try:
             return _run(kind(config, model_path, run.path, run.resume), view, outlets, request)
@@ -145,6 +175,7 @@ def _run_on(
             if request.requested or restarts == config.supervise.max_run_restarts:
                 raise
             restarts += 1
+            request.loading = True
             allowed = config.supervise.max_run_restarts
             view.say(f"{error}; the run begins again ({restarts} of {allowed}, supervise.max_run_restarts)")
             run = begin_again(config, run, view.say, _reporter(view))
@@ -159,8 +190,9 @@ def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequ
     config, run_dir = pipeline.config, pipeline.run_dir
     view.phase("starting Ray and the actors")
     try:
-        pipeline.start()
+        _start(pipeline, request)
         with stop_signals(request):
+            request.loading = False
             told = 0.0
             while not pipeline.finished(POLL_SECONDS):
                 status = pipeline.status(view.step)
@@ -187,8 +219,20 @@ def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequ
             if result["stopped"] and result["steps"]:
                 done = f"{result['steps']} of {config.steps} steps"
                 view.say(f"stopped after {done}; to go on: the same command with name={run_dir.name}")
+            elif result["stopped"]:
+                view.say(f"stopped before a step was made; to resume: the same command with name={run_dir.name}")
     finally:
         pipeline.shutdown()
+
+
+def _start(pipeline: Pipeline, request: StopRequest) -> None:
+    try:
+        pipeline.start()
+    except SystemExit as error:  # of the handlers that Ray installs while it starts: it has ended its processes
+        request.requested = True
+        raise StoppedWhileLoading from error
+    if request.requested:
+        raise StoppedWhileLoading
 
 
 def _report(run_dir: Path, view: LiveView) -> None:
@@ -197,5 +241,8 @@ def _report(run_dir: Path, view: LiveView) -> None:
 
     if not (run_dir / "metrics.jsonl").exists():
         return
-    view.say(f"report: {write_report(run_dir)}")
+    try:
+        view.say(f"report: {write_report(run_dir)}")
+    except OSError as error:
+        view.say(f"the report was not written ({error}); to write it later: r3async report {run_dir.name}")
     view.console.print(format_summary(summarize(run_dir)))

@@ -32,6 +32,8 @@ class ObjectiveSums:
     k2: Tensor
     k3: Tensor
     reference_k3: Tensor
+    abs_diff: Tensor
+    abs_diff_max: Tensor
     ratio: Tensor
     ratio_squared: Tensor
     ratio_max: Tensor
@@ -59,7 +61,7 @@ class ObjectiveSums:
     @staticmethod
     def maxima() -> list[str]:
         """The names that combine by their maximum, not by their sum."""
-        return ["ratio_max"]
+        return ["ratio_max", "abs_diff_max"]
 
     @staticmethod
     def zero(device: torch.device | str = "cpu") -> ObjectiveSums:
@@ -89,6 +91,7 @@ class ObjectiveSums:
         sums.k1, sums.k2, sums.k3 = k1(delta).sum(), k2(delta).sum(), k3(delta).sum()
         if reference_logprobs is not None:
             sums.reference_k3 = reference_k3(reference_logprobs.double() - logprobs).sum()
+        sums.abs_diff, sums.abs_diff_max = delta.abs().sum(), delta.abs().max() if len(delta) else delta.sum()
         sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
         sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
         sums.entropy = entropies.sum(dtype=torch.float64)
@@ -123,6 +126,7 @@ class ObjectiveSums:
         * `loss/*`: the terms of the loss, which they add up to (`loss/entropy` is the bonus, so negative).
         * `rollout_kl/k1`, `/k2`, `/k3`: means of the estimators of KL(mu || pi), see `kl`; `reference_kl/k3`: of
           KL(pi || reference), 0 without a reference model. `entropy/mean`: nats.
+        * `rollout_logprob/abs_diff_mean`, `_max`: of |delta|, which engine and learner should agree on with the same weights.
         * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when all
           ratios are equal.
         * `rollout_corr/*`, the vocabulary of verl's rollout correction: `kl` = k1, `k3_kl` = k3, `ess` = `ratio/ess`;
@@ -144,6 +148,8 @@ class ObjectiveSums:
             "rollout_kl/k2": s["k2"] / n,
             "rollout_kl/k3": s["k3"] / n,
             "reference_kl/k3": s["reference_k3"] / n,
+            "rollout_logprob/abs_diff_mean": s["abs_diff"] / n,
+            "rollout_logprob/abs_diff_max": s["abs_diff_max"],
             "ratio/max": s["ratio_max"],
             "ratio/ess": ess,
             "entropy/mean": s["entropy"] / n,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.section import Section, positive
+from r3async.config.section import Section, Signed, positive
 
 
 class RolloutKLConfig(Section):
@@ -31,8 +31,6 @@ class RolloutKLConfig(Section):
     """Of the adaptation: e-folds that the coefficient moves in a step when drift is twice its target."""
 
     def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError("`coef` must not be negative")
         positive(self, "coef_min", "gain", *(n for n in ("target", "max") if getattr(self, n) is not None))
         if self.coef_max < self.coef_min:
             raise ValueError("`coef_max` must be at least `coef_min`")
@@ -45,10 +43,6 @@ class RolloutKLConfig(Section):
 class ReferenceKLConfig(Section):
     coef: float = 0.0
     """Weight of KL(learner || frozen reference model); 0 does without that model."""
-
-    def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError("`coef` must not be negative")
 
 
 class ClipConfig(Section):
@@ -135,10 +129,6 @@ class CorrectionConfig(Section):
                 raise ValueError(f"`{name}_low` must be in 0..1: a ratio of 1 means that the policies agree")
             if high is not None and high < 1:
                 raise ValueError(f"`{name}_high` must be at least 1: a ratio of 1 means that the policies agree")
-        for name in ("kpop", "max_token_kl"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"`{name}` must not be negative")
 
 
 class OverlongPenaltyConfig(Section):
@@ -149,8 +139,6 @@ class OverlongPenaltyConfig(Section):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.buffer < 0:
-            raise ValueError("`buffer` must not be negative")
         positive(self, "factor")
 
 
@@ -168,10 +156,6 @@ class RouterAuxConfig(Section):
     """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` the share of the step's choices that fell on expert i,
     `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). 1 is even. Needs
     `routing.replay`, whose routes are known before the step's first forward pass."""
-
-    def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError("`coef` must not be negative")
 
 
 class AlgorithmConfig(Section):
@@ -207,7 +191,7 @@ class AlgorithmConfig(Section):
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to your own policy loss, as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
-    entropy_coef: float = 0.0
+    entropy_coef: Signed = 0.0
     """Weight of the entropy bonus."""
     rollout_kl: RolloutKLConfig = msgspec.field(default_factory=RolloutKLConfig)
     reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)

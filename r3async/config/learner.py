@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from r3async.config.section import Section, positive
+from r3async.config.section import Range, Section, positive
 
 
 class ParallelConfig(Section):
@@ -48,6 +48,9 @@ class ParallelConfig(Section):
             )
 
 
+Beta = Annotated[float, Range(0, 0.999999999)]
+
+
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch"] = "megatron"
     """`megatron`: Qwen3-MoE on megatron-core. `torch`: any mixture of experts that transformers has, with FSDP2."""
@@ -59,7 +62,7 @@ class LearnerConfig(Section):
     lr: float = 1e-6
     warmup_steps: int = 0
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     max_tokens_per_micro_batch: int = 16384

@@ -18,7 +18,7 @@ from r3async.config.checkpoint import CheckpointConfig
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
 from r3async.config.secret import Secret, secret_settings
-from r3async.config.section import ConfigError, Section, positive
+from r3async.config.section import ConfigError, Section, Seed, plain_type, positive
 from r3async.config.sections import (
     ClusterConfig,
     EnvConfig,
@@ -34,12 +34,23 @@ from r3async.config.serving import EvaluationConfig, ServingConfig
 from r3async.config.supervise import SuperviseConfig
 
 
+def name_problem(name: str) -> str:
+    """Why no run can have that name; "" for a good one, and for none, which means preset and time."""
+    if name == "latest":
+        return "is the link to the newest run"
+    if name and (name in (".", "..") or Path(name).name != name or "\\" in name):
+        return "is a path, and a run stays in its directory of runs (--runs chooses another)"
+    if name and (not name.strip() or not name.isprintable() or len(name.encode()) > 200):
+        return "is not readable: 1 to 200 bytes, no control characters"
+    return ""
+
+
 class Config(Section):
     """A whole run."""
 
     name: str = ""
     """Run directory below `runs/`; default: preset and time."""
-    seed: int = 0
+    seed: Seed = 0
     steps: int = 100
     resume: str = "auto"
     """`auto`: go on from the newest intact checkpoint of this run, if it has any. `none`: begin anew. Or the path of a
@@ -64,6 +75,8 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         positive(self, "steps")
+        if problem := name_problem(self.name):
+            raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
         if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE:
@@ -90,7 +103,7 @@ MOVED = {"algorithm.correction.max_token_age": "schedule.max_token_age"}
 
 
 def _fields(kind: type) -> dict[str, Any]:
-    return {f.encode_name: f.type for f in msgspec.structs.fields(kind)}
+    return {f.encode_name: plain_type(f.type) for f in msgspec.structs.fields(kind)}
 
 
 def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
 import msgspec
 
 
@@ -9,11 +16,94 @@ class ConfigError(ValueError):
     """A configuration that can not be used; the message names the key and the fix."""
 
 
+@dataclass(frozen=True)
+class Range:
+    """What a number of a section may be, both ends included: `field: Annotated[float, Range(-1, 1)]`."""
+
+    low: float
+    high: float
+
+
+NUMBER = Range(0, 10**9)
+"""Of every number whose field says nothing else. As seconds it is 31 years, and clocks of all libraries can wait for it."""
+
+Bytes = Annotated[int, Range(0, 2**50)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+Signed = Annotated[float, Range(-(10**9), 10**9)]
+"""A number that may be negative: a reward, or the weight of a term that may be a penalty."""
+
+
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of all sections."""
+    """Base of all sections: every number of every field is finite and in the field's `Range`, whatever a section checks itself.
+
+    A section's own `__post_init__` comes between the two, so that it sees finite numbers only and may say more of a bad one.
+    Numbers in tables (`env.args`) are finite; what they may be is not known here.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if (own := cls.__dict__.get("__post_init__")) is None:
+            return
+
+        @functools.wraps(own)
+        def checked(section: Section) -> None:
+            _check_finite(section)
+            own(section)
+            _check_ranges(section)
+
+        cls.__post_init__ = checked  # type: ignore[method-assign, assignment]
+
+    def __post_init__(self) -> None:
+        _check_finite(self)
+        _check_ranges(self)
 
 
 def positive(section: Section, *names: str) -> None:
     for name in names:
         if getattr(section, name) <= 0:
             raise ValueError(f"`{name}` must be greater than 0, got {getattr(section, name)}")
+
+
+def plain_type(kind: Any) -> Any:
+    """A field's type without its `Range`."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+
+
+def _check_finite(section: Section) -> None:
+    for field in msgspec.structs.fields(section):
+        for name, number in _numbers(field.name, getattr(section, field.name)):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"`{name}` must be a finite number, got {number}")
+
+
+def _check_ranges(section: Section) -> None:
+    for field in msgspec.structs.fields(section):
+        value, bounds = getattr(section, field.name), range_of(field.type)
+        if isinstance(value, Mapping):
+            continue
+        for name, number in _numbers(field.name, value):
+            if number < bounds.low:
+                what = "not be negative" if bounds.low == 0 else f"be at least {bounds.low:,}"
+                raise ValueError(f"`{name}` must {what}, got {number}")
+            if number > bounds.high:
+                raise ValueError(f"`{name}` must be at most {bounds.high:,}, got {number}")
+
+
+def range_of(kind: Any) -> Range:
+    """Of the type of a field, or of a member of its union."""
+    for part in (kind, *typing.get_args(kind)):
+        if typing.get_origin(part) is Annotated:
+            return next((note for note in part.__metadata__ if isinstance(note, Range)), NUMBER)
+    return NUMBER
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number in a field's value, with where it is."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _numbers(f"{name}[{index}]", inner)

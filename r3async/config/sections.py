@@ -8,13 +8,13 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config.secret import Secret, revealed
-from r3async.config.section import Section, positive
+from r3async.config.section import Bytes, Section, Seed, Signed, positive
 
 
 class InitConfig(Section):
     """A small random Qwen3-MoE, made and warmed up on the environment's oracle when `model.path` is not given."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Of the random weights and the warm-up. Its own, so that runs with different `seed`s begin with the same model."""
     hidden_size: int = 128
     layers: int = 4
@@ -28,7 +28,7 @@ class InitConfig(Section):
     max_positions: int = 1024
     rope_theta: float = 10_000.0
     """Base of the rotary positions. Small ones tell near positions apart more easily; large ones reach further."""
-    warm_reward: float = 0.4
+    warm_reward: Signed = 0.4
     """Supervised steps stop when the mean sampled reward reaches this."""
     max_warm_steps: int = 2000
     warm_lr: float = 1e-3
@@ -45,6 +45,9 @@ class InitConfig(Section):
             "top_k",
             "expert_hidden_size",
             "max_positions",
+            "rope_theta",
+            "warm_lr",
+            "warm_batch",
         )
         if self.top_k > self.experts:
             raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
@@ -110,14 +113,13 @@ class EpisodeConfig(Section):
     """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
     `supervise.max_failed_fraction`."""
     engine_retries: int = 2
-    """Times an episode in which the engine failed (an error, an aborted request) is tried again, besides."""
+    """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
+    it stay; an episode that needs more has failed."""
 
     def __post_init__(self) -> None:
         positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
         if self.max_prompt_tokens >= self.max_total_tokens:
             raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
-        if min(self.retries, self.engine_retries) < 0:
-            raise ValueError("`retries` and `engine_retries` must not be negative")
 
 
 class GeneratorConfig(Section):
@@ -149,8 +151,6 @@ class GeneratorConfig(Section):
         positive(self, "count", "concurrency", "concurrency_min", "threads", "kv_cache_gib", "start_timeout")
         if self.concurrency_min > self.concurrency:
             raise ValueError("`concurrency_min` must not be more than `concurrency`")
-        if self.max_restarts < 0:
-            raise ValueError("`max_restarts` must not be negative")
 
 
 class ScheduleConfig(Section):
@@ -185,8 +185,6 @@ class ScheduleConfig(Section):
     def __post_init__(self) -> None:
         positive(self, "groups_per_step", "samples_per_group", "minibatches_per_step", "steps_per_publication")
         positive(self, "window", "pace_seconds")
-        if self.max_token_age is not None and self.max_token_age < 0:
-            raise ValueError("`max_token_age` must not be negative")
         if self.tokens_per_step < 0:
             raise ValueError("`tokens_per_step` must be 0 (off) or more")
         if self.minibatches_per_step > self.groups_per_step:
@@ -221,7 +219,7 @@ class WeightsConfig(Section):
     """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `object_store`: through
     Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second.
     `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on GPUs."""
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: Bytes = 64 * 2**20
     """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
     install_timeout: float = 120.0
     """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included."""
@@ -244,11 +242,11 @@ class WeightsConfig(Section):
 class TransportConfig(Section):
     host: str = "127.0.0.1"
     """Interface that the learner's socket binds to. Loopback unless named."""
-    credit_bytes: int = 256 * 2**20
+    credit_bytes: Bytes = 256 * 2**20
     """Bytes of trajectories that all generators together may have unacknowledged or waiting at the learner."""
     ack_timeout: float = 5.0
     """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
-    max_message_bytes: int = 64 * 2**20
+    max_message_bytes: Bytes = 64 * 2**20
     """Largest trajectory, in memory."""
     keys: str = ""
     """Directory made by `r3async keys`: its keys are used, and only those that it holds are let in. Empty: each start of the run

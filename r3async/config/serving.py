@@ -6,7 +6,7 @@ import msgspec
 
 from r3async.config.hosts import is_loopback
 from r3async.config.secret import Secret
-from r3async.config.section import Section, positive
+from r3async.config.section import Section, Seed, Signed, positive
 from r3async.config.sections import EnvConfig
 
 
@@ -27,7 +27,7 @@ class ServingConfig(Section):
     """What `/v1/models` calls the model. Requests may name any."""
     max_sessions: int = 64
     """Sessions that may be open at once for agents that others start."""
-    unrewarded: float | None = None
+    unrewarded: Signed | None = None
     """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class EvaluationConfig(Section):
     episodes: int = 32
     env: EnvConfig = msgspec.field(default_factory=lambda: EnvConfig(name=""))
     """Which environment. An empty name: the one that is trained, with its arguments."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
     timeout: float = 1800.0
     """Seconds after which an evaluation is given up."""

@@ -178,8 +178,11 @@ class Conversation:
                 at += len(piece.text)
                 kept.append(piece)
                 continue
-            end = r"\s*" + re.escape(piece.stop) if piece.stop else ""
-            match = re.compile(r"\s*" + re.escape(piece.text.strip()) + end).match(rendered, at)
+            text = piece.text.strip()
+            # A cut answer ends where its own white space does, if the template has not taken that.
+            own = "(?:" + re.escape(piece.text[len(piece.text.rstrip()) :]) + ")?"
+            end = r"\s*" + re.escape(piece.stop) if piece.stop else own
+            match = re.compile(r"\s*" + re.escape(text) + end).match(rendered, at)
             if match is None:
                 return kept, at
             kept.append(piece)

@@ -11,15 +11,9 @@ from typing import NamedTuple
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Engine, EngineError
 from r3async.envs.base import EnvironmentFactory
+from r3async.episodes.calls import EngineAborted, EpisodeError
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import (
-    EngineAborted,
-    EpisodeError,
-    EpisodeTask,
-    PromptTooLong,
-    failed_trajectory,
-    play_episode,
-)
+from r3async.episodes.loop import EpisodeTask, PromptTooLong, failed_trajectory, play_episode
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.failures import By, EpisodeEnd
@@ -71,10 +65,10 @@ class GroupPlayer:
     async def play(self, lease: GroupLease) -> None:
         """Returns when every episode of the lease was delivered. All of its turns go to this player's engine.
 
-        An episode that fails is tried again: `episode.retries` times if the environment failed, `episode.engine_retries` times if
-        the engine did; the two are counted apart. A first prompt that is too long fails at once. Then a trajectory without turns
-        stands for it (`failed_trajectory`); or, without `over`, `EpisodeError` is raised with the last error's traceback, and
-        the other episodes of the lease are cancelled.
+        An episode in which the environment fails is played again from its beginning, `episode.retries` times. What the engine
+        fails at is asked again within the episode (`EngineCalls`), `episode.engine_retries` times. A first prompt that is too
+        long fails at once. Then a trajectory without turns stands for it (`failed_trajectory`); or, without `over`,
+        `EpisodeError` is raised with the last error's traceback, and the other episodes of the lease are cancelled.
         """
         async with asyncio.TaskGroup() as tasks:
             for index in lease.episode_indices:
@@ -98,7 +92,8 @@ class GroupPlayer:
                 return trajectory
             except Exception as error:
                 who: By = "engine" if engine_failed(error) else "environment"
-                tries[who] += 1
+                # The engine was asked again already: what it cannot answer now, it cannot from the beginning.
+                tries[who] += self._kinds[who].retries + 1 if who == "engine" else 1
                 self._report(
                     "episode_failed", episode=task.trajectory_id, attempt=sum(tries.values()), by=who, error=repr(error)
                 )
@@ -127,7 +122,13 @@ class GroupPlayer:
     async def _play_environment(self, task: EpisodeTask) -> Trajectory:
         assert self._factory is not None
         return await play_episode(
-            task, self._factory(), self._engine, self._renderer, self._settings, generator_id=self._generator_id
+            task,
+            self._factory(),
+            self._engine,
+            self._renderer,
+            self._settings,
+            generator_id=self._generator_id,
+            report=self._report,
         )
 
 

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Engine, GenerationRequest, RoutingShape
+from r3async.engines.base import Engine, RoutingShape
 from r3async.envs.base import Action, Environment
+from r3async.episodes.calls import EngineCalls, EpisodeError
 from r3async.episodes.chat import ChatRenderer, Conversation
 from r3async.episodes.rows import EpisodeRows, SampleBuilder
 from r3async.records import Sample, Trajectory, trajectory_name
@@ -25,16 +26,8 @@ time ran out, or it failed."""
 CLOSE_SECONDS = 10.0
 
 
-class EpisodeError(RuntimeError):
-    """An episode that could not be played to its end."""
-
-
 class PromptTooLong(EpisodeError):
     """The first prompt leaves no room; no answer was asked for."""
-
-
-class EngineAborted(EpisodeError):
-    """The engine gave an answer up, or gave none."""
 
 
 class EpisodeTask(msgspec.Struct, frozen=True):
@@ -69,11 +62,14 @@ class EpisodePlayer:
         *,
         generator_id: str = "",
         clock: Callable[[], float] = time.time,
+        report: Callable[..., object] = lambda event, **fields: None,
     ):
         self.task, self.settings = task, settings
-        self._env, self._engine, self._renderer = env, engine, renderer
+        self._env, self._renderer = env, renderer
         self._generator_id, self._clock = generator_id, clock
         self._rows = EpisodeRows(engine.routing, settings.rows)
+        name = task.trajectory_id
+        self._calls = EngineCalls(name, engine, self._rows, settings, renderer.stop_token_ids, report)
         self._preview: list[dict[str, str]] = []
         self._judged = 0
         """Turns whose answers have a reward. An answer that time ran out on is not trained: nobody knows what it is worth."""
@@ -83,8 +79,8 @@ class EpisodePlayer:
         """Until the environment is done, or turns, context or time run out.
 
         Raises `PromptTooLong` for the first prompt, `PrefixBroken` (see `EpisodeRows`), `TemplateError`, `EpisodeError` if time
-        runs out before the first turn is complete, the engine aborts an answer or a reward is not finite, and whatever the
-        environment raises. Cancelling it aborts the running request.
+        runs out before the first turn is complete or a reward is not finite, what the engine failed with too often
+        (`EngineCalls`), and whatever the environment raises. Cancelling it aborts the running request.
         """
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
@@ -115,21 +111,7 @@ class EpisodePlayer:
                         f"{settings.max_prompt_tokens}: raise it (and episode.max_total_tokens) or shorten the task"
                     )
                 return "length"
-            call = self._rows.begin(prompt)
-            generation = await self._engine.generate(
-                GenerationRequest(
-                    request_id=f"{name}t{index}",
-                    prompt_ids=np.asarray(prompt, np.int32),
-                    max_tokens=room,
-                    temperature=settings.temperature,
-                    stop_token_ids=self._renderer.stop_token_ids,
-                    routes_from=call.routes_from,
-                    routes_version=call.routes_version,
-                )
-            )
-            if generation.stop_reason == "abort" or not len(generation.token_ids):
-                raise EngineAborted(f"the engine aborted turn {index} of episode {name}")
-            turn = self._rows.end(call, generation)
+            turn, generation = await self._calls.answer(prompt, room)
             text = talk.answered(generation.token_ids.tolist())
             result = await self._env.step(Action(text, generation.stop_reason))
             if not np.isfinite(result.reward):
@@ -205,6 +187,8 @@ async def play_episode(
     *,
     generator_id: str = "",
     clock: Callable[[], float] = time.time,
+    report: Callable[..., object] = lambda event, **fields: None,
 ) -> Trajectory:
     """Play `env` with `engine` once; see `EpisodePlayer.play`."""
-    return await EpisodePlayer(task, env, engine, renderer, settings, generator_id=generator_id, clock=clock).play()
+    player = EpisodePlayer(task, env, engine, renderer, settings, generator_id=generator_id, clock=clock, report=report)
+    return await player.play()

@@ -94,7 +94,8 @@ class LearnerBackend(Protocol):
         * `rollout_kl/k1`, `/k2`, `/k3`: KL(rollout || learner), unweighted (see `algorithms.kl`).
         * `ratio/max`, `ratio/ess`: pi / mu uncapped: its maximum, and the effective share of the sample, 0-1.
         * `entropy/mean`: of the learner's distribution at the sample's temperature.
-        * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes.
+        * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes;
+          `routing/recorded_fraction_fed`: share of all tokens fed forward that have.
         * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
           replay off; 0 if nothing is recorded. `routing/agreement_min`: of the layer where it is lowest.
         * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.

@@ -61,6 +61,14 @@ def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
     return TrainedTokens(rows, int(np.count_nonzero(wanted & ~finite)), recorded, credited)
 
 
+def recorded_rows(micro_batch: MicroBatch) -> int:
+    """Tokens fed forward, trained or not, that have a recorded route; padding is none of them."""
+    table = micro_batch.table
+    if "routing_recorded" not in table:
+        return 0
+    return int(np.count_nonzero(table["routing_recorded"][: micro_batch.real_tokens]))
+
+
 class Step:
     """The books of one optimizer step on one rank.
 
@@ -105,12 +113,13 @@ class Step:
                 sum(c.credited for c in self._chosen),
                 sum(c.dropped for c in self._chosen),
                 sum(m.real_tokens for m in micro_batches),
+                sum(recorded_rows(m) for m in micro_batches),
                 sum(bool(m.sample_ids) for m in micro_batches),
             ],
             np.float64,
         )
         totals = reduce(counts * is_first_copy, "sum").tolist()
-        trained, recorded, self._credited, self._dropped, self._tokens, self._real = totals
+        trained, recorded, self._credited, self._dropped, self._tokens, fed_recorded, self._real = totals
         most, least = reduce(np.asarray([len(micro_batches), -len(micro_batches)], np.float64), "max").tolist()
         if most != -least:
             raise LearnerError(
@@ -118,6 +127,7 @@ class Step:
             )
         self.trained = int(trained)
         self.recorded_fraction = recorded / max(trained, 1.0)
+        self.recorded_fraction_fed = fed_recorded / max(self._tokens, 1.0)
         floor = config.routing.min_recorded_fraction
         if self.trained and replays and self.recorded_fraction < floor:
             raise LearnerError(
@@ -244,6 +254,7 @@ class Step:
             "loss/router_aux": auxiliary,
             "rollout_kl/coef": self._coef,
             "routing/recorded_fraction": self.recorded_fraction,
+            "routing/recorded_fraction_fed": self.recorded_fraction_fed,
             "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),
             "grad_norm": optimizer.grad_norm,
             "lr": optimizer.lr,
@@ -296,6 +307,8 @@ def combined(results: Sequence[StepResult]) -> StepResult:
         values = [r.metrics[name] for r in results]
         if name in COMBINED:
             metrics[name] = float(COMBINED[name](values))
+        elif name == "routing/recorded_fraction_fed":
+            metrics[name] = float(np.average(values, weights=[max(r.metrics["batch/tokens"], 1) for r in results]))
         else:
             metrics[name] = float(np.average(values, weights=weights))
     return StepResult(
@@ -312,6 +325,7 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "batch/micro_batches": sum,
     "tokens/dropped_non_finite": sum,
     "ratio/max": max,
+    "rollout_logprob/abs_diff_max": max,
     "routing/agreement_min": min,
     "routing/load_imbalance": max,
     "optimizer/updates": sum,

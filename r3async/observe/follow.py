@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.observe.summary import read_run_config
+from r3async.observe.summary import read_run_config, read_schedule
+from r3async.scheduling.admission import age_bound, slots_of
 
 CHUNK = 1 << 20
 EVENTS_KEPT = 1000
@@ -225,11 +226,16 @@ class FollowedRun:
     @property
     def slots(self) -> int | None:
         """How many groups may be in flight; see `scheduling/admission.py`."""
-        schedule = self.config.get("schedule", {})
-        try:
-            return (schedule["max_staleness"] + 1) * schedule["groups_per_step"] * schedule["steps_per_publication"]
-        except (KeyError, TypeError):
+        schedule = read_schedule(self.config)
+        if schedule is None:
             return None
+        return slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+
+    @property
+    def age_bound(self) -> int | None:
+        """Versions that a trained token can be old at most; see `scheduling/admission.py`."""
+        schedule = read_schedule(self.config)
+        return None if schedule is None else age_bound(schedule)
 
     @property
     def silent_seconds(self) -> float:

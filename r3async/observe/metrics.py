@@ -80,6 +80,12 @@ METRICS: dict[str, Metric] = {
     "advantage/overlong_samples": Metric("overlong", "samples", "Ended because an answer or the context was too long."),
     "advantage/overlong_penalty": Metric("overlong penalty", "", "Mean penalty of long answers."),
     "advantage/filtered_tokens": Metric("filtered", "tokens", "Tokens that a filter kept from training."),
+    "rollout_logprob/abs_diff_mean": Metric(
+        "log-prob difference", "nats", "Mean of |log π_learner - log μ_rollout| over trained tokens."
+    ),
+    "rollout_logprob/abs_diff_max": Metric(
+        "largest log-prob difference", "nats", "The same of the trained token where it is largest."
+    ),
     "ratio/max": Metric("max ratio", "", "Largest π_learner/μ_rollout of a trained token."),
     "ratio/ess": Metric("effective samples", "fraction", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same."),
     "entropy/mean": Metric("entropy", "nats", "Mean entropy of the learner's distribution at trained tokens."),
@@ -98,6 +104,12 @@ METRICS: dict[str, Metric] = {
     ),
     "routing/recorded_fraction": Metric(
         "routes recorded", "fraction", "Share of trained tokens' inputs with recorded routes."
+    ),
+    "routing/recorded_fraction_fed": Metric(
+        "routes recorded, all rows",
+        "fraction",
+        "Share of all tokens that the learner feeds forward, prompts included, with recorded routes. The last token of a sample "
+        "has none: the engine never fed it.",
     ),
     "routing/agreement": Metric(
         "routing agreement",

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from r3async.config import ScheduleConfig
 from r3async.observe.events import read_events
 from r3async.observe.metrics import read_metrics
 from r3async.observe.report_evaluation import REWARD, read_evaluations
-from r3async.scheduling.admission import oldest_age
+from r3async.scheduling.admission import age_bound
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,12 +103,16 @@ def summarize(run_dir: Path) -> RunSummary:
     return summarize_records(run_dir, rows, events, read_run_config(run_dir))
 
 
-def _age_bound(schedule: dict[str, Any]) -> int | None:
-    """None if the run's configuration is not there."""
-    if "max_staleness" not in schedule:
+def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
+    """Of a run's configuration as plain data, also one of another release; None if it has none."""
+    found = config.get("schedule")
+    if not isinstance(found, dict) or "max_staleness" not in found:
         return None
-    per_version = schedule.get("groups_per_step", 1) * schedule.get("steps_per_publication", 1)
-    return oldest_age(schedule["max_staleness"], schedule.get("window", 1), per_version)
+    known = {field.name for field in msgspec.structs.fields(ScheduleConfig)}
+    try:
+        return msgspec.convert({name: value for name, value in found.items() if name in known}, ScheduleConfig)
+    except msgspec.ValidationError:
+        return None
 
 
 def summarize_records(
@@ -118,7 +123,7 @@ def summarize_records(
     reward, drift = _values(rows, "reward/mean"), _values(rows, "rollout_kl/k3")
     ages = _values(rows, "staleness/max")
     levels = [event.get("level") for event in events]
-    evaluations = read_evaluations(run_dir)
+    evaluations, schedule = read_evaluations(run_dir), read_schedule(config)
 
     def last_count(name: str) -> int:
         values = _values(rows, name)
@@ -140,7 +145,7 @@ def summarize_records(
         drift_max=max(drift, default=None),
         staleness_mean=_mean(_values(rows, "staleness/mean")),
         staleness_max=max(ages, default=None),
-        staleness_bound=_age_bound(config.get("schedule", {})),
+        staleness_bound=age_bound(schedule) if schedule else None,
         agreement=_mean(_values(rows, "routing/agreement")),
         recorded_fraction=_mean(_values(rows, "routing/recorded_fraction")),
         generated_tokens_per_second=_mean(_values(rows, "throughput/generated_tokens_per_second")),

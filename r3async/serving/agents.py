@@ -27,7 +27,7 @@ import msgspec
 from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, revealed, secret_settings
 from r3async.envs.base import environment_factory
 from r3async.envs.variables import passed_on
-from r3async.episodes.loop import EpisodeError
+from r3async.episodes.calls import EpisodeError
 from r3async.serving.server import AgentServer
 from r3async.serving.session import Session
 from r3async.serving.tasks import evaluated, refuse_trained_tasks

@@ -12,8 +12,9 @@ import msgspec
 from r3async.appending import RETRY_SECONDS
 from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
 from r3async.engines.base import Engine
+from r3async.episodes.calls import EpisodeError
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeError, EpisodeTask
+from r3async.episodes.loop import EpisodeTask
 from r3async.files import replace_file
 from r3async.records import Trajectory
 from r3async.serving.agents import Agent, is_agent, make_agent

@@ -119,6 +119,7 @@ class AgentServer:
             self.settings,
             generator_id=self._generator_id,
             unrewarded=self.serving.unrewarded,
+            report=self._report,
         )
         self._sessions[session.key] = session
         return session

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Engine, GenerationRequest
+from r3async.engines.base import Engine
 from r3async.envs.base import Message
+from r3async.episodes.calls import EngineCalls, EpisodeError
 from r3async.episodes.chat import ChatRenderer, Conversation, TemplateError
-from r3async.episodes.loop import EpisodeError, EpisodeTask, room_for_answer
+from r3async.episodes.loop import EpisodeTask, room_for_answer
 from r3async.episodes.rows import EpisodeRows, PrefixBroken
 from r3async.records import Trajectory
 from r3async.serving.protocol import Refused, Sampled, read_messages
@@ -42,6 +41,7 @@ class Session:
         generator_id: str = "",
         unrewarded: float | None = None,
         clock: Callable[[], float] = time.time,
+        report: Callable[..., object] = lambda event, **fields: None,
     ):
         self.key = f"r3-{secrets.token_urlsafe(32)}"
         self.task, self.settings, self.renderer = task, settings, renderer
@@ -50,16 +50,17 @@ class Session:
         self.limit = ""
         """Why a request was refused, if one was for good: `turns` or `length`."""
         self.failure: Exception | None = None
-        """What the engine failed with."""
-        self._engine, self._generator_id, self._clock = engine, generator_id, clock
+        """What the engine failed with, too often."""
+        self._generator_id, self._clock = generator_id, clock
         self._unrewarded = unrewarded
         self._rows = EpisodeRows(engine.routing, settings.rows)
+        name = task.trajectory_id
+        self._engine = EngineCalls(name, engine, self._rows, settings, renderer.stop_token_ids, report)
         self._talks: list[Conversation] = []
         self._spoken = SpokenMessages()
         self._texts: list[tuple[str, list[int]]] = []
         """What was completed, prompt and answer together, without its stop token."""
         self._calls: set[asyncio.Task[Any]] = set()
-        self._asked = 0
         self._reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._preview: list[dict[str, str]] = []
@@ -134,32 +135,12 @@ class Session:
 
     async def _sample(self, prompt: list[int], max_tokens: int | None) -> Sampled:
         room = self._room(len(prompt), max_tokens)
+        asking = asyncio.ensure_future(self._engine.answer(prompt, room))
+        self._calls.add(asking)
         try:
-            call = self._rows.begin(prompt)
+            turn, generation = await asking
         except PrefixBroken as error:
             raise Refused(str(error), code="prefix_broken") from error
-        name = f"{self.task.trajectory_id}t{self._asked}"
-        self._asked += 1
-        request = GenerationRequest(
-            request_id=name,
-            prompt_ids=np.asarray(prompt, np.int32),
-            max_tokens=room,
-            temperature=self.settings.temperature,
-            stop_token_ids=self.renderer.stop_token_ids,
-            routes_from=call.routes_from,
-            routes_version=call.routes_version,
-        )
-        asking = asyncio.ensure_future(self._engine.generate(request))
-        self._calls.add(asking)
-        ended = False
-        try:
-            generation = await asking
-            if generation.stop_reason == "abort" or not len(generation.token_ids):
-                raise Refused("the engine aborted the request", status=503, kind="server_error", again=True)
-            turn = self._rows.end(call, generation)
-            ended = True
-        except Refused:
-            raise
         except asyncio.CancelledError:
             if self.closed.is_set():
                 raise closed_refusal() from None
@@ -169,8 +150,6 @@ class Session:
             raise Refused(f"the engine failed: {error}", status=500, kind="server_error") from error
         finally:
             self._calls.discard(asking)
-            if not ended:
-                self._rows.cancel(call)
         ids = generation.token_ids.tolist()
         return Sampled(
             turn=turn,

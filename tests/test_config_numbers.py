@@ -1,0 +1,140 @@
+"""Every number of every section is finite and in range, whoever wrote the section: found by walking over all fields."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+
+from r3async.config import Config, ConfigError, Section, config_from_dict, load_config, to_dict
+from r3async.config.section import Range
+
+SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward"}
+"""The only numbers that may be negative."""
+ABSURD = [math.nan, math.inf, -math.inf, 10**20, -(10**20), -1, -1e-3]
+
+
+def numeric(kind: Any) -> set[type]:
+    """Which of int and float an annotation names, wherever."""
+    if kind in (int, float):
+        return {kind}
+    parts = typing.get_args(kind)
+    return set().union(*(numeric(part) for part in parts)) if parts and typing.get_origin(kind) is not dict else set()
+
+
+def sections(section: Section, path: str = "") -> Iterator[tuple[str, Section]]:
+    yield path, section
+    for field in msgspec.structs.fields(section):
+        inner = getattr(section, field.name)
+        if isinstance(inner, Section):
+            yield from sections(inner, f"{path}.{field.name}".lstrip("."))
+
+
+def numbers() -> Iterator[tuple[str, Section, msgspec.structs.FieldInfo]]:
+    for path, section in sections(Config()):
+        for field in msgspec.structs.fields(section):
+            if numeric(field.type):
+                yield f"{path}.{field.name}".lstrip("."), section, field
+
+
+NUMBERS = {path: (section, field) for path, section, field in numbers()}
+
+
+def spoilt(section: Section, field: msgspec.structs.FieldInfo, value: Any) -> Any:
+    """The field's value with one number of it replaced."""
+    old = getattr(section, field.name)
+    return [value, *old[1:]] if isinstance(old, tuple) else value
+
+
+def test_the_walk_finds_the_numbers_that_there_are():
+    assert len(NUMBERS) > 100
+    assert {"steps", "learner.lr", "learner.betas", "algorithm.rollout_kl.max", "env.step_timeout"} <= set(NUMBERS)
+    assert set(NUMBERS) >= SIGNED
+    assert not {"observe.timeline", "env.args", "name", "routing.replay"} & set(NUMBERS)
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_a_number_that_is_not_finite_or_out_of_range_is_refused_with_its_name(path):
+    section, field = NUMBERS[path]
+    for value in ABSURD:
+        if path in SIGNED and -(10**9) <= value <= 10**9:
+            continue
+        bad = spoilt(section, field, value)
+        with pytest.raises(ValueError, match=f"`{field.name}"):
+            type(section)(
+                **{**{f.name: getattr(section, f.name) for f in msgspec.structs.fields(section)}, field.name: bad}
+            )
+        with pytest.raises(ValueError, match=f"`{field.name}"):
+            msgspec.structs.replace(section, **{field.name: bad})
+        data: Any = bad
+        for key in reversed(path.split(".")):
+            data = {key: data}
+        with pytest.raises(ConfigError) as caught:
+            config_from_dict(data)
+        assert path.rpartition(".")[0] in str(caught.value)
+        assert field.name in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(SIGNED))
+def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
+    assert load_config("quickstart", [f"{path}=-0.5"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.rollout_kl.coef=nan",
+        "learner.lr=nan",
+        "learner.lr=inf",
+        "episode.temperature=inf",
+        "algorithm.ratio_cap=nan",
+        "env.step_timeout=nan",
+        f"steps={10**20}",
+        "learner.betas=[0.9, nan]",
+        "learner.betas=[0.9, 1.0]",
+        "algorithm.rollout_kl.target=nan",
+        "env.args={ letters = nan }",
+        "env.args={ deep = { list = [1, inf] } }",
+        "generator.engine_args={ token_seconds = nan }",
+        "evaluation.env.args={ limit = nan }",
+    ],
+)
+def test_the_command_line_refuses_it(override):
+    with pytest.raises(ConfigError, match=r"finite number|at most"):
+        load_config("quickstart", ["evaluation.env.name=reverse-text", override])
+
+
+def test_a_section_that_is_yet_to_be_written_is_checked_before_and_after_what_it_checks_itself():
+    seen = []
+
+    class New(Section):
+        some: float = 1.0
+        share: Annotated[float, Range(0, 1)] = 0.5
+
+        def __post_init__(self) -> None:
+            seen.append((self.some, self.share))
+
+    class Newer(New):
+        more: int | None = None
+
+    class Newest(New):
+        def __post_init__(self) -> None:
+            """Without asking its base."""
+
+    for kind in (New, Newer, Newest):
+        for changes in ({"some": math.nan}, {"some": -1.0}, {"share": 1.5}, {"share": math.inf}):
+            with pytest.raises(ValueError, match=f"`{next(iter(changes))}` must"):
+                kind(**changes)
+        assert kind(share=1.0).share == 1.0
+    with pytest.raises(ValueError, match="`more` must be at most 1,000,000,000"):
+        Newer(more=10**20)
+    assert all(math.isfinite(a) and math.isfinite(b) for a, b in seen)
+
+
+def test_what_is_resolved_is_still_read_again():
+    config = load_config("quickstart", ["seed=9223372036854775807", "learner.betas=[0, 0.99]"])
+    assert config_from_dict(to_dict(config)) == config

@@ -1,5 +1,6 @@
 """Which directory a run gets, and what is in it when it begins: new, as its newest checkpoint left it, or refused."""
 
+import asyncio
 import errno
 import inspect
 import json
@@ -14,11 +15,15 @@ from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.ranks import RankActor
+from r3async.appending import AppendFile
+from r3async.buffer.spool import Spool
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model
-from r3async.config import ConfigError, load_config, to_dict
+from r3async.config import BufferConfig, ConfigError, load_config, to_dict
+from r3async.transport.wire import encode_trajectory
 from tests.helpers_checkpoint import write_checkpoint
+from tests.test_buffer import make_trajectory
 from tools.capacity import full_disk_is_named
 from tools.run_dir import begin_again, open_run
 from tools.train import train
@@ -286,3 +291,26 @@ sys.stdin.read()
         assert lock.alone(10)
     for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
         assert "begin(Path(run_dir)" in inspect.getsource(actor.__init__)
+
+
+async def spool_put(directory):
+    spool = Spool(directory / "spool", BufferConfig(fsync=True))
+    await spool.put(make_trajectory(0), encode_trajectory(make_trajectory(0)), spill=False)
+    await spool.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "made"),
+    [
+        (lambda path: Checkpoints(path / "own" / "checkpoints").begin(1), ["own", "own/checkpoints"]),
+        (lambda path: asyncio.run(spool_put(path / "run")), ["run", "run/spool"]),
+        (lambda path: open_run(load_config("quickstart", ["name=n"]), "p", print, path / "runs"), ["runs", "runs/n"]),
+        (lambda path: AppendFile(path / "run" / "routes" / "a.jsonl").append(b"1"), ["run", "run/routes"]),
+    ],
+    ids=["checkpoints", "spool", "run", "records"],
+)
+def test_directories_that_are_made_are_on_the_disk_with_their_parents(tmp_path, monkeypatch, make, made):
+    synced, real = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    make(tmp_path)
+    assert {str(tmp_path), *(str(tmp_path / name) for name in made)} <= synced

@@ -22,6 +22,7 @@ from r3async.checkpoint import (
 )
 from r3async.checkpoint.lock import RunLock
 from r3async.config import Config, ConfigError, to_toml
+from r3async.files import make_directory
 from r3async.observe.quarantine import FILE as QUARANTINE
 
 LOCK_SECONDS = 60.0
@@ -74,7 +75,7 @@ def open_run(
                 f"`name` = {name!r}: {directory} exists already and has no checkpoint to go on from; choose another name, or "
                 'set resume="none", which keeps it under another one'
             )
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    make_directory(directory / "logs")
     lock = _locked(directory, say)
     try:
         resume = _resume(config, directory, say, report)

@@ -8,7 +8,6 @@ half-written stays at the end of its file and harms nothing.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 
 from r3async.buffer.spool_file import Record, Stored, Torn, append, load, map_file, read_records
 from r3async.config import BufferConfig
+from r3async.files import make_directory, sync_directory
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.wire import Frame, WireError
 
@@ -146,12 +146,12 @@ class Spool:
     def _write(self, group: int, frames: Sequence[Frame]) -> tuple[Path, int, int]:
         path = self._new.get(group)
         if path is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory)
             numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group)]
             path = self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
         offset, length = append(path, frames, fsync=self._settings.fsync)
         if group not in self._new and self._settings.fsync:
-            self._fsync_directory()
+            sync_directory(self.directory)
         self._new[group] = path
         return path, offset, length
 
@@ -166,17 +166,10 @@ class Spool:
             for path in self._of_group(group):
                 path.unlink(missing_ok=True)
         if groups and self._settings.fsync:
-            self._fsync_directory()
+            sync_directory(self.directory)
 
     def _of_group(self, group: int) -> list[Path]:
         return list(self.directory.glob(f"{group:09d}-[0-9]*.spool"))
-
-    def _fsync_directory(self) -> None:
-        descriptor = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _scan(self) -> tuple[list[Stored], dict[int, dict[Path, int]], list[Damage]]:
         found: dict[tuple[int, str], Stored] = {}

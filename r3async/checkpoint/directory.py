@@ -24,9 +24,9 @@ from r3async.checkpoint.manifest import (
     Manifest,
     check_file,
     decode_manifest,
-    sync_directory,
     write_file,
 )
+from r3async.files import make_directory, sync_directory
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerParts
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty directory, in which all files of that step's checkpoint are to be written."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         partial = self.directory / f"step-{step:08d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -89,12 +89,3 @@ def write_file(path: Path, data: bytes) -> FileRecord:
         stream.flush()
         os.fsync(stream.fileno())
     return FileRecord(path.name, len(data), hashlib.sha256(data).hexdigest())
-
-
-def sync_directory(directory: Path) -> None:
-    """Names of files made, renamed or removed in `directory` are on the disk when this returns."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

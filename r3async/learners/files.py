@@ -12,13 +12,15 @@ from pathlib import Path
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
+from r3async.files import make_directory
+
 
 def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Write `tensors`, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
 
     It is written aside and renamed; what was at `directory` is replaced.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})

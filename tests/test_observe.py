@@ -20,6 +20,8 @@ from r3async.appending import Keeper
 from r3async.config import Config, to_toml
 from r3async.observe.charts import CHARTS, describe_charts
 from r3async.observe.events import format_event, open_events, read_events
+from r3async.observe.follow import FollowedRun
+from r3async.observe.history import counted, history_of
 from r3async.observe.maps import MAX_COLUMNS, describe_maps
 from r3async.observe.metrics import METRICS, MetricsWriter, read_metrics
 from r3async.observe.report import write_report
@@ -191,6 +193,34 @@ def test_summary(tmp_path: Path) -> None:
     text = rendered(summary)
     assert "0.1 → 0.775" in text
     assert "finished" in text
+
+
+def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    run.mkdir()
+    writer = MetricsWriter(run)
+    for step, rejected, duplicates in [(1, 2, 1), (2, 5, 1), (3, 0, 0), (4, 3, 2), (5, 3, 2), (6, 1, 0)]:
+        writer.write({"step": step, "transport/rejected": rejected, "transport/duplicates": duplicates})
+    events = open_events(run, "conductor")
+    for life in range(3):
+        events.info("conductor_started", pid=life)
+        for number in range(2 - life):
+            events.warning("generator_died", generator=f"generator-{number}")  # the run may end before it is back
+        events.warning("episode_given_up", episode="g0e0")
+        events.error("trajectory_refused", trajectory_id="g1e0")
+        if life == 1:
+            events.info("run_finished", steps=4, stopped=True)  # and somebody resumed it
+    summary = summarize(run)
+    assert (summary.restarts, summary.run_restarts) == (3, 1)
+    assert (summary.failed_episodes, summary.refused) == (3, 3)
+    assert (summary.rejected, summary.duplicates) == (5 + 3 + 1, 1 + 2)
+    text = rendered(summary)
+    assert "3 of generators, 1 of the run" in text
+    assert "3 episodes failed, 3 trajectories refused" in text
+    assert counted([]) == 0
+    view = FollowedRun(run)
+    view.poll()
+    assert view.history == history_of(read_events(run / "events.jsonl"))
 
 
 def rendered(summary) -> str:

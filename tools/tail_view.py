@@ -165,7 +165,7 @@ def _transport(run: FollowedRun) -> Gauge:
 
 
 def _generators(run: FollowedRun) -> Gauge:
-    restarts = run.metrics.last("generator/restarts") or 0
+    restarts = run.history.generators_lost + run.history.run_restarts
     count = run.setting("generator.count") or len(run.generators)
     dead = [name for name, state in run.generators.items() if state == "dead"]
     playing = len(run.generators) - len(dead)
@@ -173,7 +173,7 @@ def _generators(run: FollowedRun) -> Gauge:
     note = "ended" if run.ended else "playing" if playing else "loading"
     if dead or (silent and not run.ended):
         note = _join(*(f"{', '.join(names)} {state}" for names, state in ((dead, "dead"), (silent, "silent")) if names))
-    note = _join(note, f"{restarts:.0f} restart{'' if restarts == 1 else 's'}")
+    note = _join(note, f"{restarts} restart{'' if restarts == 1 else 's'}")
     style = "bold red" if dead else "yellow" if restarts or silent else ""
     return Gauge("generators", "", f"{playing} of {count}", note, style)
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from r3async.observe.history import History
 from r3async.observe.summary import read_run_config, read_schedule
 from r3async.scheduling.admission import age_bound, slots_of
 
@@ -147,6 +148,7 @@ class FollowedRun:
         """The last rows as they were written."""
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self.warnings = self.errors = 0
+        self.history = History()
         self.generators: dict[str, str] = {}
         """By name: `playing` or `dead`, as far as events tell."""
         self.status, self.reason = "unfinished", ""
@@ -182,6 +184,7 @@ class FollowedRun:
 
     def _take(self, event: dict[str, Any]) -> None:
         self.events.append(event)
+        self.history.take(event)
         self._seen(event)
         self.warnings += event.get("level") == "warning"
         self.errors += event.get("level") in ("error", "critical")

@@ -48,7 +48,8 @@ FIGURES: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
     ("trained tokens/s", lambda s: format_number(s.trained_tokens_per_second)),
     ("weight update", lambda s: format_seconds(s.update_seconds)),
     ("engine pause", lambda s: format_seconds(s.pause_seconds)),
-    ("restarts", lambda s: str(s.restarts)),
+    ("restarts of generators", lambda s: str(s.restarts)),
+    ("restarts of the run", lambda s: str(s.run_restarts)),
     ("messages rejected", lambda s: str(s.rejected)),
     ("warnings, errors", lambda s: f"{s.warnings}, {s.errors}"),
 )

@@ -94,8 +94,9 @@ def figures(summary: RunSummary) -> str:
         ),
         figure(
             "Restarts",
-            str(summary.restarts),
-            f"{summary.rejected} messages rejected; {noisy} {'warning or error' if noisy == 1 else 'warnings and errors'}",
+            str(summary.restarts + summary.run_restarts),
+            f"{summary.restarts} of generators, {summary.run_restarts} of the run; {summary.rejected} messages rejected; "
+            f"{noisy} {'warning or error' if noisy == 1 else 'warnings and errors'}",
         ),
     ]
     return f"<div class='figures'>{''.join(cards)}</div>"

@@ -11,6 +11,7 @@ import msgspec
 
 from r3async.config import ScheduleConfig
 from r3async.observe.events import read_events
+from r3async.observe.history import counted, history_of
 from r3async.observe.metrics import read_metrics
 from r3async.observe.report_evaluation import REWARD, read_evaluations
 from r3async.scheduling.admission import age_bound
@@ -56,7 +57,14 @@ class RunSummary(msgspec.Struct, kw_only=True):
     update_seconds: float | None = None
     pause_seconds: float | None = None
     restarts: int = 0
+    """Generators that were lost and started again, in all lives of the run; so the next three."""
+    run_restarts: int = 0
+    """Of the whole run, without a word from anybody."""
+    failed_episodes: int = 0
+    refused: int = 0
+    """Trajectories that the learner will never train."""
     rejected: int = 0
+    """Messages that did not validate."""
     duplicates: int = 0
     warnings: int = 0
     errors: int = 0
@@ -125,10 +133,7 @@ def summarize_records(
     levels = [event.get("level") for event in events]
     evaluations, schedule = read_evaluations(run_dir), read_schedule(config)
 
-    def last_count(name: str) -> int:
-        values = _values(rows, name)
-        return int(values[-1]) if values else 0
-
+    history = history_of(events)
     return RunSummary(
         name=run_dir.resolve().name,
         status=status,
@@ -152,9 +157,12 @@ def summarize_records(
         trained_tokens_per_second=_mean(_values(rows, "throughput/trained_tokens_per_second")),
         update_seconds=_mean(_values(rows, "weights/update_seconds")),
         pause_seconds=_mean(_values(rows, "weights/pause_seconds")),
-        restarts=sum(event.get("event") == "generator_restarted" for event in events),
-        rejected=last_count("transport/rejected"),
-        duplicates=last_count("transport/duplicates"),
+        restarts=history.generators_lost,
+        run_restarts=history.run_restarts,
+        failed_episodes=history.failed_episodes,
+        refused=history.refused,
+        rejected=counted(_values(rows, "transport/rejected")),
+        duplicates=counted(_values(rows, "transport/duplicates")),
         warnings=levels.count("warning"),
         errors=levels.count("error") + levels.count("critical"),
     )
@@ -214,8 +222,12 @@ def format_summary(summary: RunSummary) -> Table:
         add("tokens/s", f"{format_number(generated)} generated, {format_number(trained)} trained")
         update = f"{format_seconds(summary.update_seconds)}, engines paused {format_seconds(summary.pause_seconds)}"
         add("weight update", update)
-        add("restarts", str(summary.restarts), "yellow" if summary.restarts else "")
-        add("rejected", str(summary.rejected), "yellow" if summary.rejected else "")
+        restarts = f"{summary.restarts} of generators, {summary.run_restarts} of the run"
+        add("restarts", restarts, "yellow" if summary.restarts or summary.run_restarts else "")
+        failed = f"{summary.failed_episodes} episodes failed, {summary.refused} trajectories refused"
+        if summary.failed_episodes or summary.refused:
+            add("lost", failed, "yellow")
+        add("rejected", f"{summary.rejected} messages", "yellow" if summary.rejected else "")
     if summary.warnings or summary.errors:
         add("log", f"{summary.warnings} warnings, {summary.errors} errors", "red" if summary.errors else "yellow")
     return table

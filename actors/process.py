@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -58,10 +59,11 @@ def begin(path: Path) -> None:
     _lock.shared()
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with contextlib.suppress(OSError):  # without free bytes for a new file, output stays where it went
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
     survive_full_disk()
     # The stacks of all threads, also where the event loop, or all of Python, is held up.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

@@ -14,7 +14,12 @@ from r3async.observe.events import read_events
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(280)]
 
-PHASES = {"the model is made": "loading torch", "Ray starts": "starting Ray", "the actors load": "loading learner"}
+PHASES = {
+    "the model is made": "loading torch",
+    "Ray starts": "starting Ray",
+    "the actors load": "loading learner",
+    "vLLM loads": "loading engine",
+}
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -33,7 +38,8 @@ def test_a_stop_is_obeyed_while(phase, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark = uuid.uuid4().hex
     monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
-    words = ["generator.engine=scripted", "weights.probe=false", "name=stopped", "model.init.max_warm_steps=1"]
+    words = ["name=stopped", "model.init.max_warm_steps=1"]
+    words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
     words += ["model.init.warm_reward=0.01"] if phase != "the model is made" else ["model.init.max_warm_steps=100000"]
     words += ["model.init.warm_reward=1.0"] * (phase == "the model is made")
     command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(tmp_path), *words]

@@ -198,7 +198,7 @@ METRICS: dict[str, Metric] = {
         "tasks quarantined", "", "Tasks that are not posed again: all their episodes failed."
     ),
     "data/epochs": Metric("epochs", "", "How often all tasks were leased, where the environment says how many it has."),
-    "generator/restarts": Metric("restarts", "", "Generator processes that were restarted so far."),
+    "generator/restarts": Metric("restarts", "", "Generator processes that were restarted since the run last started."),
 }
 """Every metric, in the order in which people look at them. A row may lack some, and may hold more."""
 

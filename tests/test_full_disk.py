@@ -1,0 +1,76 @@
+"""A disk without free bytes: a run does not start on it, and small files of a run that meets one never end it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3async.config import ConfigError
+from r3async.observe.stacks import dump_stacks
+from r3async.serving.runner import _write_private
+from tools.chaos.full_disk import FullDisk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 20 MB."""
+    try:
+        with FullDisk.place(tmp_path) as place:
+            yield place
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def fill(directory: Path) -> Path:
+    ballast = directory / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        FullDisk._top_up(file.fileno())
+    return ballast
+
+
+def test_a_run_on_a_full_disk_is_refused_at_once_with_path_free_bytes_and_what_is_needed(small_disk):
+    fill(small_disk)
+    runs = small_disk / "runs"
+    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(runs), "name=x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "400"})
+    assert done.returncode == 2
+    assert f"the disk of {runs} is full: 0 bytes are free, and a run needs 1,048,576" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not runs.exists()
+
+
+def test_a_disk_that_fills_up_while_the_model_is_made_is_named_too(small_disk):
+    (small_disk / "ballast").write_bytes(bytes(18 * 2**20))
+    words = ["name=x", "model.init.hidden_size=512", "model.init.max_warm_steps=1", "model.init.warm_reward=0.01"]
+    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(small_disk / "runs"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"COLUMNS": "400"})
+    assert done.returncode == 2, done.stderr
+    assert f"the disk of {small_disk / 'runs' / 'x'} is full: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_stacks_that_the_disk_does_not_take_go_to_the_log(tmp_path, capsys):
+    (tmp_path / "file").write_text("no directory")
+    dump_stacks(tmp_path / "file" / "learner.txt", "why not")
+    assert "why not" in capsys.readouterr().err
+
+
+async def test_the_address_of_an_endpoint_is_written_as_soon_as_the_disk_takes_it(tmp_path):
+    told, failed = [], asyncio.Event()
+
+    def report(event, **facts):
+        told.append(event)
+        failed.set()
+
+    path = tmp_path / "not there yet" / "serving-g0.json"
+    writing = asyncio.create_task(_write_private(path, b"{}", report))
+    async with asyncio.timeout(60):
+        await failed.wait()
+        path.parent.mkdir()
+        await writing
+    assert path.read_bytes() == b"{}"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert told == ["serving_address_not_written"]

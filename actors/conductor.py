@@ -25,6 +25,7 @@ from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.books import decode_state
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
+from r3async.lineage import FIRST, Lineage
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.steps import StepBook
@@ -39,11 +40,11 @@ LOADING_STOP_SECONDS = 5.0
 class Conductor:
     """Serves generators (`lease`) and the driver (`run`, `status`, `stop`). One event loop; no blocking work."""
 
-    def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b""):
-        """`state`: of the checkpoint that the run goes on from (`encode_state`); empty if it begins."""
+    def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b"", lineage: Lineage = FIRST):
+        """`state`: of the checkpoint that the run goes on from (`encode_state`); empty if it begins. `lineage`: of this start."""
         begin(Path(run_dir) / "logs" / "conductor.log")
         self.config: Config = config_from_dict(config)
-        self.run_id, self.run_dir = run_id, Path(run_dir)
+        self.run_id, self.run_dir, self.lineage = run_id, Path(run_dir), lineage
         self.events = open_events(self.run_dir, "conductor")
         self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline)
         self.book = StepBook(self.run_dir, self.events.error)
@@ -161,7 +162,7 @@ class Conductor:
     async def run(self, learner: Any, generators: dict[str, Any]) -> dict[str, Any]:
         """The whole run. Returns `{"steps", "model", "stopped"}`; raises `RunFailed` with the reason."""
         self.learner = learner
-        self.events.info("conductor_started", pid=os.getpid(), step=self._steps)
+        self.events.info("conductor_started", pid=os.getpid(), step=self._steps, lineage=self.lineage.number)
         self.lag.start()
         self.fleet = Fleet(self.config, self.events, generators)
         background: list[asyncio.Task[None]] = []
@@ -267,19 +268,29 @@ class Conductor:
             )
         if self._routing is None and self.config.routing.replay == "rollout":
             raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
-        if self._state is not None:
+        if self._state is not None or heard["newest_group"] >= 0:
             await self._go_on(self._state, heard["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
 
-    async def _go_on(self, state: RunState, newest: int) -> None:
-        """Where the checkpoint left off; what the learner has of groups that were not trained is not played again."""
-        restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
+    async def _go_on(self, state: RunState | None, newest: int) -> None:
+        """Where the checkpoint left off, or without one at the beginning: what the learner has of groups that were not trained is
+        not played again."""
+        if state is not None:
+            restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
         groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest + 1))
         missing = await self.learner.missing.remote(list(groups))
         again = self.admission.adopt(newest, lambda g: missing.get(g, []))
-        self.book.restore(state.pending_rows, state.generated_tokens)
-        self._made = state.version
-        self.events.warning("resumed", step=state.steps, version=state.version, groups_played_again=again)
+        if state is not None:
+            self.book.restore(state.pending_rows, state.generated_tokens)
+            self._made = state.version
+        self.events.warning(
+            "resumed",
+            step=self._steps,
+            version=self._made,
+            lineage=self.lineage.number,
+            checkpoint=state is not None,
+            groups_played_again=again,
+        )
 
     async def _probe(self) -> None:
         self._phase = "delivering weights"

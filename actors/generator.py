@@ -16,6 +16,7 @@ import numpy as np
 from actors.delivery import receiver
 from actors.process import NotLoaded, begin, show_figures
 from r3async.appending import KEEPER
+from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
 from r3async.config import EnvConfig, config_from_dict, to_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.build import build_engine
@@ -37,10 +38,12 @@ from r3async.serving.agents import is_agent
 from r3async.serving.evaluation import evaluate
 from r3async.serving.runner import Play, agent_player
 from r3async.serving.tasks import count_tasks, evaluated
+from r3async.transport.intake import TOKEN_BYTES
 from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
-from r3async.transport.sockets import TransportError
+from r3async.transport.sockets import TransportError, off_loop
 from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.publish import WeightError
 from r3async.weights.transport import Publication, WeightReceiver
 
 IDLE_SECONDS = 0.05
@@ -79,9 +82,12 @@ class GeneratorActor:
     After a restart by Ray the process is new: `start`, `connect`, `install` and `run` are called again, in that order.
     """
 
-    def __init__(self, generator_id: str, run_id: str, config: dict[str, Any], model_path: str, run_dir: str):
+    def __init__(
+        self, generator_id: str, run_id: str, config: dict[str, Any], model_path: str, run_dir: str, lineage: int = 1
+    ):
+        """`lineage`: of this start of the run, in which the versions of weights are counted."""
         begin(Path(run_dir) / "logs" / f"{generator_id}.log")
-        self.generator_id, self.run_id = generator_id, run_id
+        self.generator_id, self.run_id, self.lineage = generator_id, run_id, lineage
         self.config = config_from_dict(config)
         self.model_path, self.run_dir = model_path, Path(run_dir)
         self.events = open_events(self.run_dir, generator_id)
@@ -165,13 +171,35 @@ class GeneratorActor:
         instead = failed_trajectory(
             task, self.engine.routing, self.renderer.end_id, generator_id=self.generator_id, at=time.time()
         )
-        sending = asyncio.create_task(self.sender.send(instead))
+        sending = asyncio.create_task(self.sender.send(self._named(instead)))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
     async def _deliver(self, trajectory: Trajectory) -> None:
         assert self.sender is not None
-        await self.sender.send(trajectory)
+        trajectory = self._named(trajectory)
+        try:
+            await off_loop(trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+        except InvalidTrajectory as error:  # the learner would say the same
+            self._rejected(trajectory, f"{self.generator_id} made it wrong: {error}")
+        else:
+            await self.sender.send(trajectory)
+
+    def _named(self, trajectory: Trajectory) -> Trajectory:
+        """With the lineage of its versions: the engine has no weights of another one."""
+        return msgspec.structs.replace(trajectory, lineage=self.lineage)
+
+    def _check(self, trajectory: Trajectory) -> None:
+        """What the learner will ask of it, as far as that is known here."""
+        engine = self._loaded()
+        validate_trajectory(
+            trajectory,
+            vocab_size=None,
+            learner_version=engine.version,
+            max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            routing=engine.routing,
+            samples_per_group=self.config.schedule.samples_per_group,
+        )
 
     async def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> None:
         with self.timeline.span("play"):
@@ -181,6 +209,10 @@ class GeneratorActor:
         """Fetch and install published weights while episodes go on."""
         engine = self._loaded()
         assert self.weights is not None
+        if (of := publication.manifest.lineage) != self.lineage:
+            raise WeightError(
+                f"version {publication.manifest.version} is of lineage {of}, and {self.generator_id} is of {self.lineage}"
+            )
         limit, before = self.config.weights.install_timeout, time.monotonic()
         self._manifest = await asyncio.to_thread(self.weights.fetch, publication.manifest, publication.parts, limit)
         fetched = time.monotonic() - before

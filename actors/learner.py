@@ -24,11 +24,16 @@ from actors.training import StepOf
 from r3async.appending import KEEPER, AppendFile
 from r3async.batching.cost import Cost, cost_model
 from r3async.buffer.groups import GroupBuffer, largest_trajectory
+from r3async.buffer.quarantine import Quarantine
 from r3async.buffer.spool import Spool
 from r3async.buffer.validation import validate_trajectory
 from r3async.checkpoint import RunState, open_checkpoint
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
+from r3async.episodes.loop import EpisodeTask, failed_trajectory
+from r3async.learners.base import LearnerError
+from r3async.learners.sound import Unsound
+from r3async.lineage import FIRST, Lineage
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.stacks import dump_stacks
@@ -39,6 +44,7 @@ from r3async.observe.trained import episode_metrics, previews, trained_step
 from r3async.records import Trajectory, is_name_in
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
 from r3async.scheduling.age import age_metrics, check_ages
+from r3async.scheduling.failures import EpisodeEnd, TaskFailures
 from r3async.transport.keys import learner_keys
 from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse
@@ -61,10 +67,11 @@ class LearnerActor:
         run_dir: str,
         gpus_per_rank: float = 0.0,
         checkpoint: str = "",
+        lineage: Lineage = FIRST,
     ):
         begin(Path(run_dir) / "logs" / "learner.log")
         self.config = config_from_dict(config)
-        self.run_id, self.model_path, self.run_dir = run_id, model_path, Path(run_dir)
+        self.run_id, self.model_path, self.run_dir, self.lineage = run_id, model_path, Path(run_dir), lineage
         self.events = open_events(self.run_dir, "learner")
         self.timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline)
         self.tracer = StepTracer(self.run_dir, self.config, self.events.warning)
@@ -86,6 +93,12 @@ class LearnerActor:
         """Where a resumed run goes on from."""
         self._saver = Saver(self.config, run_id, Path(model_path), self.run_dir, self.events)
         self._spool: Spool | None = None
+        self._quarantine = Quarantine(
+            self.run_dir / "quarantine", self.config.buffer.quarantine_bytes, self.events.error
+        )
+        self._unsound = TaskFailures(self.config.supervise.max_failed_fraction, schedule.samples_per_group)
+        self._recovering = False
+        """What is validated now was kept by the spool since before this start."""
         self._trained = Trained()
         self._trained_file = AppendFile(self.run_dir / TRAINED_FILE)
         self._committing: set[asyncio.Task[None]] = set()
@@ -110,7 +123,13 @@ class LearnerActor:
         await self._in_torch(self._load)
         assert self.backend is not None
         gpus = await self._in_torch(self.backend.gpus)
-        self.events.info("learner_started", pid=os.getpid(), backend=self.config.learner.backend, step=self.steps)
+        self.events.info(
+            "learner_started",
+            pid=os.getpid(),
+            backend=self.config.learner.backend,
+            step=self.steps,
+            lineage=self.lineage.number,
+        )
         return {"pid": os.getpid(), "host": socket.gethostname(), "gpus": gpus}
 
     async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
@@ -120,7 +139,7 @@ class LearnerActor:
         self.routing = RoutingShape(**routing) if routing else None
         schedule, buffer = self.config.schedule, self.config.buffer
         if buffer.durability == "disk":
-            self._spool = Spool(self.run_dir / "spool", buffer, report=self.events.warning)
+            self._spool = Spool(self.run_dir / "spool", buffer, report=self.events.warning, aside=self._quarantine.keep)
         taken = self.buffer.taken
         keys, for_generators = learner_keys(self.config.transport)
         self.receiver = Receiver(
@@ -131,13 +150,16 @@ class LearnerActor:
             claims=lambda group, name: is_name_in(group, name, schedule.samples_per_group),
             largest=largest_trajectory(self.config, self.routing),
             validate=self._validate,
+            admit=self._admits,
             store=self._spool,
             # A step may wait for that many groups, counted from the oldest that is not trained.
             window=(self._slots if schedule.tokens_per_step else schedule.groups_per_step) + schedule.window - 1,
             ledger=Ledger.over(taken.head, sorted(taken.beyond)),
             on_reject=self._rejected,
         )
+        self._recovering = True
         endpoint = await self.receiver.start()
+        self._recovering = False
         if self.receiver.recovered:
             self.events.info("spool_recovered", trajectories=self.receiver.recovered)
         return {"endpoint": endpoint, "keys": for_generators, "newest_group": self.buffer.newest_group}
@@ -170,20 +192,24 @@ class LearnerActor:
                 learner_version=self.version,
                 max_tokens=self.config.learner.max_tokens_per_micro_batch,
                 routing=self.routing,
+                samples_per_group=self.config.schedule.samples_per_group,
+                age_bound=self.age_bound,
+                lineage=self.lineage,
+                kept=self._recovering,
             )
         except ValueError as error:
             raise Refuse(str(error)) from error
 
-    def _arrive(self, trajectory: Trajectory, nbytes: int) -> None:
+    def _admits(self, trajectory: Trajectory) -> bool:
+        """Whether the step waits for this episode; before it is stored."""
         beyond = len(self.buffer.taken) + self._slots
         if trajectory.group_index >= beyond:
             # After a resume: it was made when more steps had been, which are taken back.
-            raise Refuse(f"group {trajectory.group_index} can not have a slot: only groups before {beyond} can")
-        try:
-            fresh = self.buffer.add(trajectory, nbytes)
-        except ValueError as error:
-            raise Refuse(str(error)) from error
-        if not fresh:
+            raise Refuse(f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can")
+        return self.buffer.wants(trajectory)
+
+    def _arrive(self, trajectory: Trajectory, nbytes: int) -> None:
+        if not self.buffer.add(trajectory, nbytes):
             self.receiver.release(trajectory.trajectory_id)
         self._arrived.set()
 
@@ -230,7 +256,8 @@ class LearnerActor:
                 publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
         finally:
             self._nothing_to_write.set()  # whatever became of it, no step waits for it any more
-        return Published(publication, scores, time.monotonic() - began)
+        named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
+        return Published(msgspec.structs.replace(publication, manifest=named), scores, time.monotonic() - began)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         assert self.backend is not None
@@ -289,8 +316,10 @@ class LearnerActor:
         with self.timeline.span("train", step=self.steps + 1):
             assert self.backend is not None
             step = StepOf(self.steps + 1, version, self.config, self._cost, self.tracer, self.events)
-            metrics = await self._in_torch(step.train, self.backend, groups)
+            metrics, groups, unsound = await self._in_torch(step.train, self.backend, groups, self._stand_in)
         trained = time.monotonic()
+        await self._set_aside(unsound, groups)
+        trajectories = [t for g in groups for t in g]
         self.steps += 1
         self._since = [self._since[0] + 1, self._since[1] + len(indices)]
         if metrics["optimizer/skipped"]:
@@ -298,7 +327,7 @@ class LearnerActor:
         for index in indices:
             self.receiver.forget(index)
         self._trained.add(indices)
-        self._trained_file.append(msgspec.json.encode(trained_step(self.steps, version, groups)))
+        self._trained_file.append(msgspec.json.encode(trained_step(self.steps, version, groups, self.lineage.number)))
         due = last or self._since[0] == self.config.schedule.steps_per_publication
         if due:
             self.version += 1
@@ -318,6 +347,7 @@ class LearnerActor:
             "weights/write_seconds": 0.0,
             "buffer/ready_groups": self.buffer.ready_groups(),
             "batch/groups": len(indices),
+            "lineage": self.lineage.number,
         }
         return {
             "metrics": metrics,
@@ -326,6 +356,30 @@ class LearnerActor:
             "groups": indices,
             "previews": previews(trajectories),
         }
+
+    def _stand_in(self, trajectory: Trajectory) -> Trajectory:
+        """For one that cannot be trained: of its episode, and nothing of it is trained or compared."""
+        t = trajectory
+        task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
+        made = failed_trajectory(task, self.routing, 0, generator_id=t.generator_id, at=t.finished_at)
+        return msgspec.structs.replace(made, lineage=t.lineage)
+
+    async def _set_aside(self, unsound: Sequence[Unsound], groups: Sequence[Sequence[Trajectory]]) -> None:
+        """A resume must not meet these again. Raises `LearnerError` if there are too many (`supervise.max_failed_fraction`)."""
+        if self._spool is not None:
+            await self._spool.remove({(t.group_index, t.trajectory_id): reason for t, reason in unsound})
+        else:
+            for t, reason in unsound:
+                await asyncio.to_thread(self._quarantine.keep, t, reason)
+        failed = {t.trajectory_id for t, _ in unsound}
+        for t in (t for group in groups for t in group):
+            by = "learner" if t.trajectory_id in failed else None
+            self._unsound.ended(EpisodeEnd(t.group_index, t.episode_index, t.task_seed, by))
+        if unsound and self._unsound.too_many("learner"):
+            trajectory, reason = unsound[0]
+            raise LearnerError(
+                f"trajectory {trajectory.trajectory_id} cannot be trained: {reason} ({self._unsound.describe('learner')})"
+            )
 
     async def _wait_for_groups(self) -> list[int]:
         """The groups that the next step takes; none if interrupted."""
@@ -354,7 +408,7 @@ class LearnerActor:
         began, loop, groups = time.monotonic(), asyncio.get_running_loop(), self._trained.now()
         taken = self.buffer.taken
         progress = Progress(
-            self.steps, self.version, taken.head, sorted(taken.beyond), (self._since[0], self._since[1])
+            self.steps, self.version, taken.head, sorted(taken.beyond), (self._since[0], self._since[1]), self.lineage
         )
 
         def commit() -> None:

@@ -12,9 +12,14 @@ from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.process import environment
+from actors.saving import checkpoint_directory
 from r3async.checkpoint import Opened
 from r3async.checkpoint.books import encode_state
+from r3async.checkpoint.lineages import origin_of, take_lineage
+from r3async.checkpoint.resume import fingerprint_model
 from r3async.config import Config, to_dict
+from r3async.lineage import Lineage
+from r3async.observe.events import open_events
 
 STATUS_SECONDS = 10.0
 
@@ -38,11 +43,21 @@ class Pipeline:
         self._result: Any = None
         self._owns_ray = self._imported = False
 
+    def _take_lineage(self) -> Lineage:
+        """On the disk before any actor is there: whoever starts after a crash of this start has another one."""
+        resume, run_dir = self._resume, self.run_dir
+        origin = origin_of(resume, checkpoint_directory(self.config, run_dir)) if resume else ""
+        lineage = take_lineage(run_dir, resume, fingerprint_model(self.model_path), origin)
+        facts = {"parent": lineage.parent, "version": lineage.version, "step": resume.state.steps if resume else 0}
+        open_events(run_dir, "driver").info("lineage_began", lineage=lineage.number, **facts, origin=origin)
+        return lineage
+
     def start(self) -> None:
-        """Connect to Ray, or start it here, and create the actors."""
+        """Take a lineage, connect to Ray, or start it here, and create the actors."""
         import ray
 
         self._imported = True
+        lineage = self._take_lineage()
         address = self.config.cluster.address or os.environ.get("RAY_ADDRESS")
         world = self.config.learner.parallel.world
         actors = self.config.generator.count + 2 + (world if world > 1 else 0)
@@ -69,7 +84,13 @@ class Pipeline:
 
         # With several ranks the learner actor only receives and packs; its ranks compute, in processes of their own.
         learner = remote(self.learner, self.config.learner.threads, share if world == 1 else 0.0).remote(
-            self.run_id, plain, str(self.model_path), directory, share, str(resume.path.absolute()) if resume else ""
+            self.run_id,
+            plain,
+            str(self.model_path),
+            directory,
+            share,
+            str(resume.path.absolute()) if resume else "",
+            lineage,
         )
         generators = {}
         for index in range(self.config.generator.count):
@@ -81,9 +102,11 @@ class Pipeline:
                 max_restarts=self.config.generator.max_restarts,
                 max_task_retries=0,
             )
-            generators[name] = kind.remote(name, self.run_id, with_secrets, str(self.model_path), directory)
+            generators[name] = kind.remote(
+                name, self.run_id, with_secrets, str(self.model_path), directory, lineage.number
+            )
         self._conductor = remote(Conductor, 1, 0.0, max_concurrency=1000).remote(
-            self.run_id, plain, directory, encode_state(resume.state) if resume else b""
+            self.run_id, plain, directory, encode_state(resume.state) if resume else b"", lineage
         )
         self._actors = [self._conductor, learner, *generators.values()]
         self._result = self._conductor.run.remote(learner, generators)

@@ -13,6 +13,7 @@ from r3async.appending import KEEPER
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, RunState
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.config import Config, to_dict
+from r3async.lineage import FIRST, Lineage
 
 CONDUCTOR_RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
 LEARNER_RECORDS = ("routing.jsonl", "trained.jsonl")
@@ -49,6 +50,7 @@ class Progress(msgspec.Struct, frozen=True):
     consumed: int
     consumed_beyond: list[int]
     since_publication: tuple[int, int]
+    lineage: Lineage = FIRST
 
 
 def checkpoint_directory(config: Config, run_dir: Path) -> Path:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from r3async.batching.cost import Cost
 from r3async.batching.packing import pack_for_ranks
 from r3async.config import Config
 from r3async.learners.prepare import prepare
+from r3async.learners.sound import Unsound, sound
 from r3async.observe.tracing import StepTracer
 from r3async.records import Trajectory
 
 if TYPE_CHECKING:
     from actors.ranks import LocalLearner, RankedLearner
+
+
+class TrainedGroups(NamedTuple):
+    """What a step did: its metrics, the groups as they were trained, and what of them could not be."""
+
+    metrics: dict[str, float]
+    groups: list[list[Trajectory]]
+    unsound: list[Unsound]
 
 
 @dataclass(frozen=True)
@@ -28,11 +37,18 @@ class StepOf:
     tracer: StepTracer
     events: Any
 
-    def train(self, backend: LocalLearner | RankedLearner, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Pack the groups' tokens for the ranks, update once for each minibatch, and trace what is to be traced."""
+    def train(
+        self,
+        backend: LocalLearner | RankedLearner,
+        groups: Sequence[Sequence[Trajectory]],
+        stand_in: Callable[[Trajectory], Trajectory],
+    ) -> TrainedGroups:
+        """Pack the groups' tokens for the ranks, update once for each minibatch, and trace what is to be traced. `stand_in`: of a
+        trajectory that cannot be trained."""
         from r3async.learners.step import MEASURED_DRIFT, combined
 
-        minibatches, metrics = prepare(groups, self.config)
+        kept = sound(groups, lambda some: prepare(some, self.config), stand_in)
+        minibatches, metrics = kept.made
         samples = [s for part in minibatches for s in part]
         learner = self.config.learner
         packed = [
@@ -51,4 +67,5 @@ class StepOf:
                 )
         result = combined(results)
         self.tracer.write(self.number, samples, result)
-        return result.metrics | metrics
+        counted = {"batch/quarantined": float(len(kept.unsound))}
+        return TrainedGroups(result.metrics | metrics | counted, kept.groups, kept.unsound)

@@ -254,7 +254,11 @@ def is_name_in(group_index: int, name: str, samples_per_group: int) -> bool:
 
 
 class Trajectory(msgspec.Struct):
-    """One finished episode. `group_index` counts leases; `episode_index` counts the G episodes of one prompt."""
+    """One finished episode. `group_index` counts leases; `episode_index` counts the G episodes of one prompt.
+
+    `lineage`: in which the versions of its tokens are counted (0: unknown). Every process of a start is of one lineage, and so
+    is an episode.
+    """
 
     trajectory_id: str
     group_index: int
@@ -267,6 +271,7 @@ class Trajectory(msgspec.Struct):
     started_at: float = 0.0
     finished_at: float = 0.0
     preview: list[dict[str, str]] = []
+    lineage: int = 0
 
     @property
     def reward(self) -> float:
@@ -276,3 +281,9 @@ class Trajectory(msgspec.Struct):
     @property
     def tokens(self) -> int:
         return sum(len(s.table) for s in self.samples)
+
+    @property
+    def newest_version(self) -> int:
+        """Of the weights that sampled a trained token; -1 without any."""
+        sampled = (s.table["policy_version"][s.table["loss_mask"]] for s in self.samples)
+        return max((int(versions.max(initial=UNSAMPLED_VERSION)) for versions in sampled), default=UNSAMPLED_VERSION)

@@ -49,7 +49,8 @@ def episode(
     for j, (reward, n) in enumerate(zip(rewards, lengths, strict=True)):
         stop += 2 + n
         reason = "length" if cut and j == len(rewards) - 1 else "stop"
-        turns.append(Turn(j, j if stepwise else 0, stop - n, stop, reward, reason))
+        end = 2 + n if stepwise else stop
+        turns.append(Turn(j, j if stepwise else 0, end - n, end, reward, reason))
         column[stop - 1] = reward
     if token_rewards is not None:
         column[:] = token_rewards

@@ -18,9 +18,12 @@ from actors.ranks import RankActor
 from r3async.appending import AppendFile
 from r3async.buffer.spool import Spool
 from r3async.checkpoint import CheckpointError, Checkpoints
+from r3async.checkpoint.lineages import origin_of, take_lineage
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.config import BufferConfig, ConfigError, load_config, to_dict
+from r3async.lineage import Lineage
+from r3async.observe.events import read_events
 from r3async.transport.wire import encode_trajectory
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_buffer import make_trajectory
@@ -80,11 +83,69 @@ def test_a_new_one_holds_the_configuration_and_is_the_latest(tmp_path, model, sa
     assert first.model_path(configured(model)) == model
     assert second.model_path(load_config("quickstart")) is None
     first.lock.close()
+
+
+def test_a_directory_that_is_of_no_run_is_refused(tmp_path, model, said):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r'exists already and has no checkpoint to go on from.*resume="none"'):
         open_run(configured(model), "quickstart", said.append, tmp_path)
-    (first.path / "checkpoints" / "step-00000001.partial").mkdir(parents=True)  # One that was begun is none.
+    (tmp_path / "a" / "checkpoints" / "step-00000001.partial").mkdir(parents=True)  # One that was begun is none.
     with pytest.raises(ConfigError, match="exists already"):
         open_run(configured(model), "quickstart", said.append, tmp_path)
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+
+
+def crashed(root, model, said, *overrides):
+    """A run that took a lineage, and left records of steps that no checkpoint has."""
+    run = open_run(configured(model, *overrides), "quickstart", said.append, root)
+    origin = origin_of(run.resume, run.path / "checkpoints") if run.resume else ""
+    take_lineage(run.path, run.resume, fingerprint_model(model), origin)
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run.path / "trained.jsonl").write_text('{"step": 1}\n')
+    run.lock.close()
+    return run.path
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_name(tmp_path, model, said):
+    path = crashed(tmp_path, model, said)
+    (path / "spool").mkdir()
+    (path / "spool" / "000000000-0000.spool").write_bytes(b"kept")
+    run = open_run(configured(model, "learner.lr=3e-5"), "quickstart", said.append, tmp_path)
+    assert (run.path, run.resume, run.began) == (path, None, True)
+    assert (path / "metrics.jsonl").read_text() == (path / "trained.jsonl").read_text() == ""
+    assert (path / "spool" / "000000000-0000.spool").read_bytes() == b"kept"
+    assert any("has no checkpoint yet: the run begins again" in line for line in said)
+    assert any("learner.lr was" in line for line in said)
+    assert read_events(path / "events.jsonl")[-1]["event"] == "begun_without_checkpoint"
+    run.lock.close()
+    with pytest.raises(CheckpointError, match="`seed` was 0 and is 7"):
+        open_run(configured(model, "seed=7"), "quickstart", said.append, tmp_path)
+
+
+def test_the_start_model_that_a_run_made_is_not_made_again(tmp_path, said):
+    config = load_config("quickstart", ["name=a"])
+    run = open_run(config, "quickstart", said.append, tmp_path)
+    run.lock.close()
+    assert run.model_path(config) is None
+    (run.path / "init").mkdir()
+    (run.path / "init" / "config.json").write_text("{}")
+    again = open_run(config, "quickstart", said.append, tmp_path)
+    assert again.model_path(config) == run.path / "init"
+
+
+def test_a_run_that_began_elsewhere_and_has_no_checkpoint_goes_on_only_from_there(tmp_path, model, said):
+    """Or lineages of two runs would have one number."""
+    other = made(tmp_path, model, said, 10, lineage=Lineage(3))
+    path = crashed(tmp_path, model, said, "name=b", f"resume={other}")
+    with pytest.raises(ConfigError, match="began from r step 10 and has no checkpoint of its own yet: set `resume`"):
+        open_run(configured(model, "name=b"), "quickstart", said.append, tmp_path)
+    run = open_run(configured(model, "name=b", f"resume={other}"), "quickstart", said.append, tmp_path)
+    assert run.resume.state.steps == 10
+    assert take_lineage(path, run.resume, "m", "r step 10").past == {3: 10, 4: 10}
+    crashed(tmp_path, model, said, "name=c")
+    with pytest.raises(ConfigError, match="began from its start model and has no checkpoint"):
+        open_run(configured(model, "name=c", f"resume={other}"), "quickstart", said.append, tmp_path)
 
 
 def test_one_with_checkpoints_goes_on_from_the_newest_and_forgets_what_came_later(tmp_path, model, said):

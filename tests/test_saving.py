@@ -142,7 +142,7 @@ def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rate
 
 def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp_path):
     groups = [[make_trajectory(0, 0), make_trajectory(0, 1)], [make_trajectory(3)]]
-    AppendFile(tmp_path / FILE).append(msgspec.json.encode(trained_step(7, 6, groups)))
+    AppendFile(tmp_path / FILE).append(msgspec.json.encode(trained_step(7, 6, groups, 2)))
     tokens = groups[0][0].samples[0].table["token_ids"]
     assert list(read_objects(tmp_path / FILE)) == [
         {
@@ -151,6 +151,9 @@ def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp
             "groups": [0, 3],
             "trajectories": ["g0e0", "g0e1", "g3e0"],
             "crc32": [zlib.crc32(tokens.tobytes())] * 3,
+            "lineage": 2,
+            "lineages": [0, 0, 0],
+            "newest": [3, 3, 3],
         }
     ]
     other = make_trajectory(0, 0, token_ids=tokens[::-1].copy())

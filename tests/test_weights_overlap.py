@@ -98,7 +98,9 @@ def learner(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(actors.learner, "check_ages", lambda *args: None)
     monkeypatch.setattr(actors.learner, "age_metrics", lambda *args: {})
-    monkeypatch.setattr(actors.learner.StepOf, "train", lambda self, backend, groups: {"optimizer/skipped": 0})
+    monkeypatch.setattr(
+        actors.learner.StepOf, "train", lambda self, backend, groups, stand_in: ({"optimizer/skipped": 0}, groups, [])
+    )
     monkeypatch.setattr(actors.learner, "episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(actors.learner, "trained_step", lambda *args: {})
     return actor

@@ -20,9 +20,12 @@ from r3async.checkpoint import (
     resume_from,
     rewind,
 )
+from r3async.checkpoint.lineages import mark, origin_of, read_starts
 from r3async.checkpoint.lock import RunLock
-from r3async.config import Config, ConfigError, to_toml
+from r3async.checkpoint.resume import check_settings
+from r3async.config import Config, ConfigError, load_config, to_dict, to_toml
 from r3async.files import make_directory
+from r3async.observe.events import open_events
 from r3async.observe.quarantine import FILE as QUARANTINE
 
 LOCK_SECONDS = 60.0
@@ -36,6 +39,8 @@ class RunDir:
     path: Path
     resume: Opened | None
     lock: RunLock
+    began: bool = False
+    """It began before, and made no checkpoint: the start model that it made is there."""
 
     def model_path(self, config: Config) -> Path | None:
         """The start model, as far as there is one: configured, or the one that the run began with.
@@ -45,7 +50,8 @@ class RunDir:
         if config.model.path:
             path = Path(config.model.path).absolute()
         elif self.resume is None:
-            return None
+            made = self.path / "init"
+            return made.absolute() if self.began and (made / "config.json").is_file() else None
         else:
             path = Path(self.resume.state.model_path)
             inside = self.path / path.name  # the run may have been moved
@@ -60,9 +66,10 @@ def open_run(
 ) -> RunDir:
     """`runs/NAME`, new, or as its newest intact checkpoint left it; `runs/latest` points at it.
 
-    `resume = auto` goes on in a directory with checkpoints. `none` moves one that exists aside. The path of a checkpoint, or of
-    another run, begins a new run there with the records of the old one. Raises `ConfigError` and `CheckpointError`, which say
-    what to do; then nothing has changed, except that checkpoints which can not be read are named so.
+    `resume = auto` goes on in a directory with checkpoints, and begins again in that of a run which made none yet. `none` moves
+    one that exists aside. The path of a checkpoint, or of another run, begins a new run there with the records of the old one.
+    Raises `ConfigError` and `CheckpointError`, which say what to do; then nothing has changed, except that checkpoints which can
+    not be read are named so.
     """
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = root / name
@@ -70,7 +77,7 @@ def open_run(
         if config.resume == "none":
             _locked(directory, say).close()  # a run that still writes there is not moved
             say(f"{directory} is kept as {_move_aside(directory)}")
-        elif _checkpoints(config, directory, report).empty:
+        elif _checkpoints(config, directory, report).empty and read_starts(directory) is None:
             raise ConfigError(
                 f"`name` = {name!r}: {directory} exists already and has no checkpoint to go on from; choose another name, or "
                 'set resume="none", which keeps it under another one'
@@ -79,13 +86,41 @@ def open_run(
     lock = _locked(directory, say)
     try:
         resume = _resume(config, directory, say, report)
+        began = resume is None and _begin_again_from_nothing(config, directory, say)
+        mark(directory)
         (directory / "config.toml").write_text(to_toml(config))
         _point_latest(root, name)
     except BaseException:
         lock.close()
         raise
     lock.shared()
-    return RunDir(directory, resume, lock)
+    return RunDir(directory, resume, lock, began)
+
+
+def _begin_again_from_nothing(config: Config, directory: Path, say: Callable[[str], object]) -> bool:
+    """Whether a run began here and made no checkpoint; its records are cut back to nothing then. Raises `CheckpointError` if it
+    had other settings than it needs now."""
+    before = directory / "config.toml"
+    if read_starts(directory) is None or not before.is_file():
+        return False
+    for key, (was, now) in check_settings(to_dict(load_config(str(before))), config).items():
+        say(f"changed since the run began: {key} was {was!r}, is {now!r}")
+    say(f"{directory} has no checkpoint yet: the run begins again, with what its spool has kept")
+    open_events(directory, "driver").warning("begun_without_checkpoint", directory=str(directory))
+    _take_back(directory, None)
+    return True
+
+
+def _check_origin(found: Opened | None, checkpoints: Checkpoints, directory: Path) -> None:
+    """A run without checkpoints of its own goes on only from where it began: numbers of lineages are of one line."""
+    starts = read_starts(directory) or []
+    origin = origin_of(found, checkpoints.directory) if found else ""
+    if checkpoints.empty and starts and starts[-1].origin != origin:
+        where = starts[-1].origin or "its start model"
+        raise ConfigError(
+            f"{directory} holds a run that began from {where} and has no checkpoint of its own yet: set `resume` to that again, "
+            'choose another `name`, or set resume="none"'
+        )
 
 
 def _locked(directory: Path, say: Callable[[str], object]) -> RunLock:
@@ -107,7 +142,7 @@ def begin_again(config: Config, run: RunDir, say: Callable[[str], object], repor
     resume = checkpoints.newest() or run.resume
     _take_back(run.path, resume)
     run.lock.shared()
-    return RunDir(run.path, resume, run.lock)
+    return RunDir(run.path, resume, run.lock, began=resume is None)
 
 
 def _checkpoints(config: Config, directory: Path, report: Any) -> Checkpoints:
@@ -128,6 +163,9 @@ def _resume(config: Config, directory: Path, say: Callable[[str], object], repor
                 f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
                 "another `name`"
             )
+        _check_origin(found, checkpoints, directory)
+    elif config.resume == "auto":
+        _check_origin(None, checkpoints, directory)
     opened = resume_from(config.resume, checkpoints)
     if opened is None:
         return None

@@ -16,13 +16,13 @@ nothing to train and are compared with nobody.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from r3async.algorithms.estimators import baseline_and_scale, has_contrast, standardize
+from r3async.buffer.validation import check_rewards, check_turns
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
 from r3async.records import Sample, Trajectory, Turn
 
@@ -58,8 +58,8 @@ def assign_advantages(
     ended by length), `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
     and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
-    Raises `ValueError` if a group holds trajectories of another, a reward is not finite, a turn index occurs twice in an
-    episode, or a token names a turn that its trajectory does not have.
+    Raises `ValueError` if a group holds trajectories of another, or rewards or turns are not trainable (`check_rewards`,
+    `check_turns`).
     """
     if config.overlong_penalty.buffer and max_new_tokens is None:
         raise ValueError("`overlong_penalty` needs `max_new_tokens`")
@@ -121,24 +121,15 @@ class _Episode:
 
     @staticmethod
     def of(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _Episode:
+        check_rewards(trajectory)
+        check_turns(trajectory)
         turns = {turn.index: turn for turn in trajectory.turns}
-        if len(turns) != len(trajectory.turns):
-            twice = next(i for i in turns if sum(t.index == i for t in trajectory.turns) > 1)
-            raise ValueError(f"trajectory {trajectory.trajectory_id} has turn {twice} twice")
         penalties = {
             i: overlong_penalty(t.stop - t.start, max_new_tokens, config.overlong_penalty) for i, t in turns.items()
         }
         tables = [sample.table for sample in trajectory.samples]
         turn = np.concatenate([t["turn"] for t in tables] or [np.zeros(0, np.int32)])
         rewards = np.concatenate([t["rewards"] for t in tables] or [np.zeros(0)]).astype(np.float64)
-        if not (np.isfinite(rewards).all() and all(math.isfinite(t.reward) for t in turns.values())):
-            raise ValueError(f"trajectory {trajectory.trajectory_id} has a reward that is not finite")
-        for sample in trajectory.samples:
-            for index in np.unique(sample.table["turn"]).tolist():
-                if index >= 0 and index not in turns:
-                    raise ValueError(
-                        f"sample {sample.sample_id}: a token of turn {index}, but its trajectory has no such turn"
-                    )
         for index, penalty in penalties.items():
             at = np.flatnonzero(turn == index)
             if penalty and len(at):

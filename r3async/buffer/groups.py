@@ -72,16 +72,18 @@ class GroupBuffer:
         """Of those that something has arrived of and that are not taken; -1 if there is none."""
         return max(self._groups, default=-1)
 
-    def add(self, trajectory: Trajectory, nbytes: int) -> bool:
+    def wants(self, trajectory: Trajectory) -> bool:
         """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""
-        if not 0 <= trajectory.episode_index < self.samples_per_group:
-            raise ValueError(f"episode {trajectory.episode_index} of a group of {self.samples_per_group}")
-        if trajectory.group_index in self._taken:
+        group, episode = trajectory.group_index, trajectory.episode_index
+        if not 0 <= episode < self.samples_per_group:
+            raise ValueError(f"episode {episode} of a group of {self.samples_per_group}")
+        return group not in self._taken and episode not in self._groups.get(group, {})
+
+    def add(self, trajectory: Trajectory, nbytes: int) -> bool:
+        """Whether it was wanted; see `wants`, also for what it raises."""
+        if not self.wants(trajectory):
             return False
-        group = self._groups.setdefault(trajectory.group_index, {})
-        if trajectory.episode_index in group:
-            return False
-        group[trajectory.episode_index] = (trajectory, nbytes)
+        self._groups.setdefault(trajectory.group_index, {})[trajectory.episode_index] = (trajectory, nbytes)
         return True
 
     def missing(self, group_index: int) -> list[int]:

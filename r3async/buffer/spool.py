@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,8 @@ class Spool:
     bytes), against power loss with `settings.fsync`.
 
     All work on files is done in one thread. `report(event, **facts)` is told, on the event loop, when the disk can not
-    take more, and when it can again; nothing is lost in between, `put` waits. Methods belong to the event loop's thread.
+    take more, and when it can again; nothing is lost in between, `put` waits. `aside(trajectory, reason, frames)` is given, in
+    the spool's thread, what `remove` takes out. Methods belong to the event loop's thread.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Spool:
         *,
         schema: Schema = SCHEMA,
         report: Callable[..., None] = lambda event, **facts: None,
+        aside: Callable[[Trajectory, str, Sequence[Frame]], object] = lambda trajectory, reason, frames: None,
         clock: Callable[[], float] = time.monotonic,
         retry_seconds: float = RETRY_SECONDS,
     ):
@@ -62,6 +64,7 @@ class Spool:
         self._settings = settings
         self._schema = schema
         self._report = report
+        self._aside = aside
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._files: dict[int, dict[Path, int]] = {}
@@ -134,6 +137,24 @@ class Spool:
         self.nbytes -= freed
         return freed
 
+    async def remove(self, refused: Mapping[tuple[int, str], str]) -> int:
+        """Take out trajectories, by group and id, that will never be trained, each for its reason; what else their files hold
+        stays. Returns the bytes that are free again. A disk that does not allow it is reported, and they stay until the
+        next start."""
+        freed = 0
+        for group in sorted({group for group, _ in refused}):
+            reasons = {name: reason for (of, name), reason in refused.items() if of == group}
+            try:
+                files = await self._run(self._rewrite, group, reasons)
+            except OSError as error:
+                self._report("spool_not_cleaned", group=group, trajectories=sorted(reasons), error=str(error))
+                continue
+            freed += sum(self._files.pop(group, {}).values()) - sum(files.values())
+            if files:
+                self._files[group] = files
+        self.nbytes -= freed
+        return freed
+
     async def close(self) -> None:
         """Finish what is being written. The files stay. Idempotent."""
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
@@ -147,8 +168,7 @@ class Spool:
         path = self._new.get(group)
         if path is None:
             make_directory(self.directory)
-            numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group)]
-            path = self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
+            path = self._next(group)
         offset, length = append(path, frames, fsync=self._settings.fsync)
         if group not in self._new and self._settings.fsync:
             sync_directory(self.directory)
@@ -167,6 +187,40 @@ class Spool:
                 path.unlink(missing_ok=True)
         if groups and self._settings.fsync:
             sync_directory(self.directory)
+
+    def _next(self, group: int) -> Path:
+        numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group)]
+        return self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
+
+    def _rewrite(self, group: int, reasons: Mapping[str, str]) -> dict[Path, int]:
+        """The group's files as one, without those that `reasons` names. Whoever dies here leaves both, and what is there twice
+        comes once. Returns the new file and its size, if it holds anything."""
+        old, path = sorted(self._of_group(group)), self._next(group)
+        gone: list[tuple[Trajectory, str, Record]] = []
+        size = 0
+        try:
+            for record in (r for file in old for r in read_records(map_file(file)) if isinstance(r, Record)):
+                try:
+                    trajectory = load(record, self._schema).trajectory
+                except WireError:  # damaged, and reported
+                    continue
+                if trajectory.trajectory_id in reasons:
+                    gone.append((trajectory, reasons[trajectory.trajectory_id], record))
+                else:
+                    size += append(path, record.frames, fsync=self._settings.fsync)[1]
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        for trajectory, reason, record in gone:
+            self._aside(trajectory, reason, record.frames)
+        for file in old:
+            file.unlink()
+        if self._settings.fsync and old:
+            sync_directory(self.directory)
+        self._new.pop(group, None)
+        if size:
+            self._new[group] = path
+        return {path: size} if size else {}
 
     def _of_group(self, group: int) -> list[Path]:
         return list(self.directory.glob(f"{group:09d}-[0-9]*.spool"))

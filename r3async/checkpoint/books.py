@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from r3async.checkpoint.error import CheckpointError
+from r3async.lineage import Lineage
 
 STATE_SCHEMA = 1
 """Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
@@ -32,6 +33,8 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Steps made."""
     version: int
     """Published last. Engines are given the checkpoint's weights under this number again."""
+    lineage: Lineage = Lineage()
+    """In which `version` is counted, with its ancestors."""
     consumed: int
     """The data cursor: every group before this one has been trained."""
     consumed_beyond: list[int] = []

@@ -62,7 +62,12 @@ def _flat(value: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def check_same_run(state: RunState, config: Config) -> dict[str, tuple[Any, Any]]:
     """The settings that differ and may. Raises `CheckpointError` naming those that differ and may not."""
-    changed = differences(state.config, config)
+    return check_settings(state.config, config)
+
+
+def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """The same for a configuration that was saved without a checkpoint (`to_dict`)."""
+    changed = differences(saved, config)
     refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED)}
     if refused:
         said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())

@@ -41,17 +41,23 @@ def previews(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """A line of `trained.jsonl`. `crc32`: of the token ids of each trajectory, sample by sample, as they were trained."""
+    """A line of `trained.jsonl`. `crc32`: of the token ids of each trajectory, sample by sample, as they were trained.
+
+    `lineage`: of the learner, in which `version` is counted. `lineages` and `newest`: of each trajectory, and its newest version
+    (-1: none)."""
 
     step: int
     version: int
     groups: list[int]
     trajectories: list[str]
     crc32: list[int]
+    lineage: int = 0
+    lineages: list[int] = []
+    newest: list[int] = []
 
 
-def trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]]) -> TrainedStep:
-    """`version`: of the weights that the step changed."""
+def trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]], lineage: int = 0) -> TrainedStep:
+    """`version` and `lineage`: of the weights that the step changed."""
     members = [t for group in groups for t in group]
     return TrainedStep(
         step,
@@ -59,6 +65,9 @@ def trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]]
         [group[0].group_index for group in groups],
         [t.trajectory_id for t in members],
         [checksum(t) for t in members],
+        lineage,
+        [t.lineage for t in members],
+        [t.newest_version for t in members],
     )
 
 

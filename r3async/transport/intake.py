@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from r3async.records import Schema, Trajectory
 from r3async.transport.credit import CreditPool
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import TURN_SECONDS, off_loop
-from r3async.transport.wire import Frame, WireError, decode_trajectory, decoded_bytes, joined
+from r3async.transport.wire import Frame, NotAcceptable, WireError, decode_trajectory, decoded_bytes, joined
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ TOKEN_BYTES = 16
 
 
 class Refuse(ValueError):
-    """Raised by `validate` or `on_trajectory`: this trajectory will never be taken. The message is the reason that its
+    """Raised by `validate` or `admit`: this trajectory will never be taken. The message is the reason that its
     sender is given."""
 
 
 class Outcome(NamedTuple):
-    """`over`: its group is, so it is a duplicate. `refused`: what it says is not accepted. `damaged`: it is not what a sender
+    """`over`: its episode is, so it is a duplicate. `refused`: what it says is not accepted. `damaged`: it is not what a sender
     makes, so it changed on its way."""
 
     kind: Literal["taken", "over", "refused", "damaged"]
@@ -54,6 +54,7 @@ class Store(Protocol):
     async def recover(self) -> Sequence[Kept]: ...
     async def put(self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool) -> Kept | None: ...
     async def commit(self, groups: Iterable[int]) -> int: ...
+    async def remove(self, refused: Mapping[tuple[int, str], str]) -> int: ...
 
 
 @dataclass(slots=True)
@@ -89,11 +90,12 @@ class Intake:
         pool: CreditPool,
         on_trajectory: Callable[[Trajectory, int], None],
         validate: Callable[[Trajectory], None] | None,
+        admit: Callable[[Trajectory], bool] | None,
         store: Store | None,
         answer: Callable[[Parcelled, Outcome], None],
     ):
         self._schema, self._ledger, self._pool = schema, ledger, pool
-        self._on_trajectory, self._validate, self._store = on_trajectory, validate, store
+        self._on_trajectory, self._validate, self._admit, self._store = on_trajectory, validate, admit, store
         self._answer = answer
         self.nbytes = 0
         """What was granted to those that arrived and are not answered yet."""
@@ -137,9 +139,11 @@ class Intake:
 
     async def recover(self, store: Store) -> tuple[int, int]:
         """What was accepted and not trained is handed over again; what the ledger knows besides was never kept, and what
-        is over is removed from the store. Returns how many there were, and how many of them are not taken any more."""
+        is over, or not accepted any more, is removed from the store. Returns how many there were, and how many of them are
+        not taken any more."""
         self._ledger.forget_live()
-        over, count, refused = set(), 0, 0
+        over, count = set(), 0
+        refused: dict[tuple[int, str], str] = {}
         for kept in await store.recover():
             trajectory = kept.trajectory
             group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
@@ -149,19 +153,28 @@ class Intake:
             count += 1
             try:
                 await off_loop(trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+                if not self._admits(trajectory):
+                    raise Refuse("its episode is here already")
                 self._hand_over(trajectory, kept.nbytes)
             except Exception as error:
-                refused += 1
+                refused[group_index, trajectory_id] = str(error) or type(error).__name__
                 logger.warning("trajectory %r was kept, but is not taken again: %s", trajectory_id, error)
         await store.commit(over)
-        return count, refused
+        await store.remove(refused)
+        return count, len(refused)
 
     async def _take_in(self, parcel: Parcelled) -> Outcome:
+        """Everything that may refuse it comes before it is stored."""
+        stored = False
         try:
             trajectory, nbytes = await off_loop(parcel.nbytes, self._open, parcel)
-            if self._store is not None and not self._ledger.is_forgotten(parcel.group_index):
+            if self._ledger.is_forgotten(parcel.group_index) or not self._admits(trajectory):
+                self._pool.release(parcel.trajectory_id)
+                return Outcome("over")
+            if self._store is not None:
                 spill = self._pool.held > self._store.memory_bytes
                 kept = await self._store.put(trajectory, parcel.frames, spill=spill)
+                stored = True
                 if kept is not None:
                     trajectory, nbytes = kept.trajectory, kept.nbytes
             if self._ledger.is_forgotten(parcel.group_index):  # Meanwhile.
@@ -170,11 +183,14 @@ class Intake:
             self._hand_over(trajectory, nbytes)
         except Exception as error:
             self._pool.release(parcel.trajectory_id)
-            if isinstance(error, WireError | Refuse):
-                kind: Literal["damaged", "refused"] = "damaged" if isinstance(error, WireError) else "refused"
-                return Outcome(kind, str(error) or type(error).__name__)
+            if isinstance(error, WireError | Refuse) and not stored:
+                again = isinstance(error, WireError) and not isinstance(error, NotAcceptable)
+                return Outcome("damaged" if again else "refused", str(error) or type(error).__name__)
             logger.exception("trajectory %r was not taken", parcel.trajectory_id)
-            return Outcome("refused", f"the learner failed to take it: {type(error).__name__}: {error}")
+            reason = f"the learner failed to take it: {type(error).__name__}: {error}"
+            if stored and self._store is not None:  # a defect; it must not be met again at every start
+                await self._store.remove({(parcel.group_index, parcel.trajectory_id): reason})
+            return Outcome("refused", reason)
         return Outcome("taken")
 
     def _open(self, parcel: Parcelled) -> tuple[Trajectory, int]:
@@ -192,6 +208,9 @@ class Intake:
     def _check(self, trajectory: Trajectory) -> None:
         if self._validate is not None:
             self._validate(trajectory)
+
+    def _admits(self, trajectory: Trajectory) -> bool:
+        return self._admit is None or self._admit(trajectory)
 
     def _hand_over(self, trajectory: Trajectory, nbytes: int) -> None:
         """Raises what `on_trajectory` raises, and then nothing is held."""

@@ -65,11 +65,12 @@ class Peer:
 class Receiver:
     """Accepts each trajectory once and hands it to `on_trajectory(trajectory, nbytes)`.
 
-    In this order: `validate(trajectory)`, off the event loop if the payload is large; `store.put`, if there is a store;
-    `on_trajectory`, on the event loop, which owns the trajectory (read-only arrays) from then on; and then it is
-    acknowledged, and its sender forgets it. What has to survive a crash is in the store by then. If `validate` or
-    `on_trajectory` raises `Refuse`, the trajectory is rejected with that reason; any other exception is logged and
-    rejects it too, for a message that trips over a defect must neither stop the receiver nor be resent for ever.
+    In this order: `validate(trajectory)`, off the event loop if the payload is large; `admit(trajectory)`, on the event loop,
+    which is False for a duplicate; `store.put`, if there is a store; `on_trajectory`, on the event loop, which owns the
+    trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it. What has to
+    survive a crash is in the store by then. If `validate` or `admit` raises `Refuse`, the trajectory is rejected with that
+    reason, and nothing of it is stored; any other exception is logged and rejects it too, for a message that trips over a
+    defect must neither stop the receiver nor be resent for ever.
 
     Memory: trajectories that are under way, or handed over and not released, take at most `settings.credit_bytes`, and
     beyond that only what the next `window` groups take, which are let through whatever else is held; `CreditPool` has the
@@ -101,6 +102,7 @@ class Receiver:
         claims: Callable[[int, str], bool] | None = None,
         largest: int | None = None,
         validate: Callable[[Trajectory], None] | None = None,
+        admit: Callable[[Trajectory], bool] | None = None,
         store: Store | None = None,
         window: int = 1,
         port: int = 0,
@@ -143,7 +145,7 @@ class Receiver:
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
         self._granting = False
-        self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, store, self._answer)
+        self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, admit, store, self._answer)
         self._context: zmq.Context[Any] | None = None
         self._socket: LoopSocket | None = None
         self._gate: Gate | None = None

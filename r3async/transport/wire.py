@@ -88,6 +88,10 @@ def sign(body: bytes, frames: Sequence[Frame], schema: Schema = SCHEMA) -> bytes
     return msgspec.msgpack.encode(header)
 
 
+class NotAcceptable(WireError):
+    """It came as it was sent, checksum and all, and says what no trajectory may say: sending it again does not help."""
+
+
 class _Versioned(msgspec.Struct):
     """What every version's header has."""
 
@@ -201,7 +205,10 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Traje
     found = checksum([header.packed, *views[1:]])
     if found != header.checksum:
         raise WireError(f"checksum {found:016x}, but the header says {header.checksum:016x}")
-    _check_values(trajectory)
+    try:
+        _check_values(trajectory)
+    except WireError as error:
+        raise NotAcceptable(str(error)) from error
     return trajectory
 
 

@@ -40,6 +40,8 @@ class WeightManifest(msgspec.Struct, frozen=True):
     tensors: dict[str, TensorEntry]
     nbytes: int
     source: NcclSource | None = None
+    lineage: int = 0
+    """In which `version` is counted."""
 
     @property
     def digest(self) -> int:

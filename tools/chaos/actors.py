@@ -120,13 +120,17 @@ class NoMemory(Ledger):
 class KeepsAll(GroupBuffer):
     """Also the second of two that are the same episode."""
 
+    def wants(self, trajectory: Trajectory) -> bool:
+        return True
+
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
-        if not super().add(trajectory, nbytes):
+        if not super().wants(trajectory):
             group = self._groups.get(trajectory.group_index)
             if group is None:
                 return False
             group[self.samples_per_group + len(group)] = (trajectory, nbytes)
-        return True
+            return True
+        return super().add(trajectory, nbytes)
 
     def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
         all_of_them = [[t for t, _ in self._groups[g].values()] for g in groups]

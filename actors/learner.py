@@ -44,7 +44,7 @@ from r3async.observe.trained import episode_metrics, previews, trained_step
 from r3async.records import Trajectory, is_name_in
 from r3async.scheduling.admission import age_bound, most_groups, slots_of
 from r3async.scheduling.age import age_metrics, check_ages
-from r3async.scheduling.failures import EpisodeEnd, TaskFailures
+from r3async.scheduling.failures import By, EpisodeEnd, TaskFailures
 from r3async.transport.keys import learner_keys
 from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse
@@ -373,7 +373,7 @@ class LearnerActor:
                 await asyncio.to_thread(self._quarantine.keep, t, reason)
         failed = {t.trajectory_id for t, _ in unsound}
         for t in (t for group in groups for t in group):
-            by = "learner" if t.trajectory_id in failed else None
+            by: By | None = "learner" if t.trajectory_id in failed else None
             self._unsound.ended(EpisodeEnd(t.group_index, t.episode_index, t.task_seed, by))
         if unsound and self._unsound.too_many("learner"):
             trajectory, reason = unsound[0]

@@ -19,11 +19,14 @@ from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, config_from_dict, to_dict
 from r3async.lineage import Lineage
 from r3async.observe.events import read_events
-from r3async.records import Sample, TokenTable, Trajectory
+from r3async.records import Sample, TokenTable, Trajectory, trajectory_name
 from r3async.transport import wire
+from r3async.transport.keys import ClientKeys
 from tests.helpers_transport import LIMIT, sending
 from tests.test_buffer import make_trajectory
 
+Way = tuple[str, ClientKeys]
+"""To a learner: its endpoint, and the keys for it."""
 EXPERTS = {"layers": 2, "top_k": 2, "num_experts": 8}
 
 
@@ -33,19 +36,20 @@ def played(group: int, episode: int, version: int, lineage: int) -> Trajectory:
     made.samples[0].table = made.samples[0].table.with_columns(
         token_ids=np.array([1, 2, version % 100, lineage], np.int32)
     )
-    return msgspec.structs.replace(made, lineage=lineage)
+    return msgspec.structs.replace(made, trajectory_id=trajectory_name(group, episode), lineage=lineage)
 
 
 @asynccontextmanager
 async def learning(
     run_dir: Path, lineage: Lineage, version: int, consumed: int = 0, **buffer: Any
-) -> AsyncIterator[tuple[LearnerActor, str]]:
+) -> AsyncIterator[tuple[LearnerActor, Way]]:
     """A learner that has no model, at that version: it receives and keeps, and trains nothing."""
     config = config_from_dict(
         {
             "buffer": {"durability": "disk", **buffer},
             "schedule": {"groups_per_step": 1, "samples_per_group": 2, "max_staleness": 3},
             "transport": {"ack_timeout": 0.5},
+            "episode": {"max_total_tokens": 8192, "max_prompt_tokens": 4096},
         }
     )
     actor = LearnerActor("run", to_dict(config), "", str(run_dir), lineage=lineage)
@@ -53,7 +57,7 @@ async def learning(
     actor.buffer = GroupBuffer(2, 1, head=consumed)
     heard = await asyncio.wait_for(actor.listen(EXPERTS), LIMIT)
     try:
-        yield actor, heard["endpoint"]
+        yield actor, (heard["endpoint"], heard["keys"])
     finally:
         await asyncio.wait_for(actor.stop(), LIMIT)
 
@@ -77,10 +81,11 @@ def spooled(run_dir: Path) -> int:
     return sum(p.stat().st_size for p in (run_dir / "spool").glob("*"))
 
 
-async def send(endpoint: str, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+async def send(way: Way, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
     """Returns what was refused, with the reasons."""
     refused: list[tuple[str, str]] = []
-    async with sending(endpoint, on_reject=lambda t, why: refused.append((t.trajectory_id, why))) as sender:
+    endpoint, keys = way
+    async with sending(endpoint, keys=keys, on_reject=lambda t, why: refused.append((t.trajectory_id, why))) as sender:
         for trajectory in trajectories:
             await asyncio.wait_for(sender.send(trajectory), LIMIT)
         assert await sender.flush(LIMIT) == 0
@@ -90,34 +95,37 @@ async def send(endpoint: str, trajectories: list[Trajectory]) -> list[tuple[str,
 async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_reached_again(tmp_path):
     """Version 39 of the first timeline, a resume from 38, and the second timeline's version 39: not the same weights."""
     first = Lineage(1)
-    async with learning(tmp_path, first, 40, consumed=38) as (actor, endpoint):
-        assert await send(endpoint, [played(38, 0, 38, 1), played(39, 0, 39, 1), played(40, 0, 40, 1)]) == []
+    async with learning(tmp_path, first, 40, consumed=38) as (actor, way):
+        assert await send(way, [played(38, 0, 38, 1), played(39, 0, 39, 1), played(40, 0, 40, 1)]) == []
         assert waiting(actor) == [(38, 1, 38), (39, 1, 39), (40, 1, 40)]
     # Killed; the checkpoint is of version 38.
     second = Lineage(2, 1, 38, {1: 38})
-    async with learning(tmp_path, second, 38, consumed=38) as (actor, endpoint):
+    async with learning(tmp_path, second, 38, consumed=38) as (actor, way):
         assert waiting(actor) == [(38, 1, 38)]
         assert actor.receiver.recovered == 3
         actor.version = 39
-        assert await send(endpoint, [played(39, 0, 39, 2)]) == []
+        assert await send(way, [played(39, 0, 39, 2)]) == []
     refused = named(tmp_path, "trajectory_quarantined")
-    assert [(e["trajectory_id"], e["lineage"]) for e in refused] == [("g39e0", 1), ("g40e0", 1)]
+    assert [(e["trajectory_id"], e["lineage"]) for e in refused] == [
+        (trajectory_name(39, 0), 1),
+        (trajectory_name(40, 0), 1),
+    ]
     assert "version 39 of lineage 1, which a resume took back" in refused[0]["reason"]
     assert [e["kept_as"] for e in refused] == sorted(str(p) for p in (tmp_path / "quarantine").glob("*.spool"))
     # Killed again before a checkpoint, resumed from the same one, and now at version 39 again when it starts.
     third = Lineage(3, 1, 38, {1: 38, 2: 38})
-    async with learning(tmp_path, third, 39, consumed=38) as (actor, endpoint):
+    async with learning(tmp_path, third, 39, consumed=38) as (actor, way):
         assert waiting(actor) == [(38, 1, 38)]
-        reasons = dict(await send(endpoint, [played(39, 0, 39, 1), played(39, 1, 39, 3), played(40, 0, 38, 2)]))
-        assert list(reasons) == ["g39e0"]
-        assert "version 39 of lineage 1" in reasons["g39e0"]
+        reasons = dict(await send(way, [played(39, 0, 39, 1), played(39, 1, 39, 3), played(40, 0, 38, 2)]))
+        assert list(reasons) == [trajectory_name(39, 0)]
+        assert "version 39 of lineage 1" in reasons[trajectory_name(39, 0)]
         assert waiting(actor) == [(38, 1, 38), (39, 3, 39), (40, 2, 38)]
     assert len(named(tmp_path, "trajectory_quarantined")) == 3
 
 
 async def test_what_recovery_refuses_frees_its_disk_and_is_not_met_again(tmp_path):
-    async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, endpoint):
-        await send(endpoint, [played(g, e, 5, 1) for g in (2, 3) for e in range(2)])
+    async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, way):
+        await send(way, [played(g, e, 5, 1) for g in (2, 3) for e in range(2)])
     kept = spooled(tmp_path)
     async with learning(tmp_path, Lineage(2, 1, 4, {1: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == []
@@ -137,9 +145,9 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
         await spool.put(trajectory, wire.encode_trajectory(trajectory), spill=False)
     await spool.close()
     second = Lineage(2, 1, 4, {1: 4})
-    async with learning(tmp_path, second, 4, consumed=2) as (actor, endpoint):
+    async with learning(tmp_path, second, 4, consumed=2) as (actor, way):
         assert waiting(actor) == [(2, 1, 4)]
-        assert await send(endpoint, [played(2, 1, 4, 2)]) == []
+        assert await send(way, [played(2, 1, 4, 2)]) == []
         assert actor._spool is not None
         assert actor._spool.nbytes == spooled(tmp_path)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
@@ -151,57 +159,64 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
     assert len(named(tmp_path, "trajectory_quarantined")) == 1
 
 
-async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(tmp_path):
-    """40 that the learner cannot take, of more bytes than the spool may hold, each refused for a reason of its own kind."""
+def large(group: int, episode: int, lineage: int, reward: float = 1.0) -> Trajectory:
+    """Of some 400 kB."""
     n = 6000
+    table = played(0, 0, 5, 1).samples[0].table
+    columns = {k: np.concatenate([np.resize(v[:1], (n - 4, *v.shape[1:])), v]) for k, v in table.items()}
+    columns["token_ids"] = np.random.default_rng(1).integers(0, 900, n).astype(np.int32)
+    name = trajectory_name(group, episode)
+    made = msgspec.structs.replace(make_trajectory(group, episode), trajectory_id=name, lineage=lineage)
+    turn = msgspec.structs.replace(made.turns[0], start=n - 2, stop=n, reward=reward)
+    return msgspec.structs.replace(made, samples=[Sample(f"{name}s0", TokenTable(columns))], turns=[turn])
 
-    def large(group: int, episode: int, name: str, lineage: int = 1) -> Trajectory:
-        table = played(0, 0, 5, 1).samples[0].table
-        columns = {k: np.concatenate([np.resize(v[:1], (n - 4, *v.shape[1:])), v]) for k, v in table.items()}
-        columns["token_ids"] = np.random.default_rng(1).integers(0, 900, n).astype(np.int32)
-        made = make_trajectory(group, episode)
-        turn = msgspec.structs.replace(made.turns[0], start=n - 2, stop=n)
-        sample = Sample(f"{name}s0", TokenTable(columns))
-        return msgspec.structs.replace(made, trajectory_id=name, samples=[sample], turns=[turn], lineage=lineage)
 
-    bad = [
-        *(large(2 + 100, 0, f"slot{i}") for i in range(10)),
-        *(large(2, 7, f"episode{i}") for i in range(10)),
-        *(large(2, 0, f"lineage{i}", lineage=9) for i in range(10)),
-    ]
-    twice = [large(2, 0, f"twice{i}") for i in range(10)]
-    async with learning(tmp_path, Lineage(1), 5, consumed=2, disk_bytes=300_000) as (actor, endpoint):
+async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(tmp_path):
+    """40 that the learner cannot take, of more bytes than the spool may hold."""
+    bad = [large(100 + i, 0, 1) for i in range(16)]  # no slot
+    bad += [large(g, e, 9) for g in (2, 3, 4, 5) for e in range(2)]  # a lineage that there is not
+    bad += [large(g, e, 1, reward=1e39) for g in (2, 3, 4, 5) for e in range(2)]
+    async with learning(tmp_path, Lineage(1), 5, consumed=2, disk_bytes=1_000_000) as (actor, way):
         assert actor._spool is not None
-        reasons = await send(endpoint, bad)
-        assert len(reasons) == 30
+        refused = [await send(way, [trajectory]) for trajectory in [*bad, *bad[16:24]]]
+        assert [len(each) for each in refused] == [1] * 40
         assert actor._spool.nbytes == spooled(tmp_path) == 0
-        assert await send(endpoint, twice) == []  # the same episode: one is taken, nine are duplicates
-        assert waiting(actor) == [(2, 1, 5)]
-        assert actor.receiver.duplicates == 9
-        one = actor._spool.nbytes
-        assert one == spooled(tmp_path) < 300_000
-        assert await send(endpoint, [large(2, 1, "other")]) == []
+        assert await send(way, [large(2, e, 1) for e in range(2)]) == []
         assert actor.buffer.batch(1, 1, 0) == [2]
-    assert {why.partition(" is")[0].split()[0][:4] for _, why in reasons} >= {"grou", "epis"}
+        one = actor._spool.nbytes
+        assert 0 < one == spooled(tmp_path) < 1_000_000
+    reasons = [why for ((_, why),) in refused]
+    assert sum("cannot have a slot" in why for why in reasons) == 16
+    assert sum("not in the past of lineage 1" in why for why in reasons) == 16
+    assert sum("rewards of 1e+39" in why for why in reasons) == 8
     async with learning(tmp_path, Lineage(2, 1, 5, {1: 5}), 5, consumed=2) as (actor, _):
         assert (actor.receiver.recovered, len(waiting(actor))) == (2, 2)
 
 
+async def test_an_episode_that_is_here_under_another_name_is_not_stored_again(tmp_path):
+    async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, way):
+        actor.receiver._claims = None
+        assert await send(way, [played(2, 0, 5, 1)]) == []
+        before = spooled(tmp_path)
+        assert await send(way, [msgspec.structs.replace(played(2, 0, 5, 1), trajectory_id="other")]) == []
+        assert (spooled(tmp_path), actor.receiver.duplicates) == (before, 1)
+
+
 async def test_an_unexpected_failure_after_storing_leaves_nothing_in_the_spool(tmp_path, caplog):
-    async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, endpoint):
+    async with learning(tmp_path, Lineage(1), 5, consumed=2) as (actor, way):
 
         def fail(trajectory: Trajectory, nbytes: int) -> bool:
             raise KeyError("a defect")
 
         actor.buffer.add = fail  # type: ignore[method-assign]
-        ((name, reason),) = await send(endpoint, [played(2, 0, 5, 1)])
-        assert (name, "a defect" in reason) == ("g2e0", True)
+        ((name, reason),) = await send(way, [played(2, 0, 5, 1)])
+        assert (name, "a defect" in reason) == (trajectory_name(2, 0), True)
         assert spooled(tmp_path) == 0
     assert len(named(tmp_path, "trajectory_quarantined")) == 1
 
 
 async def test_a_token_older_than_the_schedule_allows_is_refused_on_arrival(tmp_path):
     """It would end the run at its step, and with the spool every resume of it."""
-    async with learning(tmp_path, Lineage(1), 9, consumed=2) as (_, endpoint):
-        ((_, reason),) = await send(endpoint, [played(2, 0, 5, 1), played(2, 1, 6, 1)])
+    async with learning(tmp_path, Lineage(1), 9, consumed=2) as (_, way):
+        ((_, reason),) = await send(way, [played(2, 0, 5, 1), played(2, 1, 6, 1)])
         assert "a token of version 5, the learner is at 9, and the schedule allows an age of 3" in reason

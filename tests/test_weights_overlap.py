@@ -92,7 +92,7 @@ def learner(tmp_path, monkeypatch):
     actor = LearnerActor("run", to_dict(load_config("quickstart")), "", str(tmp_path))
     actor.backend = Backend()
     actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, damaged=0, forget=lambda group: None)
-    group = [SimpleNamespace(group_index=0, preview=None)]
+    group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None)]
     actor.buffer = SimpleNamespace(
         batch=lambda *args: [0], take=lambda indices: ([group], 0), ready_groups=lambda: 0, missing=lambda group: []
     )

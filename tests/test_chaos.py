@@ -12,7 +12,16 @@ from r3async.observe.trained import TrainedStep
 from r3async.transport import wire
 from r3async.transport.outbox import Outbox, Pending
 from tests.helpers_transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
-from tools.chaos.books import Acknowledged, Resumed, Sent, check_content, check_kept, check_trained
+from tools.chaos.books import (
+    Acknowledged,
+    Began,
+    Resumed,
+    Sent,
+    check_content,
+    check_kept,
+    check_lineages,
+    check_trained,
+)
 from tools.chaos.relay import Noise, Relay, flip
 
 
@@ -138,3 +147,37 @@ def test_what_was_trained_must_be_what_was_sent():
 )
 def test_what_was_acknowledged_and_played_again_is_found(passed, resumed, lost):
     assert bool(check_kept(passed, resumed)) is lost
+
+
+# -- lineages ----------------------------------------------------------------------------------------------------------
+
+BEGAN = [Began(1, 0, 0), Began(2, 1, 2), Began(3, 1, 2)]
+"""Two losses after a checkpoint of version 2."""
+
+
+def of(number, lineage, tokens):
+    """A step of `lineage`, on tokens of so many (lineage, version)."""
+    lineages, newest = zip(*tokens, strict=True)
+    names = [f"g{number}e{i}" for i in range(len(tokens))]
+    return TrainedStep(number, number - 1, [number], names, [7] * len(names), lineage, list(lineages), list(newest))
+
+
+FIRST_STEPS = [of(1, 1, [(1, 0), (1, -1)]), of(2, 1, [(1, 0), (1, 1)])]
+
+
+def test_tokens_of_weights_that_led_to_the_learners_are_right_by_any_of_their_names():
+    steps = [*FIRST_STEPS, of(3, 3, [(1, 1), (1, 2), (2, 2), (3, 2)]), of(4, 3, [(3, 3), (9, -1)])]
+    assert check_lineages(steps, BEGAN) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([*FIRST_STEPS, of(3, 3, [(3, 2)]), of(4, 3, [(1, 3)])], "sampled by version 3 of lineage 1"),
+        ([*FIRST_STEPS, of(3, 3, [(3, 2)]), of(4, 3, [(2, 3)])], "sampled by version 3 of lineage 2"),
+        ([*FIRST_STEPS, of(3, 3, [(0, 2)])], "sampled by version 2 of lineage 0"),
+        ([*FIRST_STEPS, of(3, 1, [(1, 2)]), of(4, 3, [(1, 2)])], "changed version 3 of lineage 3"),
+    ],
+)
+def test_tokens_of_weights_that_were_taken_back_are_found(steps, problem):
+    assert any(problem in found for found in check_lineages(steps, BEGAN))

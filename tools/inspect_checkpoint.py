@@ -14,6 +14,7 @@ from r3async.checkpoint.books import RunState, decode_state
 from r3async.checkpoint.directory import STATE, Checkpoints, open_checkpoint
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import MANIFEST, check_file, decode_manifest
+from r3async.lineage import UNKNOWN, Lineage
 
 MAX_HEADER = 100 * 2**20
 """What safetensors allows."""
@@ -161,11 +162,19 @@ def _books(state: RunState) -> list[str]:
         "model": state.model_path,
         "steps": state.steps,
         "version": state.version,
+        "lineage": _lineage(state.lineage),
         "groups trained": state.consumed + len(state.consumed_beyond),
         "tokens generated": f"{state.generated_tokens:,}",
         "seconds of running": f"{state.elapsed:.0f}",
     }
     return [f"  {name:<22} {value}" for name, value in facts.items()]
+
+
+def _lineage(lineage: Lineage) -> str:
+    if lineage.number == UNKNOWN:
+        return "unknown: made by a release without lineages"
+    past = ", ".join(f"{number} up to version {last}" for number, last in sorted(lineage.past.items()))
+    return f"{lineage.number}, began with version {lineage.version}; before it: {past or 'none'}"
 
 
 def overview(directory: Path) -> tuple[list[str], list[str]]:
@@ -181,7 +190,8 @@ def overview(directory: Path) -> tuple[list[str], list[str]]:
             short = [f for f in opened.manifest.files if (path / f.name).stat().st_size != f.size]
             if short:
                 raise CheckpointError(f"{short[0].name}: it is not {short[0].size} bytes long")
-            told = f"version {opened.state.version}, {opened.state.consumed} groups trained"
+            state = opened.state
+            told = f"version {state.version} of lineage {state.lineage.number}, {state.consumed} groups trained"
         except (CheckpointError, OSError) as error:
             told = f"BROKEN: {error}"
             problems.append(f"{path}: {error}")

@@ -96,7 +96,7 @@ def _schema(pa: Any) -> Any:
     fields = {
         **dict.fromkeys(("source", "where", "trajectory_id", "generator_id", "stop_reason"), pa.string()),
         **dict.fromkeys(("step", "learner_version", "group_index", "episode_index", "task_seed"), pa.int64()),
-        **dict.fromkeys(("tokens", "sampled", "version_min", "version_max", "age"), pa.int64()),
+        **dict.fromkeys(("tokens", "sampled", "lineage", "version_min", "version_max", "age"), pa.int64()),
         **dict.fromkeys(("reward", "started_at", "finished_at"), pa.float64()),
         "turns": pa.list_(pa.struct(turn)),
         "preview": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),

@@ -43,7 +43,7 @@ def find_file(name: str, root: Path = ROOT) -> Path | None:
     for path in (Path(name), root / name):
         if path.is_file():
             return path
-        part = path.name in ("spool", "checkpoints") or is_checkpoint(path) or any(path.glob("*.spool"))
+        part = path.name in ("spool", "quarantine", "checkpoints") or is_checkpoint(path) or any(path.glob("*.spool"))
         if path.is_dir() and part and not is_run(path):
             return path
     return None

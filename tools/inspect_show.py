@@ -12,7 +12,19 @@ from r3async.observe.summary import format_number
 from tools.inspect_run import fitted
 from tools.inspect_trajectories import Seen, SeenToken, tokens_of
 
-LIST_HEADS = ("trajectory", "from", "step", "reward", "turns", "tokens", "trained", "versions", "age", "ended")
+LIST_HEADS = (
+    "trajectory",
+    "from",
+    "step",
+    "reward",
+    "turns",
+    "tokens",
+    "trained",
+    "lineage",
+    "versions",
+    "age",
+    "ended",
+)
 LAYERS_SHOWN = 3
 
 
@@ -27,7 +39,9 @@ def print_list(found: Sequence[dict[str, Any]], hidden: int, console: Console) -
     widths = [max(len(row[i]) for row in rows) for i in range(len(LIST_HEADS))]
     say = printer(console)
     for number, row in enumerate(rows):
-        cells = [c.ljust(w) if i in (0, 1, 9) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.ljust(w) if i in (0, 1, 10) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         say(" ".join(cells).rstrip(), "" if number else "bold")
     if hidden:
         say(f"and {hidden} more; --limit 0 shows all")
@@ -44,6 +58,7 @@ def _list_row(facts: dict[str, Any]) -> tuple[str, ...]:
         str(facts["turns"]),
         str(facts["tokens"] or "-"),
         str(facts["sampled"] or "-"),
+        _or_dash(facts["lineage"]),
         versions,
         _or_dash(facts["age"]),
         fitted(facts["stop_reason"] or "", 20).strip(),
@@ -61,7 +76,8 @@ def print_tokens(seen: Seen, version: int | None, text: Callable[[int], str], co
     of = f"step {seen.step}" if seen.step is not None else "not in a checkpoint yet"
     say(f"trajectory {seen.trajectory_id} ({seen.source}; {of})", "bold")
     ended = f"; ended: {seen.stop_reason}" if seen.stop_reason else ""
-    say(f"reward {format_number(seen.reward)}, {facts['turns']} turns, age {_or_dash(facts['age'])}{ended}")
+    of = "" if seen.lineage is None else f", versions of lineage {seen.lineage}"
+    say(f"reward {format_number(seen.reward)}, {facts['turns']} turns, age {_or_dash(facts['age'])}{of}{ended}")
     for sample in seen.samples:
         tokens = list(tokens_of(seen, sample, text))
         at = f", temperature {sample.temperature:g}" if sample.temperature is not None else ""

@@ -110,6 +110,14 @@ def run_of(path: Path) -> Path | None:
     return next((parent for parent in path.resolve().parents if is_run(parent)), None)
 
 
+def refused_of(run_dir: Path) -> list[str]:
+    """A line if trajectories were accepted that could not be trained."""
+    kept = spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
+    size = sum(path.stat().st_size for path in kept)
+    where = f"r3async inspect {run_dir / 'quarantine'} --trajectories; reasons: events.jsonl, trajectory_quarantined"
+    return [f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} bytes ({where})"] if kept else []
+
+
 def sources_of(run_dir: Path) -> list[str]:
     """A line for each source of trajectories, and which setting would give more."""
     config = read_run_config(run_dir)
@@ -127,6 +135,7 @@ def sources_of(run_dir: Path) -> list[str]:
     more = "" if trace == "all" else f' (`routing.trace` is "{trace}"; "all" keeps every one of an MoE model)'
     return [
         f"spool: {spool}",
+        *refused_of(run_dir),
         f"traces: {traced} trained trajectories, token by token{more}",
         f"conversations: {episodes} (episodes.jsonl), without tokens",
         "  --trajectories                      list all of them; --reward-below, --age-above, --turns: fewer",

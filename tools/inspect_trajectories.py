@@ -48,6 +48,8 @@ class Seen(msgspec.Struct, kw_only=True):
     preview: list[dict[str, str]] = []
     started_at: float | None = None
     finished_at: float | None = None
+    lineage: int | None = None
+    """In which the versions of its tokens are counted."""
 
     @property
     def tokens(self) -> int:
@@ -102,7 +104,7 @@ class Filter(msgspec.Struct, frozen=True):
 
 def of_trajectory(trajectory: Trajectory, where: str) -> Seen:
     """One that came over the wire."""
-    names = ("trajectory_id", "group_index", "episode_index", "task_seed", "generator_id", "stop_reason")
+    names = ("trajectory_id", "group_index", "episode_index", "task_seed", "generator_id", "stop_reason", "lineage")
     return Seen(
         source="spool",
         where=where,

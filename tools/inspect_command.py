@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from tools.terminal import Terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -81,7 +83,6 @@ def inspect(
 ) -> None:
     """Look into a run, a spool, a checkpoint or a message. Without an option: what there is to see. Exit 2 if something can
     not be read."""
-    from rich.console import Console
 
     from r3async.observe.routes import RouteFileError
     from tools.inspect_run import InspectError
@@ -106,7 +107,7 @@ def inspect(
     )
     problems: list[str] = []
     try:
-        proven = _answer(target, wanted, Console(), problems)
+        proven = _answer(target, wanted, Terminal(), problems)
     except (InspectError, RouteFileError) as error:
         problems.append(str(error))
         proven = True
@@ -116,7 +117,7 @@ def inspect(
         problems.append(f"{error.filename or target}: {error.strerror or error}")
         proven = True
     for problem in problems:
-        Console(stderr=True).print(problem, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        Terminal(stderr=True).print(problem, style="bold red", highlight=False, markup=False, soft_wrap=True)
     if problems or not proven:
         raise typer.Exit(2 if problems else 1)
 

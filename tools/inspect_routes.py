@@ -14,6 +14,7 @@ from r3async.observe.routes import Entry, RouteIndex, TrainedRoutes, load
 from r3async.observe.summary import format_percent, read_run_config
 from r3async.observe.tokens import RunTokenizer, roles
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
+from r3async.printable import printable
 from tools.inspect_run import InspectError, fitted, nearest
 
 TEXT_CELLS = 12
@@ -178,7 +179,7 @@ def show_routes(
         shown = [row for row in rows if row.disagrees] if diff else rows
         if json:
             for row in shown:
-                console.file.write(msgspec.json.encode(row).decode() + "\n")
+                console.file.write(printable(msgspec.json.encode(row).decode()) + "\n")
         else:
             _print(sample, shown, len(layers) > 0, console)
 
@@ -273,7 +274,7 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
     result = verify_routes(index)
     if json:
         facts = {**msgspec.to_builtins(result), "proven": result.proven, "problems": index.problems}
-        console.file.write(msgspec.json.encode(facts).decode() + "\n")
+        console.file.write(printable(msgspec.json.encode(facts).decode()) + "\n")
         return result.proven
 
     def say(line: str, style: str = "") -> None:

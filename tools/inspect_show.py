@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from r3async.observe.summary import format_number
+from r3async.printable import printable
 from tools.inspect_run import fitted
 from tools.inspect_trajectories import Seen, SeenToken, tokens_of
 
@@ -134,4 +135,4 @@ def short_routes(routes: list[list[int]] | None) -> str:
 def write_json(objects: Iterable[Any], console: Console) -> None:
     """One object a line."""
     for each in objects:
-        console.file.write(msgspec.json.encode(each).decode() + "\n")
+        console.file.write(printable(msgspec.json.encode(each).decode()) + "\n")

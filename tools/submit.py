@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError
+from r3async.printable import printable_log
 from tools.launch import command_of, entrypoint
 
 RUNS_ENV = "R3ASYNC_RUNS"
@@ -322,6 +323,6 @@ def _last_line(text: str) -> str:
 
 
 def write_log(text: str) -> None:
-    """To stdout, at once."""
-    sys.stdout.write(text)
+    """To stdout, at once, without what a terminal would obey."""
+    sys.stdout.write(printable_log(text))
     sys.stdout.flush()

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from r3async.config import load_command
+from r3async.printable import printable_log
+from tools.terminal import Terminal, echo
 
 if TYPE_CHECKING:
     from tools.submit import Jobs
@@ -57,7 +58,7 @@ def open_jobs(address: str, token_file: str) -> Jobs:
 
 
 def _failed(error: Exception) -> typer.Exit:
-    Console(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
+    Terminal(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -81,18 +82,18 @@ def submit(
     plan = make_plan(config)
     package = make_package(config, preset, overrides or [], runs=runs)
     if dry_run:
-        typer.echo(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
+        echo(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
         return
     jobs = open_jobs(address or config.cluster.address, token_file)
     try:
         if check:
             _refuse_what_does_not_fit(plan, config, jobs)
-        job = jobs.submit(package, name, lambda text: typer.echo(text, err=True))
+        job = jobs.submit(package, name, lambda text: echo(text, err=True))
     except SubmitError as error:
         raise _failed(error) from error
-    typer.echo(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
+    echo(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
     if not follow:
-        typer.echo(job)
+        echo(job)
         return
     _follow(jobs, job)
 
@@ -114,13 +115,13 @@ def _follow(jobs: Any, job: str) -> None:
     try:
         status = jobs.follow(job, write_log)
     except KeyboardInterrupt:
-        typer.echo(f"\nthe job goes on; `r3async submit stop {job}` ends it in order", err=True)
+        echo(f"\nthe job goes on; `r3async submit stop {job}` ends it in order", err=True)
         raise typer.Exit(130) from None
     except SubmitError as error:
         raise _failed(error) from error
     # Ray's message of a failed command repeats the end of the log, which was shown.
     message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]
-    typer.echo(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
+    echo(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
     sys.stdout.flush()
     raise typer.Exit(EXIT_CODES[status["status"]])
 
@@ -131,7 +132,7 @@ def status(job: Job, address: Address = "", token_file: Token = "") -> None:
     from tools.submit import EXIT_CODES
 
     found = _ask(address, token_file, "status", job)
-    typer.echo(json.dumps(found))
+    echo(json.dumps(found))
     raise typer.Exit(EXIT_CODES.get(found["status"], 0))
 
 
@@ -139,7 +140,7 @@ def status(job: Job, address: Address = "", token_file: Token = "") -> None:
 def list_jobs(address: Address = "", token_file: Token = "") -> None:
     """All jobs of the cluster, one JSON object a line."""
     for found in _ask(address, token_file, "list"):
-        typer.echo(json.dumps(found))
+        echo(json.dumps(found))
 
 
 @app.command()
@@ -153,7 +154,7 @@ def logs(
     if follow:
         jobs = open_jobs(address, token_file)
         _follow(jobs, _find(jobs, job))
-    typer.echo(_ask(address, token_file, "logs", job), nl=False)
+    echo(printable_log(_ask(address, token_file, "logs", job)), nl=False)
 
 
 @app.command()
@@ -173,7 +174,7 @@ def stop(
         found = jobs.wait(job, wait)
     except SubmitError as error:
         raise _failed(error) from error
-    typer.echo(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
+    echo(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
 
 
 def _ask(address: str, token_file: str, question: str, *jobs_named: str) -> Any:
@@ -209,5 +210,5 @@ def cluster(
     plan = make_plan(config)
     jobs = open_jobs(address or config.cluster.address, token_file)
     fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
-    typer.echo(describe_fit(fit, plan))
+    echo(describe_fit(fit, plan))
     raise typer.Exit(1 if fit.problems else 0)

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from r3async.observe.events import format_event
 from r3async.observe.follow import FollowedRun
+from r3async.printable import printable
 from tools.live import describe_step
 
 POLL_SECONDS = 0.5
@@ -72,14 +73,14 @@ def print_lines(
             rows, events = run.poll()
             for event in events:
                 if event.get("level") in ("warning", "error", "critical"):
-                    out.write(format_event(event).splitlines()[0] + "\n")
+                    out.write(printable(format_event(event).splitlines()[0]) + "\n")
             for row in rows:
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
-                out.write(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}\n")
+                out.write(printable(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}") + "\n")
             if rows or events:
                 heard = clock()
             if run.ended:
-                out.write(f"{run.name}: {run.status} after {run.step} steps\n")
+                out.write(printable(f"{run.name}: {run.status} after {run.step} steps") + "\n")
             out.flush()
             if run.ended or not follow:
                 return FAILED if run.status == "failed" else 0

@@ -14,6 +14,7 @@ from textual.widgets import Footer, Static
 
 from r3async.observe.follow import FollowedRun
 from tools import tail_view as view
+from tools.terminal import safe
 
 POLL_SECONDS = 1.0
 BODY_SECONDS = 2.0
@@ -127,7 +128,7 @@ class TailApp(App[None]):
             return
         top = view.header(self.run_followed, width, held=self.held, window=WINDOWS[self.window_index])
         if top != self._top:
-            self.query_one("#top", Static).update(Text("\n").join(top))
+            self.query_one("#top", Static).update(safe(Text("\n").join(top)))
             self._top = top
         if not body:
             return
@@ -136,7 +137,7 @@ class TailApp(App[None]):
         scroller = self.query_one("#body", VerticalScroll)
         follows = scroller.max_scroll_y - scroller.scroll_y < 1  # a reader at the end stays at the end
         if lines != self._lines:
-            self.query_one("#text", Static).update(Text("\n").join(lines))
+            self.query_one("#text", Static).update(safe(Text("\n").join(lines)))
             self._lines = lines
             if self.shown in ("events", "warnings") and follows:
                 scroller.scroll_end(animate=False)

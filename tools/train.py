@@ -19,6 +19,7 @@ from r3async.config import Config, ConfigError, to_dict
 from tools.capacity import check_capacity, full_disk_is_named
 from tools.live import LiveView
 from tools.run_dir import RunDir, begin_again, open_run
+from tools.terminal import Terminal
 
 if TYPE_CHECKING:
     from actors.pipeline import Pipeline
@@ -101,7 +102,7 @@ def train(
     Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it.
     """
     request = StopRequest()
-    console = console or Console(file=sys.stderr)
+    console = console or Terminal(file=sys.stderr)
     with stop_signals(request), LiveView(console, config.steps) as view:
         try:
             return _train(config, preset, view, root, pipeline, request)

@@ -7,6 +7,7 @@ again until all are written, and reports when that begins and when it ends. Beyo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -24,6 +25,8 @@ from r3async.files import make_directory
 KEPT_BYTES = 16 * 2**20
 """Of one file's records in memory."""
 RETRY_SECONDS = 0.5
+EXIT_SECONDS = 1.0
+"""For what waits when the process exits."""
 LOCK_TRIES, LOCK_SECONDS = 20, 0.001
 """How often, and how long each time, to wait for another process's write."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -308,3 +311,4 @@ def _say(line: str) -> None:
 
 KEEPER = Keeper()
 """This process's."""
+atexit.register(KEEPER.drain, EXIT_SECONDS)

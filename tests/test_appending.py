@@ -252,3 +252,17 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
     replace_file(path, b"three", 0o600)
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"three", 0o600)
+
+
+def test_what_waits_when_the_process_exits_is_tried_once_more(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+from r3async.appending import AppendFile
+file = AppendFile(Path(sys.argv[1]))
+print(file.append(b"x" * 2000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+"""
+    done = limited(script, str(tmp_path / "a"))
+    assert done.stdout == "False\n"
+    assert (tmp_path / "a").read_bytes() == b"x" * 2000 + b"\n"

@@ -52,8 +52,10 @@ def train(
 
         print_plan(config, json)
         return
+    from r3async.streams import files_survive_full_disk
     from tools.train import train as run
 
+    files_survive_full_disk()
     run(config, preset, root=runs)
 
 

@@ -85,7 +85,10 @@ SCHEMA = Schema(
         # Turn that sampled the token; -1 where not sampled.
         Column("turn", ("int32",), -1, steady=True),
         Column("rewards", ("float32",), 0.0, steady=True),
-        # The next four are added by the learner.
+        # The next six are added by the learner. Which episode of the minibatch the sample is of, `0..E - 1`; -1: of none other's.
+        Column("episode", ("int32",), -1, optional=True, steady=True),
+        # A trained token's number in the minibatch, episode by episode, wherever it is packed; -1 for the others.
+        Column("place", ("int32",), -1, optional=True),
         Column("advantages", ("float32",), 0.0, optional=True, steady=True),
         # What the token's terms of the loss are multiplied by: 1 / the denominator of `algorithm.reduction`.
         Column("loss_weights", ("float32",), 0.0, optional=True, steady=True),

@@ -231,10 +231,10 @@ def test_without_the_filter_groups_without_contrast_are_counted_and_trained():
 def test_the_overlong_filter_drops_episodes_that_still_count_as_scores(how):
     members = [episode(0, [1.0, 0.0]), episode(1, [0.0, 1.0], stepwise=True, **how)]
     plain, figures = assign_advantages([members], algorithm())
-    assert figures["advantage/overlong_samples"] == 2, "both step-wise rows"
+    assert figures["advantage/overlong_samples"] == 1, "an episode, whatever its rows"
     assert figures["advantage/filtered_tokens"] == 0
     samples, figures = assign_advantages([members], algorithm(overlong_filter=True))
-    assert figures["advantage/overlong_samples"] == 2
+    assert figures["advantage/overlong_samples"] == 1
     assert figures["advantage/filtered_tokens"] == 4
     assert [int(s.table["loss_mask"].sum()) for s in samples] == [4, 0, 0]
     assert np.array_equal(samples[0].table["advantages"], plain[0].table["advantages"])

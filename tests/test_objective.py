@@ -38,7 +38,7 @@ LOSSES: list[dict] = [
 
 
 def reweighted(samples: list[Tokens], reduction: str, groups: list[int]) -> list[Tokens]:
-    weights = loss_weights([s.mask for s in samples], groups, reduction, norm_length=16)
+    weights = loss_weights([s.mask for s in samples], range(len(samples)), groups, reduction, norm_length=16)
     return [dataclasses.replace(s, weights=w.astype(np.float64)) for s, w in zip(samples, weights, strict=True)]
 
 

@@ -32,7 +32,7 @@ def features(tokens: int, sample: int) -> torch.Tensor:
 def gradient(micro_batches: list[list[int]], settings: dict, reduction: str) -> torch.Tensor:
     """float64 `[FEATURES]`: of those micro-batches of samples; weights are of the whole step."""
     samples = make_samples(0, LENGTHS)
-    weights = loss_weights([s.mask for s in samples], [0, 0, 0, 1, 1, 2, 2], reduction, norm_length=50)
+    weights = loss_weights([s.mask for s in samples], range(7), [0, 0, 0, 1, 1, 2, 2], reduction, norm_length=50)
     for sample, weight in zip(samples, weights, strict=True):
         sample.weights = np.where(sample.mask, weight.astype(np.float64), np.nan)
     theta = torch.zeros(FEATURES, dtype=torch.float64, requires_grad=True)

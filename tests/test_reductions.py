@@ -16,9 +16,14 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def reduced(values: list[list[float]], groups: list[int], reduction: str, norm_length: int) -> float:
+def reduced(
+    values: list[list[float]], episodes: list[int], groups: list[int], reduction: str, norm_length: int
+) -> float:
     """The loss of trained tokens' values, by sample."""
-    trained = [v for v in values if v]
+    by_episode: dict[int, list[float]] = {}
+    for v, episode in zip(values, episodes, strict=True):
+        by_episode.setdefault(episode, []).extend(v)
+    trained = [v for v in by_episode.values() if v]
     if reduction == "token_mean":
         return mean([x for v in trained for x in v])
     if reduction == "sequence_mean":
@@ -36,44 +41,48 @@ def reduced(values: list[list[float]], groups: list[int], reduction: str, norm_l
 @given(data=st.data(), masks=masks_strategy)
 def test_weights_against_means(reduction, data, masks):
     arrays = [np.asarray(m, bool) for m in masks]
-    groups = data.draw(st.lists(st.integers(-3, 3), min_size=len(masks), max_size=len(masks)))
+    groups, episodes = (
+        data.draw(st.lists(st.integers(-3, 3), min_size=len(masks), max_size=len(masks)), label=label)
+        for label in ("groups", "episodes")
+    )
     rng = np.random.default_rng(0)
     values = [rng.normal(size=len(m)) for m in arrays]
-    weights = loss_weights(arrays, groups, reduction, norm_length=5)
+    weights = loss_weights(arrays, episodes, groups, reduction, norm_length=5)
     assert [w.dtype for w in weights] == [np.float32] * len(arrays)
     assert all((w[~m] == 0).all() and (w[m] > 0).all() for w, m in zip(weights, arrays, strict=True))
     got = sum(float(w @ v) for w, v in zip(weights, values, strict=True))
-    want = reduced([v[m].tolist() for v, m in zip(values, arrays, strict=True)], groups, reduction, 5)
+    want = reduced([v[m].tolist() for v, m in zip(values, arrays, strict=True)], episodes, groups, reduction, 5)
     assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
 def test_weights_of_one_step():
+    """An episode of two samples, one that trains nothing, and one of another group."""
     masks = [np.asarray(m, bool) for m in ([0, 1, 1], [0, 1], [0, 0, 0], [1, 1, 1])]
-    groups = [7, 7, 7, 9]
+    episodes, groups = [4, 4, 5, 6], [7, 7, 7, 9]
     first = {
         "token_mean": [1 / 6, 1 / 6, 1 / 6],
-        "sequence_mean": [1 / 6, 1 / 3, 1 / 9],
-        "sequence_mean_token_sum_norm": [1 / 30, 1 / 30, 1 / 30],
+        "sequence_mean": [1 / 6, 1 / 6, 1 / 6],
+        "sequence_mean_token_sum_norm": [1 / 20, 1 / 20, 1 / 20],
         "prompt_mean": [1 / 6, 1 / 6, 1 / 6],
     }
     for reduction, want in first.items():
-        weights = loss_weights(masks, groups, reduction, norm_length=10)
+        weights = loss_weights(masks, episodes, groups, reduction, norm_length=10)
         assert [float(weights[i].max()) for i in (0, 1, 3)] == pytest.approx(want)
         assert not weights[2].any()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_step_that_trains_nothing_has_no_weights(reduction):
-    assert loss_weights([], [], reduction, norm_length=1) == []
-    weights = loss_weights([np.zeros(3, bool), np.zeros(0, bool)], [0, 1], reduction, norm_length=1)
+    assert loss_weights([], [], [], reduction, norm_length=1) == []
+    weights = loss_weights([np.zeros(3, bool), np.zeros(0, bool)], [0, 1], [0, 1], reduction, norm_length=1)
     assert [w.tolist() for w in weights] == [[0, 0, 0], []]
 
 
 def test_what_can_not_be_reduced_is_refused():
     one = [np.ones(2, bool)]
     with pytest.raises(ValueError, match="'mean' is not one of token_mean, sequence_mean"):
-        loss_weights(one, [0], "mean", norm_length=1)
-    with pytest.raises(ValueError, match="1 masks, but 2 groups"):
-        loss_weights(one, [0, 1], "token_mean", norm_length=1)
+        loss_weights(one, [0], [0], "mean", norm_length=1)
+    with pytest.raises(ValueError, match="1 masks, but 1 episodes and 2 groups"):
+        loss_weights(one, [0], [0, 1], "token_mean", norm_length=1)
     with pytest.raises(ValueError, match="`norm_length` must be at least 1"):
-        loss_weights(one, [0], "token_mean", norm_length=0)
+        loss_weights(one, [0], [0], "token_mean", norm_length=0)

@@ -21,7 +21,7 @@ GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
 CPU_HEAD_DIM = 32
 """Values of a head, at least, that vLLM's attention on CPU takes."""
-ADDED_BY_LEARNER = ("advantages", "loss_weights", "old_logprobs", "reference_logprobs")
+ADDED_BY_LEARNER = ("episode", "place", "advantages", "loss_weights", "old_logprobs", "reference_logprobs")
 PUBLISHED_VERSIONS = 2
 ENGINE_SHARE = 0.9
 """Of a GPU's memory that vLLM takes, unless `generator.engine_args.gpu_memory_utilization` says otherwise."""

@@ -5,7 +5,8 @@ Scores come from an episode's rewards by `algorithm.credit`. What is compared, i
 * `turn`: the reward of turn j, with turn j of those episodes of the group that have one. All its tokens share it.
 * `trajectory`: the sum of its turns' rewards, with the other episodes. All sampled tokens of the episode share it, in all of
   its samples (step-wise rows).
-* `token`: at each token, the sum of the column `rewards` from there to the end of the episode (over its samples in order).
+* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in the order of its turns,
+  whichever samples they are in.
   Baseline and scale are those of the same sum at the beginning of the token's turn, over the episodes that have that
   turn. For rewards that are credited at tokens. (Baseline and scale by turn, where GRPO with process supervision, arXiv
   2402.03300, section 4.1.3, pools all steps.)
@@ -54,8 +55,8 @@ def assign_advantages(
     `credit = "token"`, to that of its last token).
 
     Figures, always the same: `advantage/zero_variance_groups` (without contrast: nothing that is compared differs),
-    `advantage/zero_variance_share` (of all groups), `advantage/overlong_samples` (samples of episodes that
-    ended by length), `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
+    `advantage/zero_variance_share` (of all groups), `advantage/overlong_samples` (episodes that ended by length),
+    `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
     and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
     Raises `ValueError` if a group holds trajectories of another, or rewards or turns are not trainable (`check_rewards`,
@@ -74,7 +75,7 @@ def assign_advantages(
         for episode in group:
             cut = is_overlong(episode.trajectory)
             drop = (config.filter_zero_variance and not differs) or (config.overlong_filter and cut)
-            overlong += cut * len(episode.trajectory.samples)
+            overlong += cut
             for sample, advantages in zip(episode.trajectory.samples, episode.split(), strict=True):
                 mask = sample.table["loss_mask"]
                 before += int(np.count_nonzero(mask))
@@ -134,7 +135,10 @@ class _Episode:
             at = np.flatnonzero(turn == index)
             if penalty and len(at):
                 rewards[at[-1]] += penalty
-        return _Episode(trajectory, turns, penalties, turn, np.cumsum(rewards[::-1])[::-1])
+        order = _in_order(turn, [len(t) for t in tables])
+        to_go = np.zeros(len(rewards))
+        to_go[order] = np.cumsum(rewards[order][::-1])[::-1]
+        return _Episode(trajectory, turns, penalties, turn, to_go)
 
     def reward(self, turn: int) -> float:
         """Of one turn, with its penalty."""
@@ -144,6 +148,17 @@ class _Episode:
         """`advantages`, sample by sample."""
         lengths = [len(sample.table) for sample in self.trajectory.samples]
         return np.split(self.advantages, np.cumsum(lengths)[:-1]) if lengths else []
+
+
+def _in_order(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """int64 `[N]`: the tokens of an episode's samples in the order of its turns; what no turn sampled is after the turn
+    before it in its sample, or before all turns. `turn` int32 `[N]`, `lengths`: of the samples."""
+    belongs = turn.astype(np.int64)
+    start = 0
+    for length in lengths:
+        belongs[start : start + length] = np.maximum.accumulate(belongs[start : start + length])
+        start += length
+    return np.argsort(belongs, kind="stable")
 
 
 def _credit(group: Sequence[_Episode], config: AlgorithmConfig) -> bool:

@@ -51,7 +51,7 @@ def correction_mask(
 ) -> Tensor:
     """bool `[M]`: the tokens of `mask` that the policy loss keeps. Arguments as in `TokenBatch`; `logprobs` are pi's.
 
-    Per token: `icepop`, `kpop`, and `age <= max_token_age` (`schedule.max_token_age`). Per sample, over its tokens in
+    Per token: `icepop`, `kpop`, and `age <= max_token_age` (`schedule.max_token_age`). Per episode, over its tokens in
     `mask`: `geometric`, a band on `e^mean(delta)`, and `product`, on `e^sum(delta)` (Liu, Li et al., "When Speed Kills
     Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025); `max(k3(delta)) <= max_token_kl`
     (trust region masking, arXiv 2512.23075, with k3 for the KL at a token).
@@ -74,6 +74,12 @@ def correction_mask(
     if config.max_token_kl is not None:
         left_out |= segment_max(k3(delta), mask, sequence, sequences) > config.max_token_kl
     return keep & ~left_out[sequence]
+
+
+def takes_episodes(config: CorrectionConfig) -> bool:
+    """Whether what is left out depends on other tokens of the episode."""
+    bounds = (config.geometric_low, config.geometric_high, config.product_low, config.product_high, config.max_token_kl)
+    return any(bound is not None for bound in bounds)
 
 
 def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:

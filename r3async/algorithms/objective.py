@@ -5,7 +5,9 @@
 
 The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (see `reduction`): every
 term is a plain sum, so gradients of micro-batches add up to that of the step, however its samples were packed, ordered
-or spread over ranks. What a policy loss needs of a whole sample, it finds, since samples are whole in a micro-batch.
+or spread over ranks. What a policy loss needs of a whole episode, it finds: tokens of the episode that are in other
+micro-batches come along as constants (`TokenBatch.own`). The loss is a function of all of them, so its gradient by this
+micro-batch's log-probs is that of the whole episode's loss; its value counts this micro-batch's tokens only.
 
 Tokens that are masked out may hold anything: each column is replaced by 0 there before anything is computed, by
 `torch.where`. At a token that counts, a log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing
@@ -19,18 +21,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from r3async.algorithms import correction
 from r3async.algorithms.correction import correction_mask
 from r3async.algorithms.kl import ESTIMATORS, reference_k3
 from r3async.algorithms.policy_loss import LossInputs, needs_old_logprobs, policy_loss
+from r3async.algorithms.policy_loss import takes_episodes as loss_takes_episodes
 from r3async.algorithms.sums import ObjectiveSums
 from r3async.config import AlgorithmConfig
 
-__all__ = ["ObjectiveSums", "TokenBatch", "objective"]
+__all__ = ["ObjectiveSums", "TokenBatch", "objective", "takes_episodes"]
+
+
+def takes_episodes(config: AlgorithmConfig) -> bool:
+    """Whether a token's loss depends on other tokens of its episode, so that `objective` has to see whole episodes."""
+    return loss_takes_episodes(policy_loss(config.policy_loss)) or correction.takes_episodes(config.correction)
 
 
 @dataclass
 class TokenBatch:
-    """The trained tokens of one micro-batch: M of them, of S samples that are whole in it; tensors on one device."""
+    """The trained tokens of one micro-batch: M of them, of S episodes; tensors on one device.
+
+    If `takes_episodes(config)`, they are all of the episodes' tokens in the step, and `own` tells this micro-batch's.
+    """
 
     rollout_logprobs: Tensor
     """float32 `[M]`: log-probs under the policy that sampled the tokens (log mu)."""
@@ -39,7 +51,7 @@ class TokenBatch:
     weights: Tensor
     """float32 `[M]`: what each token's terms are multiplied by, 1 / the denominator of the reduction."""
     sequence: Tensor
-    """int64 `[M]`: which of the S samples each token is of, ascending."""
+    """int64 `[M]`: which of the S episodes each token is of."""
     sequences: int
     """S."""
     ages: Tensor
@@ -50,6 +62,11 @@ class TokenBatch:
     """float32 `[M]`: log-probs of the learner before the step's first update."""
     reference_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the frozen reference model."""
+    own: Tensor | None = None
+    """bool `[M]`: tokens of this micro-batch; the others are another's, and in no figure of this one. None: all."""
+    open: Tensor | None = None
+    """int64 `[S]`: the number in the step of an episode that other micro-batches have tokens of as well, else -1. Their
+    figures are finished when all are known, see `ObjectiveSums.open`. None: every episode is only here."""
 
 
 def objective(
@@ -71,6 +88,7 @@ def objective(
     Raises `ValueError` if log-probs that the configuration needs are missing.
     """
     mask = batch.mask
+    own = mask if batch.own is None else mask & batch.own
 
     def clean(column: Tensor) -> Tensor:
         return torch.where(mask, column, 0.0)
@@ -97,21 +115,27 @@ def objective(
     if config.entropy_coef:
         terms["entropy_bonus"] = -config.entropy_coef * torch.where(kept, entropies, 0.0)
     weighted = {name: weights * value for name, value in terms.items()}
-    loss = torch.stack([value.sum() for value in weighted.values()]).sum()
+    here = {name: torch.where(own, value, 0.0).sum() for name, value in weighted.items()}
+    loss = torch.stack(list(here.values())).sum()
+    if batch.own is not None:
+        # What this micro-batch's log-probs do to the loss of the episode's other tokens: a gradient, and no value.
+        others = torch.where(own, 0.0, weighted["policy"]).sum()
+        loss = loss + (others - others.detach())
 
     sums = ObjectiveSums.of_batch(
         logprobs.detach(),
         rollout,
         reference,
         entropies.detach(),
-        mask=mask,
-        kept=kept,
-        clipped=policy.clipped & kept,
+        mask=own,
+        kept=kept & own,
+        clipped=policy.clipped & kept & own,
         sequence=batch.sequence,
         sequences=batch.sequences,
+        open=batch.open,
     )
     for name, value in weighted.items():
-        setattr(sums, name, value.detach().sum(dtype=torch.float64))
+        setattr(sums, name, torch.where(own, value.detach(), 0.0).sum(dtype=torch.float64))
     return loss, sums
 
 

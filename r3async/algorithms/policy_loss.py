@@ -6,23 +6,28 @@ has no gradient. Papers maximise; the losses are the negatives of their objectiv
 
 A loss of one's own is any function of the type `PolicyLossFunction`, named by `algorithm.policy_loss = "module:function"`:
 
+    @by_token
     def reinforce(inputs: LossInputs) -> PolicyLoss:
         return PolicyLoss(-inputs.advantages * inputs.logprobs, clipped=torch.zeros_like(inputs.mask))
 
-It must treat a sample alike whatever others are in its micro-batch, and not divide by their number: masks and weights (the
+It must treat an episode alike whatever others are in its micro-batch, and not divide by their number: masks and weights (the
 reduction's denominators) are the caller's. Then its gradient does not depend on packing.
+
+It sees whole episodes, and may use what it likes of them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
+samples are in several micro-batches that takes one more forward pass: see `learners.step`. A loss at a token that depends
+on that token's own columns alone says so with `@by_token`, and is spared it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from r3async.algorithms.segments import segment_mean
+from r3async.algorithms.segments import segment_count, segment_sum
 from r3async.config import AlgorithmConfig, ClipConfig, import_policy_loss
 
 LOG_RATIO_LIMIT = 20.0
@@ -30,9 +35,10 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss sees of one micro-batch: M tokens of S samples; float32 `[M]` unless said otherwise.
+    """What a policy loss sees of one micro-batch: M tokens of S episodes; float32 `[M]` unless said otherwise.
 
-    Only `logprobs` has a gradient. Every column is 0 where `mask` is False.
+    Only `logprobs` has a gradient. Every column is 0 where `mask` is False. Tokens of an episode that are in other
+    micro-batches are here too: their log-probs without a gradient, and in the same order wherever they are seen.
     """
 
     logprobs: Tensor
@@ -47,14 +53,23 @@ class LossInputs:
     mask: Tensor
     """bool `[M]`: tokens that the policy loss trains."""
     sequence: Tensor
-    """int64 `[M]`: which of the S samples each token is of."""
+    """int64 `[M]`: which of the S episodes each token is of."""
     sequences: int
-    """S. Samples are whole: all trained tokens of each are here."""
+    """S. Episodes are whole: all trained tokens of each are here (not with a loss that is marked `by_token`)."""
     config: AlgorithmConfig
 
     def ratio(self) -> Tensor:
         """r, `[M]`, with gradient."""
         return bounded_exp(self.logprobs - self.anchor_logprobs)
+
+    def episode_sum(self, values: Tensor) -> Tensor:
+        """float64 `[M]`, with gradient: at each token the sum of `values` `[M]` over its episode's tokens in `mask`."""
+        return segment_sum(values, self.mask, self.sequence, self.sequences)[self.sequence]
+
+    def episode_mean(self, values: Tensor) -> Tensor:
+        """float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 for an episode without any."""
+        counts = segment_count(self.mask, self.sequence, self.sequences).clamp(min=1)
+        return self.episode_sum(values) / counts[self.sequence]
 
 
 class PolicyLoss(NamedTuple):
@@ -65,6 +80,20 @@ class PolicyLoss(NamedTuple):
 
 
 PolicyLossFunction = Callable[[LossInputs], PolicyLoss]
+Loss = TypeVar("Loss", bound=PolicyLossFunction)
+
+BY_TOKEN = "by_token"
+
+
+def by_token(function: Loss) -> Loss:
+    """Mark a policy loss whose value at a token depends on no other token: it is right without whole episodes."""
+    setattr(function, BY_TOKEN, True)
+    return function
+
+
+def takes_episodes(function: PolicyLossFunction) -> bool:
+    """Whether the loss needs all tokens of an episode at once: every one that is not marked `by_token`."""
+    return not getattr(function, BY_TOKEN, False)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -72,6 +101,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+@by_token
 def tis(inputs: LossInputs) -> PolicyLoss:
     """Truncated importance sampling: `-sg(min(r, ratio_cap)) A log pi`.
 
@@ -83,6 +113,7 @@ def tis(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
 
 
+@by_token
 def ppo(inputs: LossInputs) -> PolicyLoss:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`: PPO (arXiv 1707.06347, eq. 7), with the two bounds apart (DAPO,
     arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0, `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
@@ -92,19 +123,18 @@ def ppo(inputs: LossInputs) -> PolicyLoss:
 
 
 def gspo(inputs: LossInputs) -> PolicyLoss:
-    """PPO's clip on the length-normalised ratio of the sample: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
-    `log s = clamp(mean over the sample's tokens of (log pi - log pi_a), -20, 20)`. GSPO, arXiv 2507.18071, section 4.
+    """PPO's clip on the length-normalised ratio of the episode: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
+    `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`. GSPO, arXiv 2507.18071, section 4.
 
     In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and, where A and the weight are
-    the same all over a sample, in gradient; and right for advantages that differ between turns too.
+    the same all over an episode, in gradient; and right for advantages that differ between turns too.
     """
-    log_ratio = segment_mean(
-        (inputs.logprobs - inputs.anchor_logprobs).detach(), inputs.mask, inputs.sequence, inputs.sequences
-    )
-    ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)[inputs.sequence]
+    log_ratio = inputs.episode_mean((inputs.logprobs - inputs.anchor_logprobs).detach())
+    ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
     return _clipped(ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), inputs.advantages, inputs.config.gspo)
 
 
+@by_token
 def cispo(inputs: LossInputs) -> PolicyLoss:
     """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: no token's gradient is dropped. CISPO, arXiv 2506.13585, eq. 4
     and 5, without a lower bound (`clip_low` = 1) as there; an upper bound on r of about 5 is ScaleRL's, arXiv 2510.13786.
@@ -115,6 +145,7 @@ def cispo(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(-weight * inputs.advantages * inputs.logprobs, (ratio < low) | (ratio > high))
 
 
+@by_token
 def sapo(inputs: LossInputs) -> PolicyLoss:
     """`-sigmoid(tau (r - 1)) (4 / tau) A` with `tau = tau_positive` where A > 0, else `tau_negative`: a soft gate in place
     of a clip, with the gradient of `-r A` at r = 1. SAPO, arXiv 2511.20347."""
@@ -125,6 +156,7 @@ def sapo(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
 
 
+@by_token
 def dppo(inputs: LossInputs) -> PolicyLoss:
     """`-M r A`, with `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the two)
     is above `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r < 1; else 1.
@@ -138,6 +170,7 @@ def dppo(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(torch.where(clipped, 0.0, -ratio * advantages), clipped)
 
 
+@by_token
 def decoupled_ppo(inputs: LossInputs) -> PolicyLoss:
     """`-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`: the ratio `u = pi / pi_old` that is clipped is to the learner
     before the step, whatever `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`

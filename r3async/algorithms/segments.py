@@ -1,4 +1,4 @@
-"""Sums and maxima over the tokens of each sample of a packed micro-batch."""
+"""Sums and maxima over the tokens of each sequence (episode) of a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def segment_sum(values: Tensor, mask: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """float64 `[S]`: sums of `values` `[M]` over each sample's tokens where `mask` is True; 0 for a sample without."""
+    """float64 `[S]`: sums of `values` `[M]` over each sequence's tokens where `mask` is True; 0 for a sequence without."""
     kept = torch.where(mask, values.double(), 0.0)
     return torch.zeros(sequences, dtype=torch.float64, device=values.device).index_add_(0, sequence, kept)
 
 
 def segment_count(mask: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """float64 `[S]`: the number of each sample's tokens where `mask` is True."""
+    """float64 `[S]`: the number of each sequence's tokens where `mask` is True."""
     return segment_sum(torch.ones_like(mask, dtype=torch.float64), mask, sequence, sequences)
 
 
@@ -23,7 +23,7 @@ def segment_mean(values: Tensor, mask: Tensor, sequence: Tensor, sequences: int)
 
 
 def segment_max(values: Tensor, mask: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """float64 `[S]`: the largest of `values` of each sample's tokens where `mask` is True, at least 0."""
+    """float64 `[S]`: the largest of `values` of each sequence's tokens where `mask` is True, at least 0."""
     kept = torch.where(mask, values.double(), 0.0)
     out = torch.zeros(sequences, dtype=torch.float64, device=values.device)
     return out.scatter_reduce_(0, sequence, kept, "amax")

@@ -1,7 +1,7 @@
-"""What a step reports of its loss: sums over trained tokens and samples that add up over micro-batches and ranks.
+"""What a step reports of its loss: sums over trained tokens and episodes that add up over micro-batches and ranks.
 
 pi: the learner; mu: the rollout policy; `delta = log pi - log mu` and `r = e^clamp(delta, -20, 20)` at a token. Means over
-tokens are over the n trained ones, corrected or not; means over samples are over the N that have a trained token.
+tokens are over the n trained ones, corrected or not; means over episodes are over the N that have a trained token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from r3async.algorithms.kl import k1, k2, k3, reference_k3
 from r3async.algorithms.policy_loss import bounded_exp
-from r3async.algorithms.segments import segment_count, segment_mean, segment_sum
+from r3async.algorithms.segments import segment_count, segment_sum
 
 
 @dataclass
 class ObjectiveSums:
-    """float64 scalars on the loss's device. All are sums, except those that `maxima` names."""
+    """float64 scalars on the loss's device. All are sums, except those that `maxima` names, and `open`."""
 
     # The terms of the loss, each token's multiplied by its weight.
     policy: Tensor
@@ -40,23 +40,26 @@ class ObjectiveSums:
     entropy: Tensor
     clipped: Tensor
     left_out: Tensor
-    # Over samples that have a trained token.
-    samples: Tensor
-    samples_left_out: Tensor
+    # Over episodes that have a trained token, without the open ones.
+    episodes: Tensor
+    episodes_left_out: Tensor
     learner_perplexity: Tensor
     rollout_perplexity: Tensor
     perplexity_ratio: Tensor
-    sample_ratio_squared: Tensor
+    episode_ratio_squared: Tensor
+    open: Tensor
+    """float64 `[P, 5]`: of parts of episodes that have tokens elsewhere too, which `finish` makes figures of when all parts
+    are there: the episode's number, its tokens here, those that are kept, sum(log pi), sum(log mu)."""
 
     def __add__(self, other: ObjectiveSums) -> ObjectiveSums:
         added = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
         added |= {name: torch.maximum(getattr(self, name), getattr(other, name)) for name in self.maxima()}
-        return ObjectiveSums(**added)
+        return ObjectiveSums(**added, open=torch.cat([self.open, other.open]))
 
     @staticmethod
     def names() -> list[str]:
         """The sums in the order of `values`."""
-        return [f.name for f in fields(ObjectiveSums)]
+        return [f.name for f in fields(ObjectiveSums) if f.name != "open"]
 
     @staticmethod
     def maxima() -> list[str]:
@@ -66,7 +69,8 @@ class ObjectiveSums:
     @staticmethod
     def zero(device: torch.device | str = "cpu") -> ObjectiveSums:
         """Of no token at all."""
-        return ObjectiveSums(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(ObjectiveSums)))
+        scalars = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ObjectiveSums.names()}
+        return ObjectiveSums(**scalars, open=torch.zeros(0, 5, dtype=torch.float64, device=device))
 
     @staticmethod
     def of_batch(
@@ -80,39 +84,55 @@ class ObjectiveSums:
         clipped: Tensor,
         sequence: Tensor,
         sequences: int,
+        open: Tensor | None = None,
     ) -> ObjectiveSums:
-        """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, 0 where `mask` is False;
-        `kept`, `clipped` bool `[M]`: which of `mask` the policy loss trains, and clips."""
+        """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, of which those count where
+        `mask` is True; `kept`, `clipped` bool `[M]`: which of `mask` the policy loss trains, and clips. `open`: as in
+        `TokenBatch`."""
         sums = ObjectiveSums.zero(logprobs.device)
-        logprobs, rollout_logprobs = logprobs.double(), rollout_logprobs.double()
+        logprobs, rollout_logprobs, entropies = (
+            torch.where(mask, x.double(), 0.0) for x in (logprobs, rollout_logprobs, entropies)
+        )
         delta = logprobs - rollout_logprobs
         ratio = torch.where(mask, bounded_exp(delta), 0.0)
         sums.tokens = mask.sum(dtype=torch.float64)
         sums.k1, sums.k2, sums.k3 = k1(delta).sum(), k2(delta).sum(), k3(delta).sum()
         if reference_logprobs is not None:
-            sums.reference_k3 = reference_k3(reference_logprobs.double() - logprobs).sum()
+            away = torch.where(mask, reference_logprobs.double(), 0.0) - logprobs
+            sums.reference_k3 = reference_k3(away).sum()
         sums.abs_diff, sums.abs_diff_max = delta.abs().sum(), delta.abs().max() if len(delta) else delta.sum()
         sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
         sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
         sums.entropy = entropies.sum(dtype=torch.float64)
         sums.clipped = clipped.sum(dtype=torch.float64)
         sums.left_out = (mask & ~kept).sum(dtype=torch.float64)
-
-        def over_samples(values: Tensor) -> Tensor:
-            return torch.where(trained, values, 0.0).sum()
-
-        trained = segment_count(mask, sequence, sequences) > 0
-        learner, rollout = (segment_mean(x, mask, sequence, sequences) for x in (logprobs, rollout_logprobs))
-        sums.samples = trained.sum(dtype=torch.float64)
-        sums.samples_left_out = over_samples((segment_count(kept, sequence, sequences) == 0).double())
-        sums.learner_perplexity = over_samples((-learner).exp())
-        sums.rollout_perplexity = over_samples((-rollout).exp())
-        sums.perplexity_ratio = over_samples(bounded_exp(rollout - learner))
-        sums.sample_ratio_squared = over_samples(bounded_exp(segment_sum(delta, mask, sequence, sequences)).square())
+        tokens, kept_tokens = (segment_count(m, sequence, sequences) for m in (mask, kept))
+        learner, rollout = (segment_sum(x, mask, sequence, sequences) for x in (logprobs, rollout_logprobs))
+        parts = torch.stack([tokens, kept_tokens, learner, rollout], dim=1)
+        if open is not None:
+            sums.open = torch.cat([open.double()[:, None], parts], dim=1)[open >= 0]
+            parts = parts[open < 0]
+        sums.finish(parts)
         return sums
 
+    def finish(self, episodes: Tensor) -> None:
+        """Add the figures of whole episodes: float64 `[E, 4]`, the columns of `open` after the first."""
+        tokens, kept, learner, rollout = episodes.unbind(dim=1)
+        trained = tokens > 0
+
+        def total(values: Tensor) -> Tensor:
+            return torch.where(trained, values, 0.0).sum()
+
+        mean_learner, mean_rollout = (x / tokens.clamp(min=1) for x in (learner, rollout))
+        self.episodes += trained.sum(dtype=torch.float64)
+        self.episodes_left_out += total((kept == 0).double())
+        self.learner_perplexity += total((-mean_learner).exp())
+        self.rollout_perplexity += total((-mean_rollout).exp())
+        self.perplexity_ratio += total(bounded_exp(mean_rollout - mean_learner))
+        self.episode_ratio_squared += total(bounded_exp(learner - rollout).square())
+
     def values(self) -> np.ndarray:
-        """float64 `[n]` on the host, by one transfer."""
+        """float64 `[n]` on the host, by one transfer; without `open`."""
         return torch.stack([getattr(self, name) for name in self.names()]).cpu().numpy()
 
     def metrics(self) -> dict[str, float]:
@@ -130,14 +150,14 @@ class ObjectiveSums:
         * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when all
           ratios are equal.
         * `rollout_corr/*`, the vocabulary of verl's rollout correction: `kl` = k1, `k3_kl` = k3, `ess` = `ratio/ess`;
-          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over samples of e^2clamp(sum(delta), -20, 20) - 1`, both
-          estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over samples of `e^-mean(log pi)`, of
-          `e^-mean(log mu)`; `ppl_ratio` = mean over samples of `e^-mean(delta)`; `clipped_fraction`: of trained tokens,
+          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over episodes of e^2clamp(sum(delta), -20, 20) - 1`, both
+          estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of
+          `e^-mean(log mu)`; `ppl_ratio` = mean over episodes of `e^-mean(delta)`; `clipped_fraction`: of trained tokens,
           those that a bound of the policy loss held; `masked_fraction`: those that `correction` left out of it, and
-          `masked_sequence_fraction`: samples of which it left out every token.
+          `masked_sequence_fraction`: episodes of which it left out every token.
         """
         s = dict(zip(ObjectiveSums.names(), values.tolist(), strict=True))
-        n, samples = max(s["tokens"], 1.0), max(s["samples"], 1.0)
+        n, episodes = max(s["tokens"], 1.0), max(s["episodes"], 1.0)
         ess = s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0
         return {
             "loss/policy": s["policy"],
@@ -157,11 +177,11 @@ class ObjectiveSums:
             "rollout_corr/k3_kl": s["k3"] / n,
             "rollout_corr/ess": ess,
             "rollout_corr/chi2_token": s["ratio_squared"] / n - 1 if s["tokens"] else 0.0,
-            "rollout_corr/chi2_seq": s["sample_ratio_squared"] / samples - 1 if s["samples"] else 0.0,
-            "rollout_corr/training_ppl": s["learner_perplexity"] / samples,
-            "rollout_corr/rollout_ppl": s["rollout_perplexity"] / samples,
-            "rollout_corr/ppl_ratio": s["perplexity_ratio"] / samples,
+            "rollout_corr/chi2_seq": s["episode_ratio_squared"] / episodes - 1 if s["episodes"] else 0.0,
+            "rollout_corr/training_ppl": s["learner_perplexity"] / episodes,
+            "rollout_corr/rollout_ppl": s["rollout_perplexity"] / episodes,
+            "rollout_corr/ppl_ratio": s["perplexity_ratio"] / episodes,
             "rollout_corr/clipped_fraction": s["clipped"] / n,
             "rollout_corr/masked_fraction": s["left_out"] / n,
-            "rollout_corr/masked_sequence_fraction": s["samples_left_out"] / samples,
+            "rollout_corr/masked_sequence_fraction": s["episodes_left_out"] / episodes,
         }

@@ -115,12 +115,12 @@ class CorrectionConfig(Section):
     """A token is kept if the binary KL, in both directions, is at most this. KPop: 0.1."""
     geometric_low: float | None = None
     geometric_high: float | None = None
-    """A sample is kept if the geometric mean of its tokens' ratios is within these, 0.99 and 1.001, say."""
+    """An episode is kept if the geometric mean of its tokens' ratios is within these, 0.99 and 1.001, say."""
     product_low: float | None = None
     product_high: float | None = None
-    """A sample is kept if the product of its tokens' ratios is within these."""
+    """An episode is kept if the product of its tokens' ratios is within these."""
     max_token_kl: float | None = None
-    """A sample is kept if none of its tokens' k3 is above this."""
+    """An episode is kept if none of its tokens' k3 is above this."""
 
     def __post_init__(self) -> None:
         for name in ("icepop", "geometric", "product"):

@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.algorithms.objective import ObjectiveSums, TokenBatch, objective
+from r3async.algorithms.objective import ObjectiveSums, TokenBatch, objective, takes_episodes
 from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.base import LearnerError, RouteTrace, StepResult
 from r3async.learners.optimizer import Cause, MasterAdamW, StepReport
 from r3async.learners.replay import MicroBatchRoutes, RoutingCounts
-
-Reduce = Callable[[np.ndarray, str], np.ndarray]
-"""`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
+from r3async.learners.whole import Columns, Reduce, gathered, sequences, spread
 
 MEASURED_DRIFT = "rollout_kl/k3"
 """The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
@@ -67,6 +65,15 @@ def recorded_rows(micro_batch: MicroBatch) -> int:
     if "routing_recorded" not in table:
         return 0
     return int(np.count_nonzero(table["routing_recorded"][: micro_batch.real_tokens]))
+
+
+def joined(everywhere: np.ndarray, own: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
+    `own` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
+    decides alike. Entropies are 0 but for `own`."""
+    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
+    mine = before[own] + (logprobs - logprobs.detach())
+    return before.index_copy(0, own, mine), torch.zeros_like(before).index_copy(0, own, entropies)
 
 
 class Step:
@@ -120,7 +127,14 @@ class Step:
         )
         totals = reduce(counts * is_first_copy, "sum").tolist()
         trained, recorded, self._credited, self._dropped, self._tokens, fed_recorded, self._real = totals
-        most, least = reduce(np.asarray([len(micro_batches), -len(micro_batches)], np.float64), "max").tolist()
+        episodes = [sequences(m, c.rows) for m, c in zip(micro_batches, self._chosen, strict=True)]
+        places = [
+            m.table["place"][c.rows] for m, c in zip(micro_batches, self._chosen, strict=True) if "place" in m.table
+        ]
+        largest = [max((int(x.max(initial=-1)) for x in numbers), default=-1) for numbers in (episodes, places)]
+        most, least, last, place = reduce(
+            np.asarray([len(micro_batches), -len(micro_batches), *largest], np.float64), "max"
+        ).tolist()
         if most != -least:
             raise LearnerError(
                 f"ranks were given between {-least:.0f} and {most:.0f} micro-batches, not the same number"
@@ -135,12 +149,23 @@ class Step:
                 f"routing.min_recorded_fraction is {floor}: find out why the engine did not record them, lower that setting, "
                 "or set routing.replay=off"
             )
+        self._places, self._is_first_copy = int(place) + 1, is_first_copy
+        self._spread = spread(episodes, int(last) + 1, reduce, is_first_copy=is_first_copy)
+        self._everywhere: Columns | None = None
+        self.needs_logprobs = bool(self._spread.any()) and takes_episodes(config.algorithm)
+        """Whether `complete` has to be called before the first `loss`: alike on all ranks."""
+        if self.needs_logprobs and not self._places:
+            raise LearnerError(
+                f"{config.algorithm.policy_loss!r} or a correction takes whole episodes, of which some are in several "
+                "micro-batches, and the column 'place' is missing"
+            )
         self.balance = self._balance(micro_batches, routing, is_first_copy)
         """float64 `[layers, experts]` for `RoutingReplay.balanced`: what a unit of a router's probability of an expert adds to
         the loss. None without `algorithm.router_aux`."""
         kept = [i for i, c in enumerate(self._chosen) if len(c.rows) or not skip_untrained]
         self.micro_batches = [micro_batches[i] for i in kept]
         self._chosen = [self._chosen[i] for i in kept]
+        self._episodes = [episodes[i] for i in kept]
 
     def _balance(
         self, micro_batches: Sequence[MicroBatch], routing: tuple[int, int], is_first_copy: bool
@@ -178,34 +203,54 @@ class Step:
         if self.trace and routes.own:
             self._traces.append(routes.trace())
 
-    def loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """Scalar loss of micro-batch `index`, entered in the books. `logprobs`, `entropies`: float32 `[M]`, of `rows(index)`.
+    def complete(self, logprobs: Sequence[np.ndarray]) -> None:
+        """Take the learner's log-probs as they are now, `[N]` of each of `micro_batches`, and learn of every rank those of
+        the episodes' tokens that it has. Collective."""
+        rows = [c.rows for c in self._chosen]
+        columns = [self._columns(i) | {"logprobs": logprobs[i][r]} for i, r in enumerate(rows)]
+        places = [m.table["place"][r] for m, r in zip(self.micro_batches, rows, strict=True)]
+        self._everywhere = gathered(places, columns, self._places, self._reduce, is_first_copy=self._is_first_copy)
 
-        Without the column `loss_weights` every trained token of the step weighs the same (`token_mean`).
-        """
-        micro_batch, rows = self.micro_batches[index], self.rows(index)
-        table = micro_batch.table
+    def _columns(self, index: int) -> Columns:
+        """Of the trained rows of micro-batch `index`: what the loss takes. Without the column `loss_weights` every trained
+        token of the step weighs the same (`token_mean`)."""
+        table, rows = self.micro_batches[index].table, self.rows(index)
+        names = ("rollout_logprobs", "advantages", "loss_weights", "old_logprobs", "reference_logprobs")
+        columns = {name: table[name][rows] for name in names if name in table}
+        columns.setdefault("loss_weights", np.full(len(rows), 1 / max(self.trained, 1), np.float32))
+        return columns | {"ages": self._version - table["policy_version"][rows], "episode": self._episodes[index]}
+
+    def loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        """Scalar loss of micro-batch `index`, entered in the books. `logprobs`, `entropies`: float32 `[M]`, of `rows(index)`."""
+        if self.trace and self.micro_batches[index].sample_ids:
+            self._scored[index] = logprobs.detach()
+        columns, device, own = self._columns(index), logprobs.device, None
+        if self._everywhere is not None and self._is_spread(columns["episode"]).any():
+            columns, at = self._with_the_rest(index)
+            own = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device).index_fill_(
+                0, at.to(device), True
+            )
+            logprobs, entropies = joined(columns.pop("logprobs"), at.to(device), logprobs, entropies)
+        episodes, sequence = np.unique(columns["episode"], return_inverse=True)
 
         def column(name: str) -> Tensor | None:
-            return torch.from_numpy(table[name][rows]).to(logprobs.device) if name in table else None
+            return torch.from_numpy(columns[name]).to(device) if name in columns else None
 
-        if self.trace and micro_batch.sample_ids:
-            self._scored[index] = logprobs.detach()
-        rollout_logprobs, advantages = column("rollout_logprobs"), column("advantages")
-        assert rollout_logprobs is not None
-        assert advantages is not None
-        weights = column("loss_weights")
-        sequence = np.searchsorted(micro_batch.cu_seqlens, rows, side="right") - 1
+        rollout_logprobs, advantages, weights = (
+            torch.from_numpy(columns[name]).to(device) for name in ("rollout_logprobs", "advantages", "loss_weights")
+        )
         batch = TokenBatch(
             rollout_logprobs=rollout_logprobs,
             advantages=advantages,
-            weights=torch.full_like(advantages, 1 / max(self.trained, 1)) if weights is None else weights,
-            sequence=torch.from_numpy(sequence).to(logprobs.device),
-            sequences=len(micro_batch.sample_ids),
-            ages=torch.from_numpy(self._version - table["policy_version"][rows]).to(logprobs.device),
-            mask=torch.ones(len(rows), dtype=torch.bool, device=logprobs.device),
+            weights=weights,
+            sequence=torch.from_numpy(sequence).to(device),
+            sequences=len(episodes),
+            ages=torch.from_numpy(columns["ages"]).to(device),
+            mask=torch.ones(len(sequence), dtype=torch.bool, device=device),
             old_logprobs=column("old_logprobs"),
             reference_logprobs=column("reference_logprobs"),
+            own=own,
+            open=torch.from_numpy(np.where(self._is_spread(episodes), episodes, -1)).to(device),
         )
         loss, sums = objective(
             batch,
@@ -217,6 +262,20 @@ class Step:
         )
         self._sums = sums if self._sums is None else self._sums + sums
         return loss
+
+    def _is_spread(self, episodes: np.ndarray) -> np.ndarray:
+        """bool, as `episodes`: those that other micro-batches have tokens of as well."""
+        return np.isin(episodes, np.flatnonzero(self._spread))
+
+    def _with_the_rest(self, index: int) -> tuple[Columns, Tensor]:
+        """The columns of all tokens of the micro-batch's episodes, in the order of their places, and where the
+        micro-batch's own are among them, int64 `[M]`."""
+        everywhere = self._everywhere
+        assert everywhere is not None
+        take = np.flatnonzero(np.isin(everywhere["episode"], self._episodes[index]))
+        places = self.micro_batches[index].table["place"][self.rows(index)]
+        at = np.searchsorted(everywhere["place"][take], places)
+        return {name: values[take] for name, values in everywhere.items()}, torch.from_numpy(at)
 
     def update(self, optimizer: MasterAdamW, trust_region: TrustRegion, *, holds_loss: bool = True) -> StepReport:
         """Close the books and make the optimizer's step, unless there is a `cause` or the measured drift is beyond
@@ -230,12 +289,23 @@ class Step:
         self._total = self._reduce(mine, "sum")
         maxima = [ObjectiveSums.names().index(name) for name in ObjectiveSums.maxima()]
         self._total[maxima] = self._reduce(mine[maxima], "max")
+        self._total += self._finished(sums).values()
         drift = ObjectiveSums.metrics_of(self._total)[MEASURED_DRIFT]
         if self.cause:
             return optimizer.skip(self.cause if math.isfinite(drift) else "not_finite")
         report = optimizer.skip("trust_region") if trust_region.breaks(drift) else optimizer.step()
         trust_region.update(drift)
         return report
+
+    def _finished(self, mine: ObjectiveSums) -> ObjectiveSums:
+        """The figures of episodes that are in several micro-batches, from their parts on all ranks."""
+        finished = ObjectiveSums.zero()
+        if self._spread.any():
+            parts = mine.open.cpu().numpy()
+            whole = np.zeros((len(self._spread), 4))
+            np.add.at(whole, parts[:, 0].astype(np.int64), parts[:, 1:])
+            finished.finish(torch.from_numpy(self._reduce(whole.reshape(-1), "sum").reshape(whole.shape)))
+        return finished
 
     def result(self, optimizer: StepReport, routing: RoutingCounts, columns: Sequence[int], layers: int) -> StepResult:
         """The figures of the step, over all ranks: collective. `columns`: which of the `layers` MoE layers this rank's

@@ -77,7 +77,9 @@ METRICS: dict[str, Metric] = {
     "advantage/abs_max": Metric("largest advantage", "", "By absolute value."),
     "advantage/zero_variance_groups": Metric("groups without contrast", "groups", "All of their scores are equal."),
     "advantage/zero_variance_share": Metric("share without contrast", "fraction", "Those groups over all of the step."),
-    "advantage/overlong_samples": Metric("overlong", "samples", "Ended because an answer or the context was too long."),
+    "advantage/overlong_samples": Metric(
+        "overlong", "episodes", "Ended because an answer or the context was too long."
+    ),
     "advantage/overlong_penalty": Metric("overlong penalty", "", "Mean penalty of long answers."),
     "advantage/filtered_tokens": Metric("filtered", "tokens", "Tokens that a filter kept from training."),
     "rollout_logprob/abs_diff_mean": Metric(

@@ -149,6 +149,8 @@ class MegatronLearner:
 
     def backward(self, step: Step) -> None:
         """Forward and backward passes of all micro-batches; gradients of this rank's tokens add up in the optimizer."""
+        if step.needs_logprobs:
+            step.complete(self.logprobs(step.micro_batches))
 
         def loss(index: int, hidden: Tensor) -> Tensor:
             return step.loss(index, *self._logprobs(hidden, step.micro_batches[index], step.rows(index)))

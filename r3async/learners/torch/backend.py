@@ -102,6 +102,8 @@ class TorchLearner:
         report = self._optimizer.skip(step.cause)
         if step.trained:
             try:
+                if step.needs_logprobs:
+                    step.complete(self.logprobs(step.micro_batches))
                 with self.replay.balanced(step.balance):
                     for index, micro_batch in enumerate(step.micro_batches):
                         with self.replay.bound(micro_batch, keep=trace) as routes:

@@ -1,0 +1,64 @@
+"""Episodes whose samples are in several micro-batches, of this rank or of others: which they are, and all their tokens.
+
+A loss that takes whole episodes (`objective.takes_episodes`) is given every trained token of an episode in each micro-batch
+that has one of them. The learner's log-probs of tokens elsewhere come from a forward pass before the first backward pass,
+with the same weights; the other columns are known. Each token has a number of its own in the minibatch, the column `place`,
+so that a sum over ranks puts all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from r3async.batching.packing import MicroBatch
+from r3async.learners.base import LearnerError
+
+Columns = dict[str, np.ndarray]
+"""Of trained tokens, each `[M]`."""
+Reduce = Callable[[np.ndarray, str], np.ndarray]
+"""`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
+
+
+def sequences(micro_batch: MicroBatch, rows: np.ndarray) -> np.ndarray:
+    """int64 `[M]`: the number in the minibatch of the episode that each of `rows` is of. Without the column `episode` each
+    sample is an episode by itself: -1 for the first of them, -2, ... Raises `LearnerError` for a row without an episode."""
+    if "episode" not in micro_batch.table:
+        return -np.searchsorted(micro_batch.cu_seqlens, rows, side="right")
+    found = micro_batch.table["episode"][rows].astype(np.int64)
+    if (found < 0).any():
+        raise LearnerError("column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ...")
+    return found
+
+
+def spread(episodes: Sequence[np.ndarray], count: int, reduce: Reduce, *, is_first_copy: bool) -> np.ndarray:
+    """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
+
+    `episodes`: of each micro-batch's trained tokens, by `sequences`; `is_first_copy`: see `step.Step`.
+    """
+    held = np.zeros(count)
+    for found in episodes:
+        held[np.unique(found[found >= 0])] += is_first_copy
+    return reduce(held, "sum") > 1 if count else held > 1
+
+
+def gathered(
+    places: Sequence[np.ndarray], columns: Sequence[Columns], count: int, reduce: Reduce, *, is_first_copy: bool
+) -> Columns:
+    """The columns of all trained tokens of the minibatch, of all ranks, in the order of their places. Collective.
+
+    `places` int `[M]`, each below `count`, and `columns`: of each micro-batch of this rank; the same columns on every rank.
+    """
+    names = list(columns[0])
+    table = np.zeros((len(names) + 1, count))
+    for place, mine in zip(places, columns, strict=True):
+        if is_first_copy:
+            table[0, place] = 1
+            for row, name in enumerate(names, 1):
+                table[row, place] = mine[name]
+    table = reduce(table.reshape(-1), "sum").reshape(table.shape)
+    there = table[0] > 0
+    return {
+        name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)
+    } | {"place": np.flatnonzero(there)}

@@ -1,0 +1,192 @@
+"""Made-up episodes as different rows of training, and the gradient of a step of theirs by each sampled token's log-prob."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from r3async.algorithms.objective import ObjectiveSums
+from r3async.algorithms.trust_region import TrustRegion
+from r3async.batching.packing import MicroBatch, pack_for_ranks
+from r3async.config import Config, RowsMode
+from r3async.engines.base import Generation
+from r3async.episodes.rows import EpisodeRows
+from r3async.learners.optimizer import StepReport
+from r3async.learners.prepare import prepare
+from r3async.learners.step import Step
+from r3async.records import Trajectory
+from r3async.versions import VersionSpan
+
+VERSION = 5
+"""Of the learner; tokens are of versions 0..5."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One turn: `before` tokens that the environment wrote, `tokens` that were sampled, of version `version`; `reward`.
+    `kind`: `on` continues the conversation, `forgets` cuts its history in half first, so that its prompt extends no row;
+    `aside` is a call of its own, which the conversation does not see."""
+
+    before: int
+    tokens: int
+    version: int
+    reward: float
+    kind: Literal["on", "forgets", "aside"] = "on"
+
+
+@dataclass
+class Leaves:
+    """What is known of each sampled token, by its id, float64 `[n]`. Ids from 1 on, in the order in which they are made."""
+
+    seed: int
+    size: int
+    drift: float = 0.3
+    lost: float = 0.05
+    """Share of tokens whose rollout log-prob is not finite."""
+    logprobs: np.ndarray = field(init=False)
+    rollout: np.ndarray = field(init=False)
+    old: np.ndarray = field(init=False)
+    reference: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        self.logprobs = -rng.exponential(1.0, self.size) - 0.01
+        # Most episodes hardly drift, and some do: bands on whole episodes keep some and leave out others.
+        near = [
+            np.minimum(self.logprobs + rng.normal(0, s, self.size), -1e-3) for s in (self.drift, self.drift / 2, 0.6)
+        ]
+        self.rollout, self.old, self.reference = (x.astype(np.float32) for x in near)
+        self.rollout[rng.random(self.size) < self.lost] = np.nan
+
+
+def leaves_of(groups: Sequence[Sequence[Sequence[Said]]], seed: int, **options: float) -> Leaves:
+    return Leaves(seed, 1 + sum(turn.tokens for group in groups for episode in group for turn in episode), **options)
+
+
+def played(groups: Sequence[Sequence[Sequence[Said]]], leaves: Leaves, mode: RowsMode) -> list[list[Trajectory]]:
+    """The episodes as rows of `mode`, by the code that makes rows of real ones."""
+    first, written = 1, 10**6  # ids of what is sampled, and of what the environment writes
+    out = []
+    for g, group in enumerate(groups):
+        out.append([])
+        for e, turns in enumerate(group):
+            rows, history = EpisodeRows(None, mode), []
+            for turn in turns:
+                kept = {"on": history, "forgets": history[len(history) // 2 :], "aside": []}[turn.kind]
+                prompt = [*kept, *range(written, written + turn.before)]
+                written += turn.before
+                ids = np.arange(first, first + turn.tokens)
+                first += turn.tokens
+                spans = [VersionSpan(turn.version, 0, turn.tokens)]
+                answer = Generation(ids.astype(np.int32), leaves.rollout[ids], spans, None, 0, "stop")
+                rows.reward(rows.end(rows.begin(prompt), answer), turn.reward)
+                if turn.kind != "aside":
+                    history = [*prompt, *ids.tolist()]
+            name = f"g{g:08d}e{e:04d}"
+            samples, described = rows.build(name, 1.0)
+            out[-1].append(Trajectory(name, g, e, 0, "", "env_done", described, samples))
+    return out
+
+
+class Together:
+    """The collectives of some ranks that are threads here."""
+
+    def __init__(self, ranks: int):
+        self._barrier, self._given = threading.Barrier(ranks, timeout=60), [np.zeros(0)] * ranks
+
+    def of(self, rank: int):
+        def reduce(values: np.ndarray, how: str) -> np.ndarray:
+            self._given[rank] = values
+            self._barrier.wait()
+            total = np.sum(self._given, axis=0) if how == "sum" else np.max(self._given, axis=0)
+            self._barrier.wait()
+            return total
+
+        return reduce
+
+    def run(self, calls: Sequence[Any]) -> list[Any]:
+        """Each call in a thread; raises what the first of them raised."""
+        results: list[Any] = [None] * len(calls)
+
+        def one(index: int) -> None:
+            try:
+                results[index] = calls[index]()
+            except BaseException as error:
+                results[index] = error
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+        for result in sorted(results, key=lambda r: isinstance(r, threading.BrokenBarrierError)):
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+
+class NoOptimizer:
+    def step(self) -> StepReport:
+        return StepReport(0.0, 0.0, skipped=False)
+
+
+def with_logprobs(micro_batch: MicroBatch, leaves: Leaves) -> MicroBatch:
+    """The columns that a learner adds before the first update."""
+    ids = np.where(micro_batch.table["loss_mask"], micro_batch.table["token_ids"], 0)
+    columns = {"old_logprobs": leaves.old[ids], "reference_logprobs": leaves.reference[ids]}
+    return replace(micro_batch, table=micro_batch.table.with_columns(**columns))
+
+
+@dataclass
+class Outcome:
+    """Of each minibatch: gradients by the tokens' log-probs and entropies, float64 `[n]`, the sum of the micro-batches'
+    losses, metrics, and how many episodes were in several micro-batches."""
+
+    by_logprob: list[np.ndarray]
+    by_entropy: list[np.ndarray]
+    losses: list[float]
+    metrics: list[dict[str, float]]
+    spread: list[int]
+
+
+def trained(
+    groups: Sequence[Sequence[Trajectory]], leaves: Leaves, config: Config, *, ranks: int = 1, cap: int = 10**6
+) -> Outcome:
+    """Prepared, packed under `cap` tokens and trained on so many ranks, as the learner does it, all in float64."""
+    outcome = Outcome([], [], [], [], [])
+    for part in prepare(groups, config)[0]:
+        packed = [[with_logprobs(m, leaves) for m in mine] for mine in pack_for_ranks(part, cap, ranks=ranks)]
+        together = Together(ranks)
+
+        def one(rank: int, mine: list[MicroBatch], together: Together = together) -> tuple[Any, ...]:
+            step = Step(mine, config, replays=False, version=VERSION, rollout_kl_coef=0.1, reduce=together.of(rank))
+            if step.needs_logprobs:
+                step.complete([leaves.logprobs[np.where(m.table["loss_mask"], m.table["token_ids"], 0)] for m in mine])
+            logprobs = torch.from_numpy(leaves.logprobs.copy()).requires_grad_()
+            entropies = torch.full_like(logprobs, 0.7).requires_grad_()
+            total = 0.0
+            for index, m in enumerate(step.micro_batches):
+                ids = torch.from_numpy(m.table["token_ids"][step.rows(index)].astype(np.int64))
+                loss = step.loss(index, logprobs[ids], entropies[ids])
+                loss.backward()
+                total += loss.item()
+            step.update(NoOptimizer(), TrustRegion(config.algorithm.rollout_kl))
+            assert step._total is not None
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs, entropies)]
+            return *(x.numpy() for x in grads), total, ObjectiveSums.metrics_of(step._total), int(step._spread.sum())
+
+        results = together.run([lambda r=r, m=m: one(r, m) for r, m in enumerate(packed)])
+        by_logprob, by_entropy, losses, metrics, spread = zip(*results, strict=True)
+        assert all(m == metrics[0] for m in metrics), "every rank has the same figures"
+        outcome.by_logprob.append(np.sum(by_logprob, axis=0))
+        outcome.by_entropy.append(np.sum(by_entropy, axis=0))
+        outcome.losses.append(sum(losses))
+        outcome.metrics.append(metrics[0])
+        outcome.spread.append(spread[0])
+    return outcome

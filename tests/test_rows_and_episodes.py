@@ -205,3 +205,20 @@ def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
     Step(bare, configured(), **settings)
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
         Step(bare, configured(policy_loss="gspo"), **settings)
+
+
+@pytest.mark.parametrize("advantage", choices("advantage"))
+def test_credit_by_token_follows_the_turns_and_not_the_rows(advantage):
+    """An aside between two turns of a conversation is a row of its own, behind both of them."""
+    groups = [
+        [[Said(1, 2, 5, r) if i != 1 else Said(1, 3, 5, r, "aside") for i, r in enumerate(rewards)]]
+        for rewards in ((1.0, 5.0, 0.0), (0.0, 2.0, 3.0))
+    ]
+    groups = [[episode for group in groups for episode in group]]
+    leaves = leaves_of(groups, 0, lost=0.0)
+    rows, single = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
+    assert [t.samples[0].table["turn"].max() for t in rows[0]] == [2, 2], (
+        "the first row has the first turn and the last"
+    )
+    config = configured(credit="token", advantage=advantage)
+    same(trained(single, leaves, config), trained(rows, leaves, config))

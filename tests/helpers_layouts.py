@@ -16,7 +16,6 @@ from r3async.batching.packing import MicroBatch, pack_for_ranks
 from r3async.config import Config, RowsMode
 from r3async.engines.base import Generation
 from r3async.episodes.rows import EpisodeRows
-from r3async.learners.optimizer import StepReport
 from r3async.learners.prepare import prepare
 from r3async.learners.step import Step
 from r3async.records import Trajectory
@@ -132,8 +131,11 @@ class Together:
 
 
 class NoOptimizer:
-    def step(self) -> StepReport:
-        return StepReport(0.0, 0.0, skipped=False)
+    """Takes no step: the gradients are looked at."""
+
+    def step(self) -> None: ...
+
+    def skip(self, cause: str) -> None: ...
 
 
 def with_logprobs(micro_batch: MicroBatch, leaves: Leaves) -> MicroBatch:

@@ -18,7 +18,7 @@ from r3async.config import Config
 from r3async.learners.base import LearnerError, RouteTrace, StepResult
 from r3async.learners.optimizer import Cause, MasterAdamW, StepReport
 from r3async.learners.replay import MicroBatchRoutes, RoutingCounts
-from r3async.learners.whole import Columns, Reduce, gathered, sequences, spread
+from r3async.learners.whole import Columns, Reduce, gathered, joined, sequences, spread
 
 MEASURED_DRIFT = "rollout_kl/k3"
 """The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
@@ -65,15 +65,6 @@ def recorded_rows(micro_batch: MicroBatch) -> int:
     if "routing_recorded" not in table:
         return 0
     return int(np.count_nonzero(table["routing_recorded"][: micro_batch.real_tokens]))
-
-
-def joined(everywhere: np.ndarray, own: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
-    `own` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
-    decides alike. Entropies are 0 but for `own`."""
-    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
-    mine = before[own] + (logprobs - logprobs.detach())
-    return before.index_copy(0, own, mine), torch.zeros_like(before).index_copy(0, own, entropies)
 
 
 class Step:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from r3async.batching.packing import MicroBatch
 from r3async.learners.base import LearnerError
@@ -62,3 +64,12 @@ def gathered(
     return {
         name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)
     } | {"place": np.flatnonzero(there)}
+
+
+def joined(everywhere: np.ndarray, own: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
+    `own` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
+    decides alike. Entropies are 0 but for `own`."""
+    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
+    mine = before[own] + (logprobs - logprobs.detach())
+    return before.index_copy(0, own, mine), torch.zeros_like(before).index_copy(0, own, entropies)

@@ -160,6 +160,19 @@ def test_one_with_checkpoints_goes_on_from_the_newest_and_forgets_what_came_late
     assert run.model_path(configured(model)) == model
 
 
+def test_what_a_resume_does_not_take_back_is_kept(tmp_path, model, said):
+    path = made(tmp_path, model, said, 10, 20)
+    kept = ["events.jsonl", "timeline.jsonl", "logs/learner.log", "stacks/learner.txt", "routes/learner-1.routes"]
+    for name in kept:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text('{"event": "before"}\n')
+    run = open_run(configured(model, "name=a"), "quickstart", said.append, tmp_path)
+    assert run.resume.state.steps == 20
+    run.lock.close()
+    for name in kept:
+        assert (path / name).read_text().startswith('{"event": "before"}\n'), name
+
+
 def test_an_older_checkpoint_of_its_own_can_be_named(tmp_path, model, said):
     path = made(tmp_path, model, said, 10, 20)
     step = path / "checkpoints" / "step-00000010"

@@ -29,8 +29,8 @@ _WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A version that engines may install. `scores` float32 `[T - 1]`: the learner's of the probe's text, with these very
-    weights (None without a probe). `seconds`: how long it took to write."""
+    """A version that engines may install. `scores` float32 `[2, T - 1]`: the learner's of the probe's text, with these very
+    weights, at temperature 1 and at the run's (None without a probe). `seconds`: how long it took to write."""
 
     publication: Publication
     scores: np.ndarray | None = None

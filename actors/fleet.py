@@ -6,17 +6,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from actors.deaths import Gone, RunFailed, is_death
 from actors.delivery import Published, no_delivery
+from actors.probing import probe
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import Health, HealthState, RestartsExhausted
-from r3async.weights.probe import compare_probe, name_differences, probe_text, probe_tolerance
+from r3async.weights.probe import probe_text
 
 RPC_SECONDS = 30.0
 BACKOFF_MAX_SECONDS = 60.0
@@ -250,7 +251,9 @@ class Fleet:
             if published.scores is not None and (
                 generator.probed < 0 or version - generator.probed >= self.config.weights.probe_every
             ):
-                await self._probe(generator, version, published.scores)
+                assert self._probe_tokens is not None
+                ask, name = partial(self._ask, generator), generator.generator_id
+                await probe(ask, name, version, self._probe_tokens, published.scores, self.config, self.events)
                 generator.probed = version
         finally:
             self._reading[version] -= 1
@@ -280,28 +283,6 @@ class Fleet:
             raise RunFailed(f"{generator.generator_id}: {reason}") from error
         finally:
             generator.asked -= 1
-
-    async def _probe(self, generator: Generator, version: int, reference: np.ndarray) -> None:
-        """Does the engine answer like the learner did with these weights? Raises `RunFailed` with what differs."""
-        tokens = self._probe_tokens
-        assert tokens is not None
-        name = generator.generator_id
-        if stale := await self._ask(generator, "cached_from_older", tokens):
-            raise RunFailed(
-                f"{name}: a new request under version {version} took {stale} positions from a prefix cache that older "
-                "weights made. Do not train on this engine."
-            )
-        score = await self._ask(generator, "score", tokens)
-        result = compare_probe(tokens, reference, score, probe_tolerance(self.config))
-        self.events.info("probe", generator=name, version=version, **msgspec.structs.asdict(result))
-        if not result.passed:
-            try:
-                found = name_differences(await self._ask(generator, "differences"))
-            except Exception as error:
-                found = f"Which tensors differ could not be found out: {error}."
-            raise RunFailed(
-                f"version {version} of the weights in {name} does not answer like the learner's: {result.describe()} {found}"
-            )
 
     # -- living and dying ----------------------------------------------------------------------------------------
 

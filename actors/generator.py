@@ -20,6 +20,7 @@ from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
 from r3async.config import EnvConfig, config_from_dict, to_dict
 from r3async.engines.base import Engine, InstallReport
 from r3async.engines.build import build_engine
+from r3async.engines.probing import sample_probe
 from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
@@ -43,6 +44,7 @@ from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError, off_loop
 from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import WeightError
 from r3async.weights.transport import Publication, WeightReceiver
 
@@ -233,6 +235,10 @@ class GeneratorActor:
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         return await self._loaded().score(np.asarray(token_ids, np.int32))
+
+    async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
+        """See `engines.probing.sample_probe`, at the run's temperature."""
+        return await sample_probe(self._loaded(), np.asarray(token_ids, np.int32), self.config.episode.temperature)
 
     def encode_probe(self, text: str) -> list[int]:
         self._loaded()

@@ -241,7 +241,13 @@ class LearnerActor:
         await self._in_torch(self.backend.snapshot, self.version)
         self._nothing_to_write.clear()
         if self._watched is not None:
-            self._scores = await self._in_torch(self.backend.score, self._watched)
+            plain, temperature = (
+                await self._in_torch(self.backend.score, self._watched),
+                self.config.episode.temperature,
+            )
+            same = temperature == 1.0
+            tempered = plain if same else await self._in_torch(self.backend.score, self._watched, temperature)
+            self._scores = np.stack([plain, tempered])
 
     async def write(self, reading: Sequence[int] = ()) -> Published:
         """Write the weights that were copied last where engines find them, beside whatever else the learner does.

@@ -82,9 +82,9 @@ class LocalLearner:
             batches = [with_column(b, "reference_logprobs", v) for b, v in zip(batches, values, strict=True)]
         return [self._backend.train_step(b, version=version, trace=trace) for b in batches]
 
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""
-        return self._backend.score(token_ids)
+        return self._backend.score(token_ids, temperature)
 
     def publish_through(self, backend: str) -> None:
         """Which transport `write` gives the weights to; see `delivery.sender`."""
@@ -260,9 +260,9 @@ class RankedLearner:
             for r in zip(*answers, strict=True)
         ]
 
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""
-        return self._all("score", token_ids)[0]
+        return self._all("score", token_ids, temperature)[0]
 
     def publish_through(self, backend: str) -> None:
         """See `LocalLearner.publish_through`."""

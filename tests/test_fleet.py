@@ -18,6 +18,7 @@ from actors.process import NotLoaded
 from r3async.config import load_config, to_dict
 from r3async.engines.base import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.probe import SampledProbe
 from r3async.weights.transport import Publication
 
 TOKENS = list(range(40))
@@ -54,8 +55,13 @@ def scores(version: int) -> np.ndarray:
     return np.full(len(TOKENS) - 1, -1.0 - version, np.float32)
 
 
+def sampled(reported: float) -> SampledProbe:
+    """After the first token of the text; at temperature 1, what is reported is what the engine scores."""
+    return SampledProbe(*(np.asarray([x]) for x in (1, 5)), np.asarray([reported]), np.asarray([-2.0]))
+
+
 def published(version: int) -> Published:
-    return Published(Publication(WeightManifest(version, "", {}, 0)), scores(version))
+    return Published(Publication(WeightManifest(version, "", {}, 0)), np.stack([scores(version)] * 2))
 
 
 class Generator:
@@ -84,6 +90,7 @@ class Generator:
             "encode_probe": TOKENS,
             "cached_from_older": 0,
             "score": scores(self.version),
+            "sample_probe": sampled(-2.0),
             "start": {"pid": 7, "host": "here"},
             "connect": None,
             "whereabouts": None,
@@ -117,7 +124,7 @@ async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and
     handles["generator-1"].wrong["install"] = death
     await fleet.begin(published(0))
     assert [g.state.value for g in fleet] == ["healthy", "dead"]
-    assert fleet.events.names() == ["probe", "generator_died"]
+    assert fleet.events.names() == ["probe", "probe_sampled", "generator_died"]
 
 
 async def test_if_all_die_before_they_have_weights_it_is_a_death():
@@ -243,6 +250,14 @@ async def test_a_failed_probe_without_a_difference_says_so(fleet, handles):
         await deliver(fleet, 6)
 
 
+async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(fleet, handles):
+    handles["generator-1"].wrong["sample_probe"] = sampled(-1.5)
+    with pytest.raises(
+        RunFailed, match=r"generator-1 under version 3 reports other log-probs than it samples with.* 0.5 "
+    ):
+        await deliver(fleet, 3)
+
+
 async def test_a_stale_prefix_cache_stops_the_run(fleet, handles):
     handles["generator-0"].wrong["cached_from_older"] = 128
     with pytest.raises(
@@ -290,7 +305,7 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
     fleet.tick()
     assert [g.state.value for g in fleet] == ["suspect", "healthy"]
     assert not generator.health.may_lease
-    assert [event for event in fleet.events.names() if event != "probe"] == ["generator_suspect"]
+    assert [event for event in fleet.events.names() if not event.startswith("probe")] == ["generator_suspect"]
     assert fleet.events.seen[-1][1]["generator"] == "generator-0"
     await deliver(fleet, 1)  # it may only be slow
     assert (generator.state, generator.version) == ("healthy", 1)

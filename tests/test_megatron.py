@@ -77,12 +77,13 @@ def test_logits_and_all_gradients_equal_transformers(tmp_path, changes):
         assert error < 1e-5, (name, float(error))
 
 
-def test_score_equals_transformers_with_own_routing(learner, model_path):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_score_equals_transformers_with_own_routing(learner, model_path, temperature):
     ids = np.random.default_rng(0).integers(0, hm.VOCAB, 33)
     with torch.no_grad():
-        theirs = torch.log_softmax(hm.load_hf(model_path)(torch.from_numpy(ids)[None]).logits[0], -1)
+        theirs = torch.log_softmax(hm.load_hf(model_path)(torch.from_numpy(ids)[None]).logits[0] / temperature, -1)
     expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
-    got = learner.score(ids.astype(np.int32))
+    got = learner.score(ids.astype(np.int32), temperature)
     assert got.dtype == np.float32
     assert np.abs(got - expected).max() < 1e-4
     assert all(p.grad is None for p in learner.model.parameters())

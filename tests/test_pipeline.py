@@ -72,9 +72,11 @@ class NoRepack(WorkerExtension):
         pass
 
 
-def run(model, tmp_path, name, *overrides):
+def run(model, tmp_path, name, *overrides, **faults):
+    """`faults`: engine arguments that are refused where a configuration is read."""
     screen = io.StringIO()
     config = load_config("quickstart", [*SMALL, f"model.path={model}", f"name={name}", *overrides])
+    config.generator.engine_args.update(faults)
     try:
         return train(config, "quickstart", Console(file=screen, width=120), tmp_path), screen
     except BaseException:
@@ -172,9 +174,8 @@ def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm
 
 
 def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(warm_model, tmp_path):
-    hook = "generator.engine_args.worker_extension_cls=tests.test_pipeline.NoRepack"
     with pytest.raises(RunFailed, match=r"log-probs .* the largest is .* at position"):
-        run(warm_model, tmp_path, "corrupted", hook)
+        run(warm_model, tmp_path, "corrupted", worker_extension_cls="tests.test_pipeline.NoRepack")
     assert read_metrics(tmp_path / "corrupted" / "metrics.jsonl") == []
     assert not (tmp_path / "corrupted" / "model").exists()
 

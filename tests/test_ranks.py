@@ -80,7 +80,8 @@ def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path
         assert set(saved) == set(source) == set(exact)
         assert all(torch.equal(saved[n].to(exact[n].dtype), exact[n]) for n in saved)
         ids = np.arange(10, 30, dtype=np.int32)
-        np.testing.assert_allclose(ranked.score(ids), alone.score(ids), atol=1e-3)
+        for temperature in (1.0, 0.7):
+            np.testing.assert_allclose(ranked.score(ids, temperature), alone.score(ids, temperature), atol=1e-3)
     finally:
         ranked.close()
         alone.close()

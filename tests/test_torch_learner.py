@@ -151,9 +151,10 @@ def test_logprobs_and_score_equal_transformers(models, name):
                 want = expected(by_id[sample_id], replay=replay, temperature=0.7)
                 assert np.abs(mine[1:] - want).max() < 1e-4
             assert not got[m.real_tokens :].any()
-    got = learner.score(samples[1].table["token_ids"])
-    assert got.dtype == np.float32
-    assert np.abs(got - expected(samples[1], replay=False, temperature=1.0)).max() < 1e-4
+    for temperature in (1.0, 0.7):
+        got = learner.score(samples[1].table["token_ids"], temperature)
+        assert got.dtype == np.float32
+        assert np.abs(got - expected(samples[1], replay=False, temperature=temperature)).max() < 1e-4
     assert all(p.grad is None for p in learner.model.parameters())
 
 

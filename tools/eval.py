@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from actors.deaths import RunFailed
 from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
-from r3async.config.read import parse_override, refuse_spoken
+from r3async.config.read import checked, parse_override, refuse_spoken
 from r3async.engines.base import Engine
 from r3async.engines.build import build_engine
 from r3async.envs.base import environment_factory
@@ -82,8 +82,8 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
             if not isinstance(section, dict):
                 raise ConfigError(f"override {text!r}: `{key}` is not a section")
         section[keys[-1]] = value
-    config = config_from_dict(data)
-    refuse_spoken(config, overrides)
+from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
+from r3async.config.read import checked, parse_override, refuse_spoken
     return msgspec.structs.replace(config, env=evaluated(config))
 
 

@@ -24,7 +24,7 @@ Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B 
 three fp32 tensors of at most `learners.logprobs.CHUNK_ELEMENTS`. What is not in it: the allocator's fragments, NCCL's
 and cuBLAS's workspaces, ranks that get more than their share of routed tokens.
 
-**Engine**: weights divided by `tensor_parallel_size · pipeline_parallel_size`, and 2 · layers · key-value heads ·
+**Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads ·
 head size values of KV cache a token.
 """
 
@@ -126,9 +126,9 @@ def _logits(shape: Shape, config: Config) -> int:
 def engine_memory(shape: Shape, config: Config) -> EngineMemory:
     """Of one generator's engine."""
     args: dict[str, Any] = config.generator.engine_args
-    tp, pp = int(args.get("tensor_parallel_size", 1)), int(args.get("pipeline_parallel_size", 1))
+    tp = int(args.get("tensor_parallel_size", 1))
     width = WIDTH[config.generator.dtype]
     heads = max(1, shape.kv_heads // tp)  # fewer heads than ranks are held more than once
-    per_token = 2 * shape.layers // pp * heads * shape.head_dim * width
+    per_token = 2 * shape.layers * heads * shape.head_dim * width
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
-    return EngineMemory(tp * pp, shape.parameters * width // (tp * pp), per_token, needed)
+    return EngineMemory(tp, shape.parameters * width // tp, per_token, needed)

@@ -15,6 +15,7 @@ import msgspec
 from r3async.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
 from r3async.config.buffer import BufferConfig
 from r3async.config.checkpoint import CheckpointConfig
+from r3async.config.engine_args import check_engine_args
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
 from r3async.config.secret import Secret, secret_settings
@@ -228,7 +229,14 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
         for key in reversed(keys):
             nested = {key: nested}
         over = _merge(over, nested)
-    return _convert(Config, _over(_read(find_config(name_or_path)), over), "")
+    return checked(_convert(Config, _over(_read(find_config(name_or_path)), over), ""))
+
+
+def checked(config: Config) -> Config:
+    """`config`, as it was read from what a person wrote. Raises `ConfigError` for what the engine has to decide itself."""
+    if config.generator.engine == "vllm":
+        check_engine_args(config.generator.engine_args)
+    return config
 
 
 def load_command(name_or_path: str, overrides: Sequence[str] = ()) -> Config:

@@ -145,7 +145,8 @@ class GeneratorConfig(Section):
     """Times one generator process is restarted before the run stops."""
     start_timeout: float = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Passed to vLLM's AsyncEngineArgs as they are, over ours. The scripted engine knows `token_seconds`."""
+    """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
+    engine knows `token_seconds`."""
 
     def __post_init__(self) -> None:
         positive(self, "count", "concurrency", "concurrency_min", "threads", "kv_cache_gib", "start_timeout")
@@ -226,8 +227,9 @@ class WeightsConfig(Section):
     write_timeout: float = 600.0
     """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
     probe: bool = True
-    """Compare log-probs of a fixed text between learner and engine; on a mismatch stop the run and name the tensor. At the
-    first delivery, every `probe_every` versions, and when a generator was restarted."""
+    """Compare log-probs of a fixed text, and those that the engine reports of tokens sampled after it at the run's temperature,
+    between learner and engine; on a mismatch stop the run and name the tensor. At the first delivery, every `probe_every`
+    versions, and when a generator was restarted."""
     probe_every: int = 10
     """Versions between two probes of a generator."""
     probe_tolerance: float | None = None

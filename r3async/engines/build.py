@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config
+from r3async.config.engine_args import ours
 from r3async.engines.base import Engine, GenerationRequest, moe_geometry
 from r3async.engines.scripted import ScriptedEngine, scripted_hash
 
@@ -32,7 +33,7 @@ def build_engine(config: Config, model_path: str, seed: int) -> Engine:
         threads=settings.threads,
         kv_cache_gib=settings.kv_cache_gib,
         on_update=settings.on_update,
-        engine_args={"seed": seed, **settings.engine_args},
+        engine_args=ours(seed=seed) | settings.engine_args,
     )
 
 

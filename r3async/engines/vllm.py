@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from r3async.config.engine_args import ours
 from r3async.engines import vllm_update
 from r3async.engines.base import EngineError, Generation, GenerationRequest, InstallReport, moe_geometry
 from r3async.engines.process import inherited_environment, lineage
@@ -35,7 +36,8 @@ class VllmEngine:
     `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
     `on_update` says what becomes of running requests when weights change (the setting of that name).
     `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
-    ours. Nothing is loaded, and vLLM is not imported, before `start`.
+    ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded, and vLLM is not
+    imported, before `start`.
     """
 
     def __init__(
@@ -54,23 +56,23 @@ class VllmEngine:
         self.routing, self._moe_layers = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
         self._threads = threads
         self._kv_cache_bytes = int(kv_cache_gib * 2**30)
-        self._args: dict[str, Any] = {
-            "model": model_path,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "max_num_seqs": concurrency,
+        own = ours(
+            model=model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=concurrency,
             # A compiled graph returns all-zero routes on CPU.
-            "enforce_eager": True,
-            "enable_return_routed_experts": self.routing is not None,
+            enforce_eager=True,
+            enable_return_routed_experts=self.routing is not None,
             # After temperature: what was really sampled from.
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "worker_extension_cls": "r3async.engines.vllm_worker.WorkerExtension",
-            **(engine_args or {}),
-        }
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            worker_extension_cls="r3async.engines.vllm_worker.WorkerExtension",
+        )
+        self._args: dict[str, Any] = own | dict(engine_args or {})
         if not self._args["enable_return_routed_experts"]:
             self.routing = None
         self.on_update = on_update
@@ -135,7 +137,7 @@ class VllmEngine:
                 # The worker lives in the engine's one child process, and not in a pinned one of its own.
                 environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
                 environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
-                self._args.setdefault("kv_cache_memory_bytes", self._kv_cache_bytes)
+                self._args = ours(kv_cache_memory_bytes=self._kv_cache_bytes) | self._args
             self._vllm = vllm
             self._parameter_names = checkpoint_names(Path(self._args["model"]))
             config = AsyncEngineArgs(**self._args).create_engine_config()

@@ -123,8 +123,8 @@ class LearnerBackend(Protocol):
         2510.11370's comparison, `routing.replay = learner`)."""
         ...
 
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 `[T - 1]`: log-prob of each token after the first of int `[T]`, at temperature 1, with own routing."""
+    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first of int `[T]`, with own routing."""
         ...
 
     def state(self) -> LearnerState:

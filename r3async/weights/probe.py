@@ -1,6 +1,10 @@
 """Does the engine think what the learner thinks? One fixed text, scored by both after a delivery.
 
-Weights that arrive corrupted load without an error and generate fluent text; only the log-probs tell.
+Weights that arrive corrupted load without an error and generate fluent text; only the log-probs tell. A score of a given
+text says nothing of how a token is *sampled*, at the run's temperature, and of what is reported of it: so the engine also
+samples after several beginnings of the text. Which tokens come is not known beforehand, but with logits `z` at a position,
+`log softmax(z / T)[t] = log softmax(z)[t] / T - c`, where `c = logsumexp(z / T) - logsumexp(z) / T` is the same for every
+token `t`: the learner's two scores of the text's own next token, at temperature 1 and at `T`, give it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,52 @@ class ProbeResult(msgspec.Struct, frozen=True):
             f"{self.token_id}): learner {self.learner_logprob:.4f}, engine {self.engine_logprob:.4f}. The weights "
             "that the engine installed are not those that the learner published. Do not train on this engine."
         )
+
+    def describe_sampled(self, temperature: float) -> str:
+        return (
+            f"at episode.temperature = {temperature:g} the mean |difference| of sampled log-probs is {self.mean_difference:.3g} "
+            f"nats ({self.tolerance:g} are allowed); the largest is {self.max_difference:.3g} at position {self.position} (token "
+            f"{self.token_id}): {self.learner_logprob:.4f} by the learner's scores, {self.engine_logprob:.4f} reported. The "
+            "learner would divide by probabilities that nothing was sampled with. Do not train on this engine."
+        )
+
+
+class SampledProbe(msgspec.Struct, frozen=True):
+    """A token sampled after each of several beginnings of the text. `positions` int32 `[n]`: how long each is; `token_ids` int32
+    `[n]`; `reported` float32 `[n]`: the log-probs that came with them, as an episode's do; `plain` float32 `[n]`: those that
+    the engine gives the same tokens when it scores them, at temperature 1."""
+
+    positions: np.ndarray
+    token_ids: np.ndarray
+    reported: np.ndarray
+    plain: np.ndarray
+
+
+def probe_positions(tokens: int, most: int = 16, longest: int = 64) -> list[int]:
+    """Lengths of the beginnings of a text of so many tokens: evenly, and few, for each is a request of its own."""
+    return sorted({int(p) for p in np.linspace(1, min(tokens - 1, longest), most)})
+
+
+def compare_sampled(sampled: SampledProbe, scores: np.ndarray, temperature: float, tolerance: float) -> ProbeResult:
+    """Compare what was reported with what follows from the learner's `scores` `[2, T - 1]`, at temperature 1 and `temperature`.
+
+    Rounding of logits is divided by the temperature, and `tolerance`, which is for temperature 1, grows with it.
+    """
+    plain, tempered = scores[:, sampled.positions - 1].astype(np.float64)
+    constant = plain / temperature - tempered
+    expected = sampled.plain.astype(np.float64) / temperature - constant
+    difference = np.abs(sampled.reported - expected)
+    difference = np.where(np.isfinite(difference), difference, np.inf)
+    worst = int(difference.argmax())
+    return ProbeResult(
+        mean_difference=float(difference.mean()),
+        max_difference=float(difference[worst]),
+        position=int(sampled.positions[worst]),
+        token_id=int(sampled.token_ids[worst]),
+        learner_logprob=float(expected[worst]),
+        engine_logprob=float(sampled.reported[worst]),
+        tolerance=tolerance * max(1.0, 1.0 / temperature),
+    )
 
 
 def name_differences(found: Sequence[Difference], most: int = 4) -> str:

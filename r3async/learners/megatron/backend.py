@@ -255,12 +255,14 @@ class MegatronLearner:
                 dist.broadcast(torch.from_numpy(values), source, group)
         return [values[: m.tokens] for values, m in zip(out, micro_batches, strict=True)]
 
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """float32 `[T - 1]`; see `LearnerBackend.score`."""
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
-        return self.logprobs([collate([Sample("scored", TokenTable.of_tokens(token_ids))])], replay=False)[0][1:]
+        return self.logprobs([collate([Sample("scored", TokenTable.of_tokens(token_ids), temperature)])], replay=False)[
+            0
+        ][1:]
 
     def record_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with the learner's own routes; see `LearnerBackend.record_routes`."""

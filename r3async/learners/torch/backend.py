@@ -166,12 +166,12 @@ class TorchLearner:
                 results.append(replace(m, table=table))
         return results
 
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """float32 `[T - 1]`; see `LearnerBackend.score`."""
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
-        sample = Sample("scored", TokenTable.of_tokens(token_ids))
+        sample = Sample("scored", TokenTable.of_tokens(token_ids), temperature)
         return self.logprobs([collate([sample])], replay=False)[0][1:]
 
     @contextmanager

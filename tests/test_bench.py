@@ -245,3 +245,6 @@ def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
     exact = report.headline[0].learners["float32"]
     assert exact.replay.grad_error == exact.own.grad_error_own == 0, "the references themselves"
     assert "kl_ratio" in render(report)
+    branches = report.branches
+    assert branches.branch_tokens == 16 * 48
+    assert branches.k3_own < 1e-8 < 1e-4 * branches.drift < branches.k3_inherited

@@ -22,6 +22,7 @@ import msgspec
 from r3async.config import ConfigError
 from tools.bench.jobs import Say, run_job
 from tools.bench.replay_records import (
+    Branches,
     Case,
     LearnerDone,
     LearnerJob,
@@ -67,6 +68,7 @@ class Plan:
     headline: list[CasePlan]
     table: list[CasePlan]
     models: list[CasePlan]
+    branches: RolloutJob
 
 
 def plan(
@@ -101,7 +103,9 @@ def plan(
         for name, values in (VARIED if table else {}).items()
         for value in values
     ]
-    return Plan(headline, varied, [_given_model(path, seeds[0]) for path in models])
+    shape = msgspec.structs.replace(base, seed=seeds[0])
+    branches = msgspec.structs.replace(prompts, random=shape, dtype="float32", seed=seeds[0])
+    return Plan(headline, varied, [_given_model(path, seeds[0]) for path in models], branches)
 
 
 def _given_model(path: Path, seed: int) -> CasePlan:
@@ -130,6 +134,7 @@ def run(plan: Plan, say: Say) -> Report:
             done[part].append(measured)
             steps |= timed
             shutil.rmtree(directory)
+        branches = measure_branches(plan.branches, Path(scratch) / "branches", named(say, "branches"))
     summary = {dtype: summarize(done["headline"], dtype) for dtype in DTYPES}
     first, step = done["headline"][0].rollouts, steps.get("bfloat16")
     return Report(
@@ -149,6 +154,7 @@ def run(plan: Plan, say: Say) -> Report:
         models=done["models"],
         machine=machine(),
         seconds=time.perf_counter() - started,
+        branches=branches,
     )
 
 
@@ -176,6 +182,18 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
         learners=learner.comparisons,
     )
     return measured, learner.steps
+
+
+def measure_branches(rollout_job: RolloutJob, directory: Path, say: Say) -> Branches:
+    """What a branch's inherited routes would cost."""
+    directory.mkdir()
+    rollout_job = msgspec.structs.replace(rollout_job, model=str(directory / "model"))
+    learner_job = LearnerJob(model=str(directory / "moved"), seed=rollout_job.seed)
+    (directory / "rollouts.json").write_bytes(msgspec.json.encode(rollout_job))
+    (directory / "learner.json").write_bytes(msgspec.json.encode(learner_job))
+    run_job("tools.bench.replay_branch_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
+    run_job("tools.bench.replay_branches", directory, timeout=LEARNER_TIMEOUT, say=say)
+    return msgspec.json.decode((directory / "branches-done.json").read_bytes(), type=Branches)
 
 
 def summarize(cases: Sequence[Case], dtype: str) -> Summary:
@@ -252,6 +270,11 @@ def render(report: Report) -> str:
             f"step of {t.tokens} tokens, {dtype}: step_ratio {t.ratio:.3f} in CPU time (95 % interval "
             f"{t.ratio_interval[0]:.3f} - {t.ratio_interval[1]:.3f}, {len(t.cpu_with)} pairs), {t.wall_ratio:.3f} in wall time; "
             f"routes take {t.route_seconds * 1e3:.0f} ms of {median(t.cpu_without):.2f} s"
+        )
+    if (b := report.branches) is not None:
+        lines.append(
+            f"a branch after an update that moved the policy by {b.drift:.2g} nats, engine and learner in {b.dtype} with the "
+            f"same weights: k3 {b.k3_inherited:.2g} with the older call's routes of the prefix, {b.k3_own:.2g} with its own"
         )
     lines.append(
         f"routes take {report.route_bytes_per_token:.0f} bytes per token; on the wire a token takes "

@@ -116,6 +116,24 @@ class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     grad_error_own_with: float
 
 
+class Branches(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Turns that branch off, after an update, from turns of older weights; the learner has the engine's new weights exactly.
+
+    `drift`: KL(old ‖ new), k3, of the first turns. `k3_*`, `max_abs_*`: of the branches' sampled tokens, with the routes of
+    their own call, and with those that the first turn recorded of the common prefix. `moved_routes`: share of a branch's
+    recorded (position, MoE layer) in which the two name other experts.
+    """
+
+    dtype: str
+    branch_tokens: int
+    drift: float
+    k3_own: float
+    k3_inherited: float
+    max_abs_own: float
+    max_abs_inherited: float
+    moved_routes: float
+
+
 class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`bench replay --json`. The headline figures come first: engine and learner both in bfloat16, `step_ratio` in CPU
     time of the bfloat16 learner. 0 where something was not measured (`--pairs 0`)."""
@@ -137,3 +155,5 @@ class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     models: list[Case]
     machine: dict[str, str]
     seconds: float
+    branches: Branches | None = None
+    """None in reports of older releases."""

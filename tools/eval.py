@@ -82,8 +82,8 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
             if not isinstance(section, dict):
                 raise ConfigError(f"override {text!r}: `{key}` is not a section")
         section[keys[-1]] = value
-from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
-from r3async.config.read import checked, parse_override, refuse_spoken
+    config = checked(config_from_dict(data))
+    refuse_spoken(config, overrides)
     return msgspec.structs.replace(config, env=evaluated(config))
 
 

@@ -25,6 +25,14 @@ class ServingConfig(Section):
     generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
     model_name: str = "policy"
     """What `/v1/models` calls the model. Requests may name any."""
+    max_body_bytes: int = 4 * 2**20
+    """Of one request; a longer one is refused before it is read."""
+    max_messages: int = 1024
+    """In one request, and as many tools; more are refused before the chat template sees them."""
+    max_connections: int = 512
+    """To one generator's endpoint at once; further ones are closed."""
+    read_timeout: float = 30.0
+    """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: int = 64
     """Sessions that may be open at once for agents that others start."""
     unrewarded: Signed | None = None
@@ -33,7 +41,7 @@ class ServingConfig(Section):
     def __post_init__(self) -> None:
         if isinstance(self.token, str):
             self.token = Secret(self.token)
-        positive(self, "max_sessions")
+        positive(self, "max_sessions", "max_body_bytes", "max_messages", "max_connections", "read_timeout")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` must be in 0..65535, got {self.port}")
         if not is_loopback(self.host) and not self.token:

@@ -22,6 +22,14 @@ class TemplateError(ValueError):
     """A tokenizer or chat template that can not be used."""
 
 
+class TextTooLong(ValueError):
+    """A prompt's text that cannot be within the limit of tokens, whatever they are; it was not tokenised."""
+
+    def __init__(self, characters: int, most_tokens: int):
+        super().__init__(f"{characters} characters are more than {most_tokens} tokens")
+        self.characters = characters
+
+
 class ChatRenderer:
     """A tokenizer with its chat template, and the tokens that end an answer.
 
@@ -41,6 +49,8 @@ class ChatRenderer:
             raise TemplateError("the tokenizer has no end-of-sequence token")
         self.end_id: int = tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_id, *stop_token_ids]))
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters that one token may stand for."""
         self.render([Message("user", "hello")])
 
     @classmethod
@@ -68,6 +78,11 @@ class ChatRenderer:
         except Exception as error:  # whatever a template raises: jinja's errors, raise_exception, a missing key
             roles = ", ".join(m.role for m in messages)
             raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}") from error
+
+    def check_length(self, text: str, most_tokens: int | None) -> None:
+        """Raise `TextTooLong` for a text of more than `most_tokens` tokens of the longest kind: at no cost, before `encode`."""
+        if most_tokens is not None and len(text) > most_tokens * self.longest_token:
+            raise TextTooLong(len(text), most_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens are found in the text, none is added."""
@@ -118,8 +133,15 @@ class Conversation:
     In turns: `prompt`, `answered`, then `observe` (or `rewrite`). Not for concurrent use.
     """
 
-    def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()):
-        self.renderer, self.tools = renderer, tools
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        most_tokens: int | None = None,
+    ):
+        """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`."""
+        self.renderer, self.tools, self._most_tokens = renderer, tools, most_tokens
         self.messages = list(messages)
         self._pieces: list[_Piece] = []
         self._answers: dict[str, _Piece] = {}
@@ -131,7 +153,7 @@ class Conversation:
 
         For whoever is handed whole conversations: requests that branch, run beside each other, or edit history.
         """
-        rendered = self.renderer.render(self.messages, self.tools)
+        rendered = self._rendered()
         furthest = -1
         for other in others:
             self._answers |= other._answers
@@ -141,10 +163,15 @@ class Conversation:
 
     def prompt(self) -> list[int]:
         """Token ids of the prompt for the next answer. Raises `TemplateError` if the template refuses the messages."""
-        rendered = self.renderer.render(self.messages, self.tools)
+        rendered = self._rendered()
         kept, at = self._seen(rendered)
         self._pieces = [*kept, *self._unseen(rendered, at, sum(piece.sampled for piece in kept))]
         return [token for piece in self._pieces for token in piece.token_ids]
+
+    def _rendered(self) -> str:
+        text = self.renderer.render(self.messages, self.tools)
+        self.renderer.check_length(text, self._most_tokens)
+        return text
 
     def answered(self, token_ids: Sequence[int], message: Message | None = None) -> str:
         """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as

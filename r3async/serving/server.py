@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
 from r3async.engines.base import Engine
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.loop import EpisodeTask
+from r3async.serving.limits import MAX_HEADER_BYTES, MAX_HEADERS, Connections, LimitedSite
 from r3async.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -32,8 +34,8 @@ from r3async.serving.protocol import (
     token_logprobs,
 )
 from r3async.serving.session import Session, closed_refusal
+from r3async.transport.sockets import off_loop
 
-MAX_BODY_BYTES = 32 * 2**20
 STOP_SECONDS = 2.0
 
 
@@ -74,10 +76,11 @@ class AgentServer:
         self._offered: deque[Session] = deque()
         self._serial = itertools.count()
         self._runner: web.AppRunner | None = None
+        self._connections = Connections(serving.max_connections, serving.read_timeout)
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` if `serving.host` and `serving.port` can not be had."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
+        app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._answer_errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
@@ -86,11 +89,20 @@ class AgentServer:
         app.router.add_get("/v1/r3async/session", self._describe)
         app.router.add_post("/v1/r3async/sessions", self._begin)
         # An agent that hangs up aborts what it asked for.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=STOP_SECONDS,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=STOP_SECONDS,
+        )
         await self._runner.setup()
         host, port = self.serving.host, self.serving.port
         try:
-            await web.TCPSite(self._runner, bare_host(host), port).start()
+            await LimitedSite(self._runner, bare_host(host), port, self._connections).start()
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
@@ -140,6 +152,8 @@ class AgentServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        transport = request.transport
+        self._connections.served(transport)
         try:
             return await handler(request)
         except Refused as error:
@@ -149,6 +163,8 @@ class AgentServer:
         except Exception as error:
             self._report("serving_failed", path=request.path, error=repr(error))
             refused = Refused(f"internal error: {error!r}", status=500, kind="server_error")
+        finally:
+            self._connections.waits(transport)
         # What OpenAI's own clients look at before they try again by themselves.
         headers = {"x-should-retry": "true" if refused.again else "false"}
         return web.json_response(refused.body, status=refused.status, headers=headers)
@@ -164,10 +180,23 @@ class AgentServer:
         return session
 
     async def _body(self, request: web.Request) -> Any:
+        seconds = self.serving.read_timeout
         try:
-            return await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            async with asyncio.timeout(seconds):
+                body = await request.read()
+        except TimeoutError:
+            raise Refused(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
+        try:
+            return await off_loop(len(body), msgspec.json.decode, body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(f"the body is not JSON: {error}") from error
+
+    def _refuse_many(self, **lists: list[Any]) -> None:
+        for name, items in lists.items():
+            if len(items) > self.serving.max_messages:
+                raise Refused(
+                    f"{len(items)} {name}, more than serving.max_messages = {self.serving.max_messages}", param=name
+                )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -178,6 +207,7 @@ class AgentServer:
                 param="tool_choice",
                 code="unsupported_parameter",
             )
+        self._refuse_many(messages=asked.messages, tools=asked.tools or [])
         tools = (asked.tools or []) if asked.tool_choice != "none" else []
         sampled, message = await session.chat(read_messages(asked.messages), tools, asked.limit)
         said = None

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Engine
 from r3async.envs.base import Message
 from r3async.episodes.calls import EngineCalls, EpisodeError
-from r3async.episodes.chat import ChatRenderer, Conversation, TemplateError
+from r3async.episodes.chat import ChatRenderer, Conversation, TemplateError, TextTooLong
 from r3async.episodes.loop import EpisodeTask, room_for_answer
 from r3async.episodes.rows import EpisodeRows, PrefixBroken
 from r3async.records import Trajectory
 from r3async.serving.protocol import Refused, Sampled, read_messages
 from r3async.serving.tools import SpokenMessages, parse_answer
+
+_TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+"""One: a tokenizer is not for several threads at once, and a second one would only take turns with the first."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def in_tokenizer(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What `work` returns or raises, called in the thread that tokenises."""
+    return await asyncio.get_running_loop().run_in_executor(_TOKENIZER, functools.partial(work, *args, **kwargs))
+
 
 REWARD_CALL = 'POST /v1/r3async/reward {"reward": 1.0}'
 
@@ -77,7 +91,11 @@ class Session:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None
     ) -> tuple[Sampled, dict[str, Any]]:
         """The answer, and the message that it is handed out as. Raises `Refused`. Cancelling it aborts the request."""
-        talk, prompt = self._conversation(messages, tools)
+        try:
+            # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
+            talk, prompt = await in_tokenizer(self._conversation, messages, tools, tuple(self._talks))
+        except TextTooLong as error:
+            raise self._too_long(f"{error.characters} characters") from error
         sampled = await self._sample(prompt, max_tokens)
         content, calls = parse_answer(sampled.text, tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -90,35 +108,45 @@ class Session:
         return sampled, message
 
     def _conversation(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
     ) -> tuple[Conversation, list[int]]:
+        """In a thread: it changes nothing of this session. `talks`: those before this one."""
         own_words = [self._spoken.restored(message) for message in messages]
         try:
-            return self._begin(own_words, tools)
+            return self._begin(own_words, tools, talks)
         except TemplateError as error:
             # Some templates insist on seeing the call before its result.
             if own_words == list(messages):
                 raise Refused(str(error), param="messages") from error
         try:
-            return self._begin(messages, tools)
+            return self._begin(messages, tools, talks)
         except TemplateError as error:
             raise Refused(str(error), param="messages") from error
 
-    def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Conversation, list[int]]:
-        talk = Conversation(self.renderer, messages, tools)
-        talk.begin_like(self._talks)
+    def _begin(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
+    ) -> tuple[Conversation, list[int]]:
+        talk = Conversation(self.renderer, messages, tools, self.settings.max_prompt_tokens)
+        talk.begin_like(talks)
         return talk, talk.prompt()
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> Sampled:
         """Continue a text, or token ids. What a text repeats from its beginning, with its answer, keeps its tokens."""
+        most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
             text, ids = max(
                 ((t, i) for t, i in self._texts if prompt.startswith(t)),
                 key=lambda known: len(known[0]),
                 default=("", []),
             )
-            ids = [*ids, *self.renderer.encode(prompt[len(text) :])]
+            try:
+                self.renderer.check_length(prompt, most)
+            except TextTooLong as error:
+                raise self._too_long(f"{error.characters} characters") from error
+            ids = [*ids, *await in_tokenizer(self.renderer.encode, prompt[len(text) :])]
         else:
+            if len(prompt) > most:
+                raise self._too_long(f"{len(prompt)} tokens")
             ids = list(prompt)
             prompt = self.renderer.decode(ids)
         if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
@@ -174,15 +202,18 @@ class Session:
             )
         room = room_for_answer(prompt_tokens, settings)
         if not room:
-            self.limit = "length"
-            most = min(settings.max_prompt_tokens, settings.max_total_tokens - 1)
-            raise Refused(
-                f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
-                f"episode.max_total_tokens). However, your messages resulted in {prompt_tokens} tokens.",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise self._too_long(f"{prompt_tokens} tokens")
         return room if max_tokens is None else min(room, max_tokens)
+
+    def _too_long(self, what: str) -> Refused:
+        self.limit = "length"
+        most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
+        return Refused(
+            f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
+            f"episode.max_total_tokens). However, your messages resulted in {what}.",
+            code="context_length_exceeded",
+            param="messages",
+        )
 
     # -- what it was worth ---------------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ import uuid
 import psutil
 import pytest
 
+from r3async.config import load_config
 from r3async.observe.events import read_events
+from tools.run_dir import open_run
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(500)]
 
 PHASES = {
     "the model is made": "loading torch",
@@ -34,20 +36,19 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_stop_is_obeyed_while(phase, tmp_path, monkeypatch):
+def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark = uuid.uuid4().hex
     monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
-    words = ["name=stopped", "model.init.max_warm_steps=1"]
+    words = ["name=stopped"]
     words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
-    words += ["model.init.warm_reward=0.01"] if phase != "the model is made" else ["model.init.max_warm_steps=100000"]
-    words += ["model.init.warm_reward=1.0"] * (phase == "the model is made")
+    words += [f"model.path={untrained}"] * (phase != "the model is made")
     command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(tmp_path), *words]
     screen = tmp_path / "screen"
     with screen.open("w") as file:
         driver = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while PHASES[phase] not in screen.read_text():
             assert driver.poll() is None, screen.read_text()
             assert time.monotonic() < deadline, screen.read_text()
@@ -64,4 +65,8 @@ def test_a_stop_is_obeyed_while(phase, tmp_path, monkeypatch):
     while left := [p for p in marked(mark) if p.pid != os.getpid()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
+    # The same command is let in again, with nothing that this start left half made.
+    run = open_run(load_config("quickstart", words), "quickstart", print, tmp_path)
+    run.lock.close()
+    assert run.resume is None
     assert not [e for e in read_events(tmp_path / "stopped" / "events.jsonl") if e["event"] == "run_failed"]

@@ -24,7 +24,7 @@ from r3async.checkpoint.lineages import mark, origin_of, read_starts
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import check_settings
 from r3async.config import Config, ConfigError, load_config, to_dict, to_toml
-from r3async.files import make_directory
+from r3async.files import make_directory, replace_file
 from r3async.observe.events import open_events
 from r3async.observe.quarantine import FILE as QUARANTINE
 
@@ -88,7 +88,7 @@ def open_run(
         resume = _resume(config, directory, say, report)
         began = resume is None and _begin_again_from_nothing(config, directory, say)
         mark(directory)
-        (directory / "config.toml").write_text(to_toml(config))
+        replace_file(directory / "config.toml", to_toml(config).encode())
         _point_latest(root, name)
     except BaseException:
         lock.close()

@@ -50,7 +50,7 @@ class Config(Section):
     """A whole run."""
 
     name: str = ""
-    """Run directory below `runs/`; default: preset and time."""
+    """Run directory in `runs/`, a plain name without separators; default: preset and time."""
     seed: Seed = 0
     steps: int = 100
     resume: str = "auto"

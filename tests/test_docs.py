@@ -24,7 +24,10 @@ def test_the_reference_has_every_key_and_its_text():
     assert "## `[algorithm.rollout_kl]`" in text
     assert '| `estimator` | `k1`, `abs`, `k2`, `k3` | `"k2"` |' in text
     assert "| `prometheus_port` | integer or unset | unset |" in text
-    assert documentation(Config)["name"] == "Run directory below `runs/`; default: preset and time."
+    assert (
+        documentation(Config)["name"]
+        == "Run directory in `runs/`, a plain name without separators; default: preset and time."
+    )
 
 
 def test_links_between_pages_lead_somewhere():

@@ -15,7 +15,7 @@ from actors.deaths import ProcessDied, RunFailed, is_death, root_cause, within
 from actors.delivery import choose_backend, no_delivery
 from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator
-from actors.process import begin
+from actors.process import begin, whereabouts
 from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.tasks import Tasks
 from actors.watch import Watch
@@ -65,6 +65,7 @@ class Conductor:
         self.pacing = Pacing(schedule, self.events.warning)
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
+        self._processes = {"conductor": (os.getpid(), whereabouts()["host"])}
         self.fleet = Fleet(self.config, self.events, {})
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, lambda: self.fleet)
         self.learner: Any = None
@@ -124,8 +125,8 @@ class Conductor:
         }
 
     def _is_idle(self, generator: Generator) -> bool:
-        load = self._loads.get(generator.generator_id)
-        return generator.state == "healthy" and load is not None and not load["playing"]
+        load, current = self._loads.get(generator.generator_id), generator.version >= self.admission.version
+        return generator.health.may_lease and current and load is not None and not load["playing"]
 
     # -- called by the driver ------------------------------------------------------------------------------------
 
@@ -138,6 +139,7 @@ class Conductor:
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": self.fleet.describe(),
+            "processes": self._processes | {g.generator_id: (g.pid, g.host) for g in self.fleet},
             "generated_tokens": self._generated_tokens,
             "elapsed": self._elapsed,
         }
@@ -164,7 +166,7 @@ class Conductor:
         self.learner = learner
         self.events.info("conductor_started", pid=os.getpid(), step=self._steps, lineage=self.lineage.number)
         self.lag.start()
-        self.fleet = Fleet(self.config, self.events, generators)
+        self.fleet = Fleet(self.config, self.events, generators, wake=self._published.set)
         background: list[asyncio.Task[None]] = []
         try:
             if not await self._load():
@@ -246,6 +248,7 @@ class Conductor:
         loading = asyncio.ensure_future(self.fleet.load())
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, loading)
+        self._processes["learner"] = info["pid"], info["host"]
         hosts = {i["host"] for i in infos} | {info["host"]}
         self.fleet.backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
         self._routing = infos[0]["routing"]
@@ -371,19 +374,18 @@ class Conductor:
         self._delivered(self._made, no_delivery())
 
     async def _deliver_forever(self) -> None:
-        """Install the newest published weights in every live generator; free slots; write the rows of what was trained."""
+        """Install the newest weights in every generator that answers; free slots; write the rows of what was trained."""
         while True:
             await self._published.wait()
             self._published.clear()
             assert self.fleet.published is not None
             version = self.fleet.published.version
-            behind = any(g.live and g.version < version for g in self.fleet)
-            if not behind and not self.book.waits_for(version):
+            if not self.fleet.behind and not self.book.waits_for(version):
                 continue
             with self.timeline.span("deliver", version=version):
                 figures = await self.fleet.deliver()
             if figures is None:
-                continue  # nobody is alive: a restarted generator installs the newest version and wakes this again
+                continue  # nobody answers: one that is restarted, or recovers, installs the newest version and wakes this
             self.admission.installed(version)
             self._delivered(version, figures)
 

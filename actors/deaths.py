@@ -38,7 +38,7 @@ def is_death(error: BaseException) -> bool:
     """Whether a call failed because the actor's process did."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
-    known = (Gone, NotLoaded, ActorDiedError, ActorUnavailableError, RayActorError)
+    known = (Gone, ProcessDied, NotLoaded, ActorDiedError, ActorUnavailableError, RayActorError)
     return isinstance(error, known) or isinstance(getattr(error, "cause", None), NotLoaded)
 
 

@@ -10,17 +10,24 @@ from typing import Any
 
 import msgspec
 
-from actors.fleet import RPC_SECONDS, Fleet
+from actors.fleet import RPC_SECONDS, Fleet, Generator
 from r3async.appending import AppendFile
 from r3async.config import Config
 
 FILE = "evaluation.jsonl"
 POLL_SECONDS = 0.2
+PING_SECONDS = 1.0
+"""Between two questions to a generator that plays an evaluation, whether it answers."""
+
+
+class Silent(RuntimeError):
+    """A generator does not answer any more."""
 
 
 class Evaluator:
     """At most one evaluation at a time, beside training and never in its way: one that fails is an event.
 
+    One generator plays it. If that does not answer for `supervise.silence_seconds`, another one plays it from the beginning.
     `run_dir/evaluation.jsonl` gets an object for each, `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it
     began, and the versions of the weights that sampled it. `events`: a structlog logger. `fleet()` is asked for the generators
     anew each time.
@@ -51,21 +58,54 @@ class Evaluator:
         self._task = asyncio.create_task(self._evaluate(step))
 
     async def _evaluate(self, step: int) -> None:
-        generator = next((g for g in self._fleet() if g.state == "healthy"), None)
-        if generator is None:
-            self._events.warning("evaluation_failed", step=step, error="no generator is alive")
-            return
-        try:
-            # The generator gives up first, and so is free of it.
-            limit = self.settings.timeout + RPC_SECONDS
-            result = await asyncio.wait_for(generator.handle.evaluate.remote(), limit)
+        silent: set[str] = set()
+        while True:
+            able = (g for g in self._fleet() if g.state == "healthy" and g.generator_id not in silent)
+            generator = next(able, None)
+            if generator is None:
+                error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is alive"
+                self._events.warning("evaluation_failed", step=step, error=error)
+                return
+            name = generator.generator_id
+            try:
+                result = await self._played_by(generator)
+            except Silent:
+                silent.add(name)
+                self._events.warning("evaluation_moved", step=step, generator=name, hint="it does not answer")
+                continue
+            except Exception as error:
+                self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
+                return
             figures = {f"evaluation/{name}": value for name, value in result.items()}
             self._file.append(msgspec.json.encode({"step": step, "time": time.time(), **figures}))
-            self._events.info("evaluation_finished", step=step, generator=generator.generator_id, **result)
-        except Exception as error:
-            self._events.warning(
-                "evaluation_failed", step=step, generator=generator.generator_id, error=str(error)[-500:]
-            )
+            self._events.info("evaluation_finished", step=step, generator=name, **result)
+            return
+
+    async def _played_by(self, generator: Generator) -> dict[str, Any]:
+        """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
+        # The generator gives up first, and so is free of it.
+        limit = self.settings.timeout + RPC_SECONDS
+        playing = asyncio.ensure_future(generator.handle.evaluate.remote())
+        listening = asyncio.create_task(self._until_silent(generator))
+        try:
+            await asyncio.wait([playing, listening], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                return playing.result()
+            raise Silent if listening.done() else TimeoutError(f"no answer within {limit:g} s (evaluation.timeout)")
+        finally:
+            playing.cancel()
+            listening.cancel()
+
+    async def _until_silent(self, generator: Generator) -> None:
+        """Returns when it has not answered for `supervise.silence_seconds`. One that died shows that elsewhere."""
+        while True:
+            try:
+                await asyncio.wait_for(generator.handle.whereabouts.remote(), self.config.supervise.silence_seconds)
+            except TimeoutError:
+                return
+            except Exception:
+                await asyncio.Event().wait()
+            await asyncio.sleep(PING_SECONDS)
 
     async def finish(self, step: int, stopping: Callable[[], bool]) -> None:
         """The run has made its last step: wait for what is running, then evaluate the last weights if that has not been done.

@@ -20,6 +20,8 @@ from r3async.scheduling.health import Health, HealthState, RestartsExhausted
 from r3async.weights.probe import probe_text
 
 RPC_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+"""Between two looks, at most, at who still answers during a delivery."""
 BACKOFF_MAX_SECONDS = 60.0
 
 
@@ -44,6 +46,8 @@ class Generator(msgspec.Struct):
     asked: int = 0
     """Questions about weights (installing them, probing) that it has not answered."""
     answered: int = 0
+    installing: asyncio.Task[InstallReport] | None = None
+    """A delivery to its present process that has not ended, or was not looked at yet."""
 
     @property
     def state(self) -> HealthState:
@@ -65,12 +69,18 @@ class Generator(msgspec.Struct):
 
 
 class Fleet:
-    """All generators of a run. Lives on the conductor's event loop. `events`: a structlog logger. `clock`: in seconds."""
+    """All generators of a run. Lives on the conductor's event loop. `events`: a structlog logger. `clock`: in seconds. `wake()`
+    is called when `deliver` has something to do again: a generator recovered, or a delivery to one has ended."""
 
     def __init__(
-        self, config: Config, events: Any, handles: dict[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        events: Any,
+        handles: dict[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], object] = lambda: None,
     ):
-        self.config, self.events = config, events
+        self.config, self.events, self._wake = config, events, wake
         health = {
             "silence": config.supervise.silence_seconds,
             "backoff": config.supervise.restart_backoff,
@@ -128,6 +138,7 @@ class Fleet:
             self.events.warning(
                 "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=round(silent, 1)
             )
+            self._wake()
 
     def tick(self) -> None:
         """Look at the clock: those of which nothing was heard for `supervise.silence_seconds` become suspect."""
@@ -139,6 +150,11 @@ class Fleet:
                     pid=generator.pid,
                     seconds=round(generator.health.silent_for, 1),
                 )
+
+    def overdue(self) -> list[Generator]:
+        """Those that have been silent for twice as long as makes one suspect: their groups are leased again."""
+        limit = 2 * self.config.supervise.silence_seconds
+        return [g for g in self if g.state is HealthState.SUSPECT and g.health.silent_for > limit]
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -193,25 +209,28 @@ class Fleet:
         if not any(g.live for g in self):
             raise Gone("every generator died before it had weights; see logs/generator-*.log")
 
+    @property
+    def behind(self) -> bool:
+        """A delivery has something to do: a generator needs the newest version and is not being given any, or has ended to be."""
+        assert self.published is not None
+        version = self.published.version
+        return any(
+            g.installing.done() if g.installing is not None else g.live and g.version < version
+            for g in self.generators.values()
+        )
+
     async def deliver(self) -> dict[str, float] | None:
         """Install the newest published version in every live generator that lacks it.
 
-        Returns figures of the slowest; None if nobody alive has it: a generator that is restarted installs it. Raises what an
-        installation raised, and `RunFailed` if a generator does not have what was published.
+        Returns when all that are not suspect have it. One that is, or becomes so meanwhile, is given it as well, and is not
+        waited for. Returns figures of the slowest; None if nobody has it: a generator that is restarted, or recovers,
+        installs it. Raises what an installation raised, and `RunFailed` if a generator does not have what was published.
         """
         assert self.published is not None
         version, before = self.published.version, time.monotonic()
-        live = [g for g in self if g.live and g.version < version]
-        results = await asyncio.gather(*(self._install(g) for g in live), return_exceptions=True)
         reports: list[InstallReport] = []
-        for generator, result in zip(live, results, strict=True):
-            if isinstance(result, InstallReport):
-                reports.append(result)
-            elif is_death(result):
-                if generator.live:  # or its supervisor knew before, and may be restarting it
-                    generator.health.died()
-            else:
-                raise result
+        while awaited := self._give(version, reports):
+            await asyncio.wait(awaited, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if not any(g.version >= version for g in self):
             return None
         return {
@@ -223,6 +242,41 @@ class Fleet:
             "weights/paused_share": self.paused_share,
             "weights/bytes": self.published.publication.manifest.nbytes,
         }
+
+    def _give(self, version: int, reports: list[InstallReport]) -> list[asyncio.Task[InstallReport]]:
+        """Have each live generator that lacks `version` install the newest, one delivery at a time, and gather what has ended.
+        Returns the deliveries to wait for."""
+        awaited = []
+        for generator in self:
+            if generator.installing is not None and generator.installing.done():
+                self._gather(generator, reports)
+            if not generator.live or generator.version >= version:
+                continue
+            if generator.installing is None:
+                generator.installing = asyncio.create_task(self._install(generator))
+                generator.installing.add_done_callback(self._given)
+            if generator.state is HealthState.HEALTHY:
+                awaited.append(generator.installing)
+        return awaited
+
+    def _given(self, task: asyncio.Task[InstallReport]) -> None:
+        if not task.cancelled():
+            task.exception()  # it is looked at: here, or by `_gather`
+        self._wake()
+
+    @staticmethod
+    def _gather(generator: Generator, reports: list[InstallReport]) -> None:
+        task, generator.installing = generator.installing, None
+        assert task is not None
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            reports.append(task.result())
+        elif not is_death(error):
+            raise error
+        elif generator.live:  # or its supervisor knew before, and may be restarting it
+            generator.health.died()
 
     @property
     def paused_share(self) -> float:
@@ -266,10 +320,10 @@ class Fleet:
     async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
         """A generator's answer about its weights. Raises what `is_death` knows, or `RunFailed` with its name and the reason."""
         limit = self.config.weights.install_timeout + RPC_SECONDS  # its own limit comes first, and says more
-        call = getattr(generator.handle, method).remote(*args)
+        call = asyncio.ensure_future(getattr(generator.handle, method).remote(*args))
         generator.asked += 1
         try:
-            answer = await asyncio.wait_for(call, limit)
+            answer = await self._answer(generator, call, limit)
             generator.answered += 1
             self.heard(generator)
             return answer
@@ -283,6 +337,16 @@ class Fleet:
             raise RunFailed(f"{generator.generator_id}: {reason}") from error
         finally:
             generator.asked -= 1
+            call.cancel()
+
+    @staticmethod
+    async def _answer(generator: Generator, call: asyncio.Future[Any], limit: float) -> Any:
+        """Raises `TimeoutError`, but not while the generator is suspect: how long it may be silent is for `Watch` to judge."""
+        while not call.done():
+            await asyncio.wait([call], timeout=limit)
+            if not call.done() and generator.state is not HealthState.SUSPECT:
+                raise TimeoutError
+        return call.result()
 
     # -- living and dying ----------------------------------------------------------------------------------------
 
@@ -319,6 +383,9 @@ class Fleet:
     @staticmethod
     def _bury(generator: Generator) -> None:
         generator.health.died()
+        if generator.installing is not None:
+            generator.installing.cancel()
+            generator.installing = None
         generator.probed = -1
         generator.finished_tokens += generator.generated_tokens
         generator.generated_tokens = 0

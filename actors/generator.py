@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import receiver
-from actors.process import NotLoaded, begin, show_figures
+from actors.process import NotLoaded, begin, show_figures, whereabouts
 from r3async.appending import KEEPER
 from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
 from r3async.config import EnvConfig, config_from_dict, to_dict
@@ -116,7 +115,7 @@ class GeneratorActor:
         return self.engine
 
     def whereabouts(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "host": socket.gethostname()}
+        return whereabouts()
 
     async def start(self) -> dict[str, Any]:
         """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
@@ -204,8 +203,16 @@ class GeneratorActor:
         )
 
     async def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> None:
+        """What is played here still, or waits for its acknowledgement, is not played twice: this process was silent, its leases
+        returned, and some came back to it."""
+        assert self.sender is not None
+        new = []
+        for index in lease.episode_indices:
+            name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
+            if (lease.group_index, index) not in player.active and name not in self.sender:
+                new.append(index)
         with self.timeline.span("play"):
-            await player.play(lease)
+            await player.play(msgspec.structs.replace(lease, episode_indices=tuple(new)))
 
     async def install(self, publication: Publication) -> InstallReport:
         """Fetch and install published weights while episodes go on."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import Published
-from actors.process import ask_for_stacks, begin
+from actors.process import ask_for_stacks, begin, whereabouts
 from actors.ranks import LocalLearner, RankedLearner
 from actors.saving import LEARNER_RECORDS, Books, Progress, Saver, Trained
 from actors.training import StepOf
@@ -130,7 +129,7 @@ class LearnerActor:
             step=self.steps,
             lineage=self.lineage.number,
         )
-        return {"pid": os.getpid(), "host": socket.gethostname(), "gpus": gpus}
+        return {**whereabouts(), "gpus": gpus}
 
     async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
         """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
@@ -270,17 +269,18 @@ class LearnerActor:
         return await self._in_torch(self.backend.score, np.asarray(token_ids, np.int32))
 
     def status(self) -> dict[str, Any]:
-        """For who watches whether anything moves; cheap. `writing`: a version that engines are to have is not written yet."""
+        """For who watches whether anything moves; cheap. `writing`: a version that engines are to have is not written yet.
+        `storing`: see `Spool.waits`."""
         schedule = self.config.schedule
         return {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
+            **whereabouts(),
             "doing": self._doing,
             "steps": self.steps,
             "received": self.receiver.received,
             "ready_groups": self.buffer.ready_groups(),
             "lacking": self.buffer.lacking(max(schedule.groups_per_step, schedule.window)),
             "writing": not self._nothing_to_write.is_set(),
+            "storing": self._spool.waits if self._spool is not None else None,
         }
 
     async def dump_stacks(self, reason: str) -> str:

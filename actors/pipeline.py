@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from actors.conductor import Conductor
+from actors.deaths import ProcessDied, RunFailed
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
-from actors.process import environment
+from actors.process import ask_for_stacks, end, environment, here
 from actors.saving import checkpoint_directory
 from r3async.checkpoint import Opened
 from r3async.checkpoint.books import encode_state
@@ -20,8 +22,16 @@ from r3async.checkpoint.resume import fingerprint_model
 from r3async.config import Config, to_dict
 from r3async.lineage import Lineage
 from r3async.observe.events import open_events
+from r3async.scheduling.watchdog import Watchdog
 
-STATUS_SECONDS = 10.0
+STATUS_SECONDS = 2.0
+"""So long the conductor is waited for each time that it is asked."""
+RESULT_SECONDS = 10.0
+STACKS_SECONDS = 2.0
+"""So long a process that does not answer has to write its stacks before it is ended."""
+LATE_SECONDS = 30.0
+"""Between two questions: who asked so late was stopped, and judges nobody by that."""
+ANSWERING = "answering/conductor"
 
 
 class Pipeline:
@@ -42,6 +52,15 @@ class Pipeline:
         self._actors: list[Any] = []
         self._result: Any = None
         self._owns_ray = self._imported = False
+        self._asked: Any = None
+        """The question for its status that the conductor has not answered."""
+        self._answers = 0
+        self._looked = 0.0
+        self._processes: dict[str, tuple[int, str]] = {}
+        """By role: process id and host."""
+        # It is created, and imports what it needs, before it can answer.
+        first = max(config.supervise.stall_seconds, config.learner.start_timeout)
+        self._dog = Watchdog(time.monotonic, config.supervise.stall_seconds, {f"{ANSWERING} at first": first})
 
     def _take_lineage(self) -> Lineage:
         """On the disk before any actor is there: whoever starts after a crash of this start has another one."""
@@ -112,13 +131,54 @@ class Pipeline:
         self._result = self._conductor.run.remote(learner, generators)
 
     def status(self, since: int = 0) -> dict[str, Any] | None:
-        """The conductor's status, with the rows of steps after `since`; None if it did not answer in time."""
+        """The conductor's status, with the rows of steps after `since`, or after that of a question which it had not answered
+        before; None if it did not answer in time."""
         import ray
 
-        try:
-            return ray.get(self._conductor.status.remote(since), timeout=STATUS_SECONDS)
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError):
+        if self._asked is None:
+            self._asked = self._conductor.status.remote(since)
+        ready, _ = ray.wait([self._asked], timeout=STATUS_SECONDS)
+        self._look(bool(ready))
+        if not ready:
             return None
+        asked, self._asked = self._asked, None
+        try:
+            status = ray.get(asked)
+        except ray.exceptions.RayError:
+            return None
+        self._processes |= status["processes"]
+        return status
+
+    def _look(self, answered: bool) -> None:
+        now, before = time.monotonic(), self._looked
+        self._looked, self._answers = now, self._answers + answered
+        stage = ANSWERING if self._answers else f"{ANSWERING} at first"
+        if now - before > LATE_SECONDS:  # this very process was stopped
+            self._dog.forget(stage)
+        self._dog.see(stage, self._answers, 1)
+
+    def check(self, say: Callable[[str], object]) -> None:
+        """To be called after each `status`. If the conductor has not answered for `supervise.stall_seconds` it is named, its
+        stacks are written, and `supervise.on_stall` is done: its process is ended, and `ProcessDied` raised, or `RunFailed`."""
+        for stall in self._dog.news():
+            action = self.config.supervise.on_stall
+            said = f"the conductor has not answered for {stall.seconds:.0f} s (limit {stall.limit:g} s, supervise.stall_seconds)"
+            say(f"{said}; what it was doing is in {self.run_dir}/logs/conductor.log, unless it was stopped")
+            pid, host = self._processes.get("conductor", (0, ""))
+            local = here(host) and ask_for_stacks(pid)
+            open_events(self.run_dir, "driver").error(
+                "stalled",
+                stage=ANSWERING,
+                seconds=round(stall.seconds, 1),
+                limit=stall.limit,
+                action=action,
+                asked=local,
+            )
+            if action == "warn":
+                continue
+            if local:
+                time.sleep(STACKS_SECONDS)
+            raise (RunFailed if action == "abort" else ProcessDied)(f"{said}; its process is ended")
 
     def finished(self, timeout: float) -> bool:
         """Whether the run has ended, waiting at most `timeout` seconds."""
@@ -132,10 +192,8 @@ class Pipeline:
         newest checkpoint."""
         import ray
 
-        from actors.deaths import ProcessDied, RunFailed
-
         try:
-            return ray.get(self._result, timeout=STATUS_SECONDS)
+            return ray.get(self._result, timeout=RESULT_SECONDS)
         except ray.exceptions.RayTaskError as error:
             cause = getattr(error, "cause", error)
             raise (ProcessDied if isinstance(cause, ProcessDied) else RunFailed)(str(cause)) from None
@@ -155,6 +213,9 @@ class Pipeline:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
+            for pid, host in self._processes.values():
+                if here(host):
+                    end(pid)  # a process that was stopped does not hear Ray
         self._actors = []
         if self._owns_ray and ray.is_initialized():
             ray.shutdown()

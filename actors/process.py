@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,16 @@ USER_PATH = "R3ASYNC_USER_PATH"
 
 class NotLoaded(RuntimeError):
     """This process was started in place of one that died, and was told nothing yet."""
+
+
+def whereabouts() -> dict[str, Any]:
+    """This process's `pid` and `host`, to tell who may have to end it."""
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def here(host: str) -> bool:
+    """`host`, of a `whereabouts`, is this one."""
+    return host == socket.gethostname()
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.deaths import RunFailed
+from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import RPC_SECONDS, Fleet, Generator
-from actors.process import ask_for_stacks, end
+from actors.process import ask_for_stacks, end, here
 from r3async.config import Config
 from r3async.observe.stacks import dump_stacks
 from r3async.scheduling.admission import Admission
@@ -33,14 +32,15 @@ KILL_SECONDS = 5.0
 
 RUN = "run"
 ANSWERING = "answering/learner"
+STORING = "storing"
 
 
 class Watch:
     """Lives on the conductor's event loop. `loads`: what each generator said of itself last. `learner`: its actor. While
     `resting()`, work that nobody has begun waits for nobody: the run is ending, or generators evaluate.
 
-    Stages: `playing/G`, `sending/G` and `installing/G` of each generator, `training`, `publishing`, whether the learner answers
-    at all, and `run`: everybody waits for somebody.
+    Stages: `playing/G`, `sending/G` and `installing/G` of each generator, `training`, `publishing`, `storing` (the spool's disk
+    takes nothing), whether the learner answers at all, and `run`: everybody waits for somebody.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Watch:
         """The learner's, as it said last."""
         self._asked: asyncio.Future[dict[str, Any]] | None = None
         self._answers = 0
+        self._releasing: asyncio.Task[None] | None = None
         weights, supervise = config.weights, config.supervise
         # What has a limit of its own fails by that, and says more. An installation is judged before the conductor gives it up.
         limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
@@ -79,12 +80,14 @@ class Watch:
                 if self._clock() - began > 3 * self._period + 1:
                     continue  # this very process stood still, and has not heard yet what was said meanwhile
                 self._fleet.tick()
+                self._release_overdue()
                 await self._ask_learner()
                 self.look()
                 await self._act_on(self.dog.news())
         finally:
-            if self._asked is not None:
-                self._asked.cancel()
+            for task in (self._asked, self._releasing):
+                if task is not None:
+                    task.cancel()
 
     async def _ask_learner(self) -> None:
         """Its status, if it answers soon; one question at a time."""
@@ -97,13 +100,35 @@ class Watch:
                 self._status = answer.result()
                 self._answers += 1
 
+    def _release_overdue(self) -> None:
+        """A generator that is silent holds its groups up no longer. One at a time: the learner is asked what it lacks."""
+        for generator in self._fleet.overdue():
+            if self._admission.leases(generator.generator_id) and (self._releasing is None or self._releasing.done()):
+                self._releasing = asyncio.create_task(self._release(generator))
+
+    async def _release(self, generator: Generator) -> None:
+        """Its leases return, less what the learner has. It may play on: whose episode arrives first counts."""
+        name = generator.generator_id
+        with contextlib.suppress(Exception):  # of a learner that is lost the conductor hears elsewhere
+            missing = await self._learner.missing.remote(self._admission.leases(name))
+            if generator.state is HealthState.SUSPECT:
+                again = self._admission.lose(name, lambda group: missing.get(group, []))
+                silent = round(generator.health.silent_for, 1)
+                self.events.warning(
+                    "leases_returned", generator=name, pid=generator.pid, seconds=silent, leased_again=again
+                )
+
     # -- what there is to see ------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Tell the watchdog what each stage has done, and what waits for it."""
-        for generator in self._fleet:
-            self._look_at(generator)
         status = self._status
+        storing = status.get("storing")
+        for generator in self._fleet:
+            self._look_at(generator, may_send=storing is None and self._asked is None)
+        # A spool that is full waits for a checkpoint, which training brings.
+        waits = storing is not None and not storing["full"]
+        self.dog.see(STORING, status.get("received", 0), int(waits))
         doing = status.get("doing")
         self.dog.see(ANSWERING, self._answers, int(self._asked is not None))
         self.dog.see("training", status.get("steps", 0), int(doing == "training"))
@@ -117,7 +142,7 @@ class Watch:
         stuck = idle and doing == "waiting" and not loading and not self._resting()
         self.dog.see(RUN, int(sum(stage["done"] for stage in seen.values())), int(stuck))
 
-    def _look_at(self, generator: Generator) -> None:
+    def _look_at(self, generator: Generator, *, may_send: bool) -> None:
         name = generator.generator_id
         playing, sending, installing = (f"{stage}/{name}" for stage in ("playing", "sending", "installing"))
         if generator.state in (HealthState.DEAD, HealthState.STARTING) or generator.finished:
@@ -134,7 +159,7 @@ class Watch:
         free = self._admission.can_lease() and not load["playing"] and generator.version >= self._admission.version
         done = int(load["generated_tokens"] + load.get("ended", 0))
         self.dog.see(playing, done, int(load["playing"]) or int(free and not self._resting()))
-        self.dog.see(sending, int(load.get("acknowledged", 0)), int(load.get("unacknowledged", 0)))
+        self.dog.see(sending, int(load.get("acknowledged", 0)), int(load.get("unacknowledged", 0)) * may_send)
 
     # -- what is done about it -----------------------------------------------------------------------------------
 
@@ -149,9 +174,11 @@ class Watch:
                 await self._act(stall)
 
     async def _act(self, stall: Stall) -> None:
-        action, generator = self.config.supervise.on_stall, self._generator(stall)
+        generator = self._generator(stall)
+        action: str = self.config.supervise.on_stall
         if action == "restart" and generator is None:
-            action = "abort"
+            # A disk can not be restarted: nothing is acknowledged while it is full, generators wait, and nothing is lost.
+            action = {STORING: "warn", ANSWERING: "restart"}.get(stall.stage, "abort")
         silent = await self._dump(f"{stall.stage} did nothing for {stall.seconds:.0f} s")
         self.events.error(
             "stalled",
@@ -172,8 +199,8 @@ class Watch:
                 f"group: {self._status.get('lacking', {})}. What every process was doing is in {self.run_dir}/stacks"
                 + (f", and in {self.run_dir}/logs for {', '.join(silent)}, which did not answer" if silent else "")
             )
-        if action == "restart" and generator is not None:
-            await self._restart(generator)
+        if action == "restart":
+            await (self._restart(generator) if generator is not None else self._lose_learner(stall))
 
     def _generator(self, stall: Stall) -> Generator | None:
         name = stall.stage.partition("/")[2]
@@ -184,7 +211,7 @@ class Watch:
         with contextlib.suppress(OSError):
             dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
         status = self._status
-        asked = {"learner": (self._learner, status.get("pid", 0), status.get("host"))}
+        asked = {"learner": (self._learner, status.get("pid", 0), status.get("host", ""))}
         asked |= {g.generator_id: (g.handle, g.pid, g.host) for g in self._fleet if g.state is not HealthState.DEAD}
         answers = await asyncio.gather(
             *(asyncio.wait_for(actor.dump_stacks.remote(reason), DUMP_SECONDS) for actor, _, _ in asked.values()),
@@ -193,9 +220,18 @@ class Watch:
         silent = [name for name, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)]
         for name in silent:
             _, pid, host = asked[name]
-            if pid and host == socket.gethostname():
+            if pid and here(host):
                 ask_for_stacks(pid)
         return silent
+
+    async def _lose_learner(self, stall: Stall) -> None:
+        """End the learner's process: the run restarts from its newest checkpoint, as for any loss of it."""
+        import ray
+
+        ray.kill(self._learner)
+        if here(self._status.get("host", "")):
+            end(self._status["pid"])
+        raise ProcessDied(f"{describe(stall)}; its process was ended")
 
     async def _restart(self, generator: Generator) -> None:
         """End its process; its supervisor does the rest, as for any death."""
@@ -206,7 +242,7 @@ class Watch:
         deadline = self._clock() + KILL_SECONDS
         while generator.live and generator.pid == pid:
             if self._clock() > deadline:
-                if generator.host == socket.gethostname():
+                if here(generator.host):
                     end(pid)  # a process that was stopped does not hear Ray
                 return
             await asyncio.sleep(0.1)
@@ -218,6 +254,8 @@ def describe(stall: Stall) -> str:
     waited = f"for {stall.seconds:.0f} s (limit {stall.limit:g} s)"
     if stall.stage == RUN:
         return f"the learner waits for trajectories, nobody has work, and nothing has moved {waited}"
+    if stall.stage == STORING:
+        return f"the spool's disk has taken nothing {waited}, and generators wait"
     if stall.stage == ANSWERING:
         return f"the learner has not answered {waited}"
     who = f"{name}, in `{stage}`," if name else f"the learner, in `{stage}`,"

@@ -47,6 +47,10 @@ class Player:
     """The version that a restarted process is loading."""
     playing: dict[tuple[int, int], int] = field(default_factory=dict)
     outbox: dict[tuple[int, int], int] = field(default_factory=dict)
+    frozen: bool = False
+    """Its process is stopped: nothing happens there until it thaws."""
+    stray: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Played, or sent, though the lease was taken back meanwhile: another may play the same."""
 
 
 def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
@@ -95,7 +99,7 @@ class Run:
     def lease(self, name: str, at_once: int, among: int = 1) -> bool:
         player = self.players[name]
         room = at_once - len(player.playing)
-        if not player.alive or room < 1 or self.done:
+        if not player.alive or player.frozen or room < 1 or self.done:
             return False
         got = self.admission.lease(name, version=player.version, room=room, at_once=at_once, among=among)
         if got is None:
@@ -105,13 +109,14 @@ class Run:
         for index in got.episode_indices:
             key = (got.group_index, index)
             assert all(key not in p.playing and key not in p.outbox for p in self.players.values()), "two live owners"
-            player.playing[key] = player.version
+            # What it plays still, of before it was stopped, it does not begin again.
+            player.playing[key] = player.stray.pop(key, player.version)
         return True
 
     def finish(self, name: str, pick: int = 0) -> bool:
         """An episode of the player's ends."""
         player = self.players[name]
-        if not player.playing:
+        if not player.playing or player.frozen:
             return False
         key = list(player.playing)[pick % len(player.playing)]
         player.outbox[key] = player.playing.pop(key)
@@ -120,7 +125,7 @@ class Run:
     def arrive(self, name: str, pick: int = 0) -> bool:
         """Something that was sent reaches the learner."""
         player = self.players[name]
-        if not player.outbox:
+        if not player.outbox or player.frozen:
             return False
         key = list(player.outbox)[pick % len(player.outbox)]
         self.buffer.add(episode(*key, player.outbox.pop(key), self.cursor.task_seed(key[0])), 1)
@@ -130,12 +135,43 @@ class Run:
         """The process dies, and with it what it played and what it had not delivered."""
         player = self.players[name]
         last_words = dict(list(player.outbox.items())[:1])  # on the wire: arrives after the learner was asked
-        player.playing, player.outbox, player.alive, player.reviving = {}, {}, False, None
+        player.playing, player.outbox, player.stray = {}, {}, {}
+        player.alive, player.frozen, player.reviving = False, False, None
         lacking = {g: self.buffer.missing(g) for g in self.admission.leases(name)}
         for key, version in last_words.items():
             self.buffer.add(episode(*key, version, 0), 1)
         self.admission.lose(name, lambda g: lacking[g])
         assert self.admission.leases(name) == []
+
+    def freeze(self, name: str) -> bool:
+        player = self.players[name]
+        player.frozen = player.alive
+        return player.frozen
+
+    def thaw(self, name: str) -> None:
+        self.players[name].frozen = False
+
+    def take_back(self, name: str) -> bool:
+        """It is silent for too long: its leases return, and it plays on when it wakes."""
+        player = self.players[name]
+        if not player.frozen:
+            return False
+        self.admission.lose(name, self.buffer.missing)
+        assert self.admission.leases(name) == []
+        player.stray |= player.playing | player.outbox
+        player.playing, player.outbox = {}, {}
+        return True
+
+    def stray(self, name: str, pick: int = 0) -> bool:
+        """An episode whose lease was taken back arrives: first, or as a duplicate."""
+        player = self.players[name]
+        if not player.stray or player.frozen:
+            return False
+        key = list(player.stray)[pick % len(player.stray)]
+        version = player.stray.pop(key)
+        fresh = bool(self.buffer.missing(key[0])) and key[1] in self.buffer.missing(key[0])
+        assert self.buffer.add(episode(*key, version, self.cursor.task_seed(key[0])), 1) is fresh
+        return True
 
     def begin_revival(self, name: str) -> bool:
         player = self.players[name]
@@ -191,8 +227,8 @@ class Run:
         return True
 
     def install(self) -> bool:
-        """Every live player gets the newest published version."""
-        live = [p for p in self.players.values() if p.alive]
+        """Every player that answers gets the newest published version."""
+        live = [p for p in self.players.values() if p.alive and not p.frozen]
         behind = [p for p in live if p.version < self.published]
         if not live or not (behind or self.admission.version < self.published):
             return False
@@ -225,7 +261,7 @@ class Run:
         if self.done or self.batch() or self.published < self.learner_version:
             return True
         players = self.players.values()
-        if any(p.playing or p.outbox or not p.alive for p in players):
+        if any(p.playing or p.outbox or p.stray or p.frozen or not p.alive for p in players):
             return True
         if self.admission.version < self.published or any(p.version < self.published for p in players):
             return True
@@ -240,6 +276,9 @@ class Run:
             for name in self.players:
                 self.begin_revival(name)
                 self.end_revival(name)
+                self.take_back(name)  # those that are stopped stay so, as long as another one lives
+                if all(p.frozen for p in self.players.values()):
+                    self.thaw(name)
                 while self.lease(name, at_once):
                     pass
                 self.finish(name)

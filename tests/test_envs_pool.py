@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -163,6 +164,17 @@ async def test_environments_may_be_forgotten_at_any_moment(make):
     del env
     gc.collect()
     assert len(pool_of(factory).workers[0].playing) == 0
+
+
+async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(make):
+    factory = make(step_timeout=1)
+    env = factory()
+    pid = where(await env.reset(1))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
+        await asyncio.wait_for(env.step(Action("1")), 30)
+    assert not psutil.pid_exists(pid)
+    assert where(await factory().reset(1)) != pid
 
 
 async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):

@@ -349,6 +349,42 @@ async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_pa
     )
 
 
+async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_another(tmp_path):
+    asked = []
+
+    def generator(name, frozen):
+        async def evaluate():
+            asked.append(name)
+            await asyncio.sleep(60 if frozen else 0.2)
+            return {"reward_mean": 0.5}
+
+        async def whereabouts():
+            await asyncio.sleep(60 if frozen else 0)
+
+        return types.SimpleNamespace(evaluate=Remote(evaluate), whereabouts=Remote(whereabouts))
+
+    it, events = evaluator(tmp_path, None)
+    it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
+    fleet = Fleet(it.config, events, {name: generator(name, name != "c") for name in "abc"})
+    for member in fleet:
+        member.health.loaded()
+        member.health.installed(0, 0)
+    it._fleet = lambda: fleet
+    it.after(2)
+    await settle(it)
+    assert asked == ["a", "b", "c"]
+    assert [(e, f["generator"]) for e, f in events.said] == [
+        ("evaluation_moved", "a"),
+        ("evaluation_moved", "b"),
+        ("evaluation_finished", "c"),
+    ]
+    assert [line["step"] for line in lines(tmp_path)] == [2]
+    fleet["c"].health.died()
+    it.after(4)
+    await settle(it)
+    assert events.said[-1] == ("evaluation_failed", {"step": 4, "error": "a, b did not answer"})
+
+
 async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     async def answer():
         raise RuntimeError("the environment is away")
@@ -409,6 +445,9 @@ class Learner:
 
     async def close(self):
         pass
+
+    def __contains__(self, trajectory_id):
+        return False
 
 
 async def play_run(tmp_path, monkeypatch, evaluations, groups=3):

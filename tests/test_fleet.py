@@ -313,6 +313,93 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
     assert fleet.events.seen[-1][1]["seconds"] == 11
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("actors.fleet.LOOK_SECONDS", 0.01)
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come")
+
+
+async def fall_silent(fleet, name):
+    """All but `name` are heard for as long as makes one suspect."""
+    for generator in fleet:
+        generator.health._clock.now += 11 / len(fleet.generators)
+    for generator in fleet:
+        if generator.generator_id != name:
+            fleet.heard(generator)
+    fleet.tick()
+    assert fleet[name].state == "suspect"
+
+
+async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_newest_when_it_wakes(
+    fleet, handles, impatient
+):
+    wakes = []
+    fleet._wake = lambda: wakes.append(1)
+    handles["generator-0"].may_install.clear()
+    delivering = asyncio.create_task(deliver(fleet, 1))
+    await asyncio.sleep(0.05)
+    assert not delivering.done()
+    await fall_silent(fleet, "generator-0")
+    assert await asyncio.wait_for(delivering, 10) is not None
+    assert [g.version for g in fleet] == [0, 1]
+    assert await asyncio.wait_for(deliver(fleet, 2), 10) is not None
+    assert [g.version for g in fleet] == [0, 2]
+    assert fleet.reading == [1], "what a stopped engine reads stays"
+    assert not fleet.behind, "it is being given what it needs"
+    handles["generator-0"].may_install.set()
+    await until(lambda: wakes and fleet.behind)
+    await fleet.deliver()
+    assert [(g.state, g.version) for g in fleet] == [("healthy", 2), ("healthy", 2)]
+    assert handles["generator-0"].asked("install") == [("install", v) for v in (0, 1, 2)]
+    assert fleet.reading == []
+    assert not fleet.behind
+
+
+async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(fleet, handles, impatient):
+    for handle in handles.values():
+        handle.may_install.clear()
+    delivering = asyncio.create_task(deliver(fleet, 1))
+    await asyncio.sleep(0.02)
+    fleet["generator-0"].health._clock.now += 11
+    fleet.tick()
+    assert await asyncio.wait_for(delivering, 10) is None
+    handles["generator-1"].may_install.set()
+    await until(lambda: fleet.behind)
+    assert await asyncio.wait_for(fleet.deliver(), 10) is not None
+    assert [g.version for g in fleet] == [0, 1]
+
+
+async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(fleet, handles, impatient):
+    handles["generator-0"].may_install.clear()
+    await fall_silent(fleet, "generator-0")
+    assert await asyncio.wait_for(deliver(fleet, 1), 10) is not None
+    handles["generator-0"].wrong["install"] = InstallReport(0, 0.1, 0.1)
+    handles["generator-0"].may_install.set()
+    await until(lambda: fleet.behind)
+    with pytest.raises(RunFailed, match="it missed an update"):
+        await fleet.deliver()
+
+
+async def test_a_stopped_generator_is_not_given_up_by_the_clock_and_one_that_is_heard_is(fleet, handles, monkeypatch):
+    monkeypatch.setattr("actors.fleet.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
+    handles["generator-0"].may_install.clear()
+    await fall_silent(fleet, "generator-0")
+    assert await asyncio.wait_for(deliver(fleet, 1), 10) is not None
+    await asyncio.sleep(0.2)
+    assert not fleet.behind
+    fleet.heard(fleet["generator-0"])
+    await until(lambda: fleet.behind)
+    with pytest.raises(RunFailed, match="generator-0: no answer to `install` within"):
+        await fleet.deliver()
+
+
 async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
     fleet["generator-0"].finished = True
     fleet["generator-0"].health._clock.now += 100

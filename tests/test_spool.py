@@ -151,6 +151,31 @@ async def test_damage_is_reported_and_costs_only_what_it_hit(tmp_path):
     await spool.close()
 
 
+async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkeypatch):
+    spool, full = Spool(tmp_path, DISK, retry_seconds=0.01), [True]
+    write = spool._write
+
+    def refuse(*args: Any) -> Any:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(spool, "_write", refuse)
+    assert spool.waits is None
+    putting = asyncio.create_task(put_all(spool, [sampled(1)]))
+    while spool.waits is None:
+        assert not putting.done()
+        await asyncio.sleep(0.01)
+    assert "No space left on device" in spool.waits["why"]
+    assert not spool.waits["full"]
+    full.clear()
+    await asyncio.wait_for(putting, 30)
+    assert spool.waits is None
+    spool.note_waiting(True)
+    assert spool.waits["full"]
+    await spool.close()
+
+
 async def test_a_full_disk_is_waited_for_and_leaves_no_half_record(tmp_path, monkeypatch):
     told: list[str] = []
     spool = Spool(tmp_path, DISK, report=tell(told), retry_seconds=0.05)

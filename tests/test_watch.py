@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.deaths import RunFailed
+from actors.deaths import ProcessDied, RunFailed, is_death
 from actors.fleet import Fleet
 from actors.process import ask_for_stacks, end
 from actors.watch import Watch
@@ -188,6 +188,43 @@ def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
     assert run.after(STALL + 10) == ["run"]
 
 
+async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
+    run = Run(tmp_path, "supervise.silence_seconds=10")
+    assert run.admission.lease("generator-0", version=0, room=4)
+    run.learner.answer = {0: [1, 3]}
+
+    async def look_after(seconds):
+        run.clock.now += seconds
+        run.fleet.heard(run.fleet["generator-1"])
+        run.fleet.tick()
+        run.watch._release_overdue()
+        await asyncio.sleep(0.01)
+        return run.admission.leases("generator-0")
+
+    assert await look_after(11) == [0]
+    assert run.first.state == "suspect"
+    assert await look_after(8) == [0]
+    assert await look_after(2) == []
+    assert run.events[-1] == (
+        "leases_returned",
+        {"generator": "generator-0", "pid": 21, "seconds": 21.0, "leased_again": [0]},
+    )
+    again = run.admission.lease("generator-1", version=0, room=4)
+    assert (again.group_index, again.episode_indices) == (0, (1, 3))
+
+
+async def test_one_that_is_heard_while_the_learner_is_asked_keeps_its_groups(tmp_path):
+    run = Run(tmp_path, "supervise.silence_seconds=10")
+    assert run.admission.lease("generator-0", version=0, room=4)
+    run.clock.now += 25
+    run.fleet.tick()
+    run.learner.answer = {0: [1, 3]}
+    run.watch._release_overdue()
+    run.fleet.heard(run.first)
+    await asyncio.sleep(0.01)
+    assert run.admission.leases("generator-0") == [0]
+
+
 async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run, monkeypatch):
     run.watch._period = 0.001
     await run.watch._ask_learner()
@@ -260,7 +297,8 @@ async def test_one_that_ray_can_not_end_is_killed_by_its_host_alone(run, monkeyp
     [
         ("abort", "playing/generator-1", r"generator-1, in `playing`, did nothing for 123 s .* 3 units of work waited"),
         ("restart", "training", r"the learner, in `training`, did nothing for 123 s \(limit 100 s\)"),
-        ("restart", "answering/learner", r"the learner has not answered for 123 s"),
+        ("abort", "answering/learner", r"the learner has not answered for 123 s"),
+        ("abort", "storing", r"the spool's disk has taken nothing for 123 s \(limit 100 s\), and generators wait"),
         ("restart", "run", r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"),
     ],
 )
@@ -269,6 +307,39 @@ async def test_what_can_not_be_restarted_ends_the_run_and_is_named(tmp_path, act
     with pytest.raises(RunFailed, match=message):
         await run.watch._act(stall(stage))
     assert run.events[0][1]["action"] == "abort"
+
+
+async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(
+    run, monkeypatch
+):
+    killed = []
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr("actors.watch.end", killed.append)
+    run.learner.answer["host"] = socket.gethostname()
+    with pytest.raises(
+        ProcessDied, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"
+    ) as caught:
+        await run.watch._act(stall("answering/learner"))
+    assert is_death(caught.value)
+    assert killed == [run.learner, 11]
+    assert run.events[0][1]["action"] == "restart"
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run, full):
+    """It was `sending` that stalled, and generators were killed for it one after the other."""
+    run.loads["generator-0"] = run.loads["generator-1"] = run.load(unacknowledged=3)
+    run.learner.answer |= {"doing": "waiting", "storing": {"why": "No space left", "seconds": 1.0, "full": full}}
+    run.resting = full  # then a checkpoint is on its way
+    assert run.after(STALL - 10) == []
+    assert run.after(20) == ([] if full else ["storing"])
+    if not full:
+        await run.watch._act_on(run.watch.dog.news())
+        assert [(event, facts["stage"], facts["action"]) for event, facts in run.events] == [
+            ("stalled", "storing", "warn")
+        ]
+    run.learner.answer |= {"storing": None, "doing": "training"}
+    assert run.after(STALL + 10) == ["sending/generator-0", "sending/generator-1"]
 
 
 async def test_who_does_not_answer_is_asked_by_signal_if_it_is_on_this_host(run, monkeypatch):

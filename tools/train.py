@@ -200,6 +200,7 @@ def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequ
                 if status is not None:
                     outlets.show(status)
                     view.show(status)
+                pipeline.check(view.say)
                 if request.requested and not told:
                     told = time.monotonic()
                     view.say("stopping: the running step is finished and a checkpoint written (again to stop at once)")

@@ -70,12 +70,23 @@ class Spool:
         self._files: dict[int, dict[Path, int]] = {}
         self._new: dict[int, Path] = {}
         self._full = False
+        self._stalled: tuple[float, str] | None = None
+        """Since when the disk takes nothing, and why."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
     @property
     def room(self) -> int:
         """Bytes that may still be granted. Negative if groups that could not wait went beyond `disk_bytes`."""
         return self._settings.disk_bytes - self.nbytes
+
+    @property
+    def waits(self) -> dict[str, Any] | None:
+        """Why nothing is acknowledged, or not all of it, and for how many `seconds`: the disk takes nothing, or `disk_bytes` are
+        used up until a checkpoint is committed (`full`). None while it is not so."""
+        if self._stalled is not None:
+            since, error = self._stalled
+            return {"why": error, "seconds": self._clock() - since, "full": False}
+        return {"why": "buffer.disk_bytes are used", "seconds": 0.0, "full": True} if self._full else None
 
     def note_waiting(self, waiting: bool) -> None:
         """Whether senders wait because of `room`: reported when it begins and when it ends."""
@@ -117,7 +128,9 @@ class Spool:
                     hint = "make space there: senders wait until then, and nothing is lost"
                     self._report("spool_stalled", error=str(error), directory=str(self.directory), hint=hint)
                 failed = True
+                self._stalled = began, str(error)
                 await asyncio.sleep(self._retry_seconds)
+        self._stalled = None
         if failed:
             self.stalled_seconds += self._clock() - began
             self._report("spool_goes_on", seconds=self._clock() - began)

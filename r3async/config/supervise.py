@@ -17,11 +17,13 @@ class SuperviseConfig(Section):
     """Seconds that one step of the learner may take before training counts as stalled."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
     """What a stall leads to, after the event `stalled` and the stacks in `runs/NAME/stacks`. `warn`: nothing else. `restart`: a
-    generator that stalled is restarted, which counts for `generator.max_restarts`; any other stage ends the run. `abort`: the
-    run ends, and says which stage it was."""
+    generator that stalled is restarted, which counts for `generator.max_restarts`; a learner or a conductor that does not
+    answer is lost (`max_run_restarts`); a full disk is waited for; any other stage ends the run. `abort`: the run ends, and
+    says which stage it was."""
     silence_seconds: float = 60.0
-    """A generator of which nothing was heard for so long is suspect: it is given no new episodes until it is heard again. They
-    speak many times a second, but an engine on CPU may keep one busy for a while."""
+    """A generator that did not report for so long is suspect: it is leased no new episodes and nobody waits for it, until it
+    reports again; after twice as long its groups are leased again. They report many times a second, but an engine on CPU may
+    keep one busy for a while."""
     restart_backoff: float = 1.0
     """Seconds before a generator that died is loaded again; doubled for every further death, up to a minute, until it was well
     for ten minutes."""

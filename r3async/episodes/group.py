@@ -60,6 +60,8 @@ class GroupPlayer:
         """Episodes that have begun and not ended. One that waits to be sent has ended."""
         self.ended = 0
         """Tries at an episode that are over, whether or not they failed."""
+        self.active: set[tuple[int, int]] = set()
+        """Group and index of each episode that has begun and was not handed over."""
         self._play_episode = play or self._play_environment
 
     async def play(self, lease: GroupLease) -> None:
@@ -76,12 +78,17 @@ class GroupPlayer:
 
     async def play_one(self, task: EpisodeTask) -> None:
         """One episode of a lease, tried again if it fails; see `play`."""
+        key = task.group_index, task.episode_index
         self.playing += 1
+        self.active.add(key)
         try:
-            trajectory = await self._tried(task)
+            try:
+                trajectory = await self._tried(task)
+            finally:
+                self.playing -= 1
+            await self._deliver(trajectory)
         finally:
-            self.playing -= 1
-        await self._deliver(trajectory)
+            self.active.discard(key)
 
     async def _tried(self, task: EpisodeTask) -> Trajectory:
         tries = dict.fromkeys(self._kinds, 0)

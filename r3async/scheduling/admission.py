@@ -16,7 +16,16 @@ would have to wait for groups that can not be leased yet: `most_groups`. That a 
 in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before.
 
 A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
-that the learner never got. Pure: no clock, no sockets. Owners are generators.
+that the learner never got.
+
+An owner that is silent (its process was stopped) is waited for by nobody: it has no part in what counts as installed, and its
+leases return (`lose`) though it may wake and play on. The proof needs nothing of it but what `lease` asks: whoever is leased
+part of `g` has version `v` or a newer one, and versions of an engine only go up. So a token of `g`, whoever plays it and however
+late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a duplicate. If not, `g` has held its
+slot since it was *first* leased, at `v`, and the count of groups between `v` and `g` is the same. Once awake, it is leased
+nothing until its engine has the installed version.
+
+Pure: no clock, no sockets. Owners are generators.
 """
 
 from __future__ import annotations
@@ -112,7 +121,7 @@ class Admission:
         self.slots = slots_of(max_staleness, groups_per_step, steps_per_publication)
         self.total_groups = total_groups
         self.version = 0
-        """Version that every live engine has."""
+        """Version that every engine which answers has."""
         self._split = split
         self._task_seed = task_seed
         self._next_group = 0
@@ -195,7 +204,7 @@ class Admission:
         return sorted(g for g, owners in self._owners.items() if owner in owners)
 
     def lose(self, owner: str, missing: Callable[[int], Sequence[int]]) -> list[int]:
-        """The owner died: what it was leased returns, less what the learner has. Returns those groups.
+        """The owner died, or is silent: what it was leased returns, less what the learner has. Returns those groups.
 
         `missing(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
         """
@@ -235,7 +244,7 @@ class Admission:
         self._uninstalled[version] = self._uninstalled.get(version, 0) + len(groups)
 
     def installed(self, version: int) -> None:
-        """Every live engine has `version`: the slots of the groups that it was trained from are free.
+        """Every engine that answers has `version`: the slots of the groups that it was trained from are free.
 
         Raises `ValueError` if versions go backwards, or no step made `version`.
         """

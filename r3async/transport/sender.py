@@ -124,6 +124,10 @@ class Sender:
         """Trajectories that wait for credit or for an acknowledgement."""
         return len(self._outbox)
 
+    def __contains__(self, trajectory_id: str) -> bool:
+        """It was handed to `send`, and is not acknowledged or rejected yet."""
+        return trajectory_id in self._outbox
+
     async def start(self) -> None:
         """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
         none; a refusal is raised by `send` and `flush`."""

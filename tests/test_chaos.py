@@ -121,8 +121,8 @@ def test_what_is_missing_or_there_twice_is_found(steps, problem):
     assert any(problem in found for found in check_trained(steps, 2, 2, 2))
 
 
-def sent(at, play, name="g0e0", group=0, newest=3, crc=7):
-    return Sent(at, name, group, play, newest, crc)
+def sent(at, play, name="g0e0", group=0, newest=3, crc=7, began=None):
+    return Sent(at, name, group, play, newest, crc, began)
 
 
 def test_what_was_trained_must_be_what_was_sent():
@@ -143,6 +143,8 @@ def test_what_was_trained_must_be_what_was_sent():
         ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 2, 4)], False),  # its weights are gone
         ([sent(1, "a", group=4), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 3, 4)], False),  # its slot is
         ([sent(1, "a"), sent(2, "b"), Acknowledged(3, ["g0e0"]), sent(4, "c")], [], True),
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b", began=1.5)], [], False),  # two play it, one was silent
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b", began=1.5), sent(4, "c", began=3.5)], [], True),
     ],
 )
 def test_what_was_acknowledged_and_played_again_is_found(passed, resumed, lost):

@@ -13,7 +13,7 @@ from tools.chaos.run import chaos
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 
-def rehearse(untrained, root, roles, *overrides, fault="", noise=None, scenario="kills"):
+def rehearse(untrained, root, roles, *overrides, **options):
     screen = io.StringIO()
     try:
         return chaos(
@@ -21,12 +21,10 @@ def rehearse(untrained, root, roles, *overrides, fault="", noise=None, scenario=
             [f"model.path={untrained}", *overrides],
             kills=len(roles),
             seed=3,
-            scenario=scenario,
-            fault=fault,
             root=root,
             console=Console(file=screen, width=160),
             roles=roles,
-            noise=noise,
+            **options,
         )
     except BaseException:
         print(screen.getvalue())
@@ -75,3 +73,11 @@ def test_the_books_show_what_a_learner_does_wrong(untrained, tmp_path, fault, ro
         settings += ["transport.ack_timeout=0.3", "env.args={ seconds = 1.0 }", "env.workers=8"]
     report = rehearse(untrained, tmp_path, roles, *settings, fault=fault, noise=noise)
     assert any(problem in found for found in report.problems), report
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_which_processes_are_stopped_trains_everything_once(untrained, tmp_path):
+    report = rehearse(untrained, tmp_path, [], scenario="frozen")
+    assert report.problems == []
+    assert report.faults == {"environment": 1, "generator": 2, "learner": 2, "conductor": 1}
+    assert report.resumed == 2

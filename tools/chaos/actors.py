@@ -64,6 +64,7 @@ class Notebook:
             f"{trajectory.generator_id} {trajectory.started_at!r}",
             max(versions, default=-1),
             checksum(trajectory),
+            trajectory.started_at,
         )
 
     def _write(self, message: Passed) -> None:

@@ -15,7 +15,7 @@ from r3async.observe.trained import TrainedStep
 
 class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
     """A trajectory's payload left its generator. `play`: of one playing of the episode, unlike all others'. `newest`: version
-    of its newest token; -1 if it has none that was sampled."""
+    of its newest token; -1 if it has none that was sampled. `began`: when the playing did; None: just now."""
 
     at: float
     trajectory_id: str
@@ -23,6 +23,7 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
     play: str
     newest: int
     crc32: int
+    began: float | None = None
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="kind"):
@@ -123,7 +124,8 @@ def check_content(steps: Sequence[TrainedStep], passed: Iterable[Passed]) -> lis
 
 
 def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str]:
-    """What was acknowledged was not played again: it was durable.
+    """What was acknowledged was not played again: it was durable. What another had begun by then (its first player was silent,
+    and wakes) is no such thing.
 
     Unless the run went back to weights that are older than its tokens, or to where its group has no slot: that is given up.
     """
@@ -137,6 +139,8 @@ def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str
                     kept[name] = (message.at, playing[name])
             continue
         at, before = kept.get(message.trajectory_id, (0.0, message))
+        if message.began is not None and message.began <= at:
+            continue
         if before.play != message.play:
             back = [r for r in resumed if at <= r.at <= message.at]
             if not any(r.version < before.newest or r.groups <= before.group for r in back):

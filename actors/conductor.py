@@ -33,6 +33,7 @@ from r3async.observe.timeline import Timeline
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.scheduling.failures import EpisodeEnd
 from r3async.scheduling.pace import Pacing
+from r3async.scheduling.updates import Updates
 
 LOADING_STOP_SECONDS = 5.0
 
@@ -63,6 +64,7 @@ class Conductor:
         self.tasks = Tasks(self.config, self.run_dir, self.events)
         self.lag = LagMeter()
         self.pacing = Pacing(schedule, self.events.warning)
+        self.updates = Updates(self.config.supervise.max_skipped_steps, self.events.warning, self.events.info)
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
         self._processes = {"conductor": (os.getpid(), whereabouts()["host"])}
@@ -162,7 +164,10 @@ class Conductor:
                 await self.learner.interrupt.remote()
 
     async def run(self, learner: Any, generators: dict[str, Any]) -> dict[str, Any]:
-        """The whole run. Returns `{"steps", "model", "stopped"}`; raises `RunFailed` with the reason."""
+        """The whole run. Returns what the event `run_finished` says; raises `RunFailed` with the reason.
+
+        `updates`: that made the weights, of all steps and resumes; without any there is no `model`. `without_update`: what
+        the steps of this process lacked that made none."""
         self.learner = learner
         self.events.info("conductor_started", pid=os.getpid(), step=self._steps, lineage=self.lineage.number)
         self.lag.start()
@@ -186,10 +191,12 @@ class Conductor:
             watching.cancel()  # what follows has limits of its own
             await self._settle(delivering)
             self._phase = "saving the model"
-            model = str(self.run_dir / "model")
+            model, updates = str(self.run_dir / "model"), 0
             if steps:
                 limit = self.config.learner.start_timeout
-                await within(learner.save.remote(model), limit, "the model was not saved", "learner.start_timeout")
+                updates = await within(
+                    learner.save.remote(model), limit, "the model was not saved", "learner.start_timeout"
+                )
                 self._phase = "writing a checkpoint"
                 limit = self.config.checkpoint.write_timeout + RPC_SECONDS
                 await within(
@@ -200,8 +207,15 @@ class Conductor:
                 )
             self._phase = "evaluating"
             await self.evaluator.finish(steps, lambda: self._stopping)
-            self.events.info("run_finished", steps=steps, stopped=self._stopping, model=model if steps else None)
-            return {"steps": steps, "model": model if steps else "", "stopped": self._stopping}
+            ended = {
+                "steps": steps,
+                "stopped": self._stopping,
+                "updates": updates,
+                "without_update": self.updates.without(),
+                "model": model if updates else None,
+            }
+            self.events.info("run_finished", **ended)
+            return ended
         except Exception as error:
             cause = root_cause(error, self.run_dir)
             self.events.error("run_failed", error=cause)
@@ -318,6 +332,8 @@ class Conductor:
             self.admission.trained(result["version"], result["groups"])
             result["metrics"] |= self.pacing.stepped(steps, len(result["groups"]), result["metrics"])
             self.book.add(steps, result["version"], result["metrics"], result["previews"])
+            if reason := self.updates.stepped(steps, result["metrics"]):
+                raise RunFailed(reason)
             self.evaluator.after(steps)
             self._made = result["version"]
             if result["new_weights"]:

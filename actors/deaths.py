@@ -16,6 +16,10 @@ class RunFailed(RuntimeError):
     """The run can not go on; the message is for the person who started it."""
 
 
+class NotTrained(RunFailed):
+    """The run made all its steps, and none of them an update: its weights are those that it began with."""
+
+
 class ProcessDied(RunFailed):
     """A process that the run can not do without died. From the newest checkpoint, it can begin again."""
 

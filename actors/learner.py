@@ -328,7 +328,7 @@ class LearnerActor:
         trajectories = [t for g in groups for t in g]
         self.steps += 1
         self._since = [self._since[0] + 1, self._since[1] + len(indices)]
-        if metrics["optimizer/skipped"]:
+        if metrics["optimizer/skipped"] and not metrics["optimizer/no_contrast"]:
             self.events.warning("step_skipped", step=self.steps, grad_norm=metrics["grad_norm"])
         for index in indices:
             self.receiver.forget(index)
@@ -438,11 +438,13 @@ class LearnerActor:
         """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""
         await self._in_torch(self._saver.finish)
 
-    async def save(self, directory: str) -> str:
-        """Export the current weights as a Hugging Face model directory."""
+    async def save(self, directory: str) -> int:
+        """Export the current weights as a Hugging Face model directory, if any update made them. Returns how many did."""
         assert self.backend is not None
-        await self._in_torch(self.backend.save, Path(directory))
-        return directory
+        updates = await self._in_torch(self.backend.updates)
+        if updates:
+            await self._in_torch(self.backend.save, Path(directory))
+        return updates
 
     def interrupt(self) -> None:
         """A `train_step` that waits for groups returns None."""

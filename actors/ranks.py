@@ -82,6 +82,10 @@ class LocalLearner:
             batches = [with_column(b, "reference_logprobs", v) for b, v in zip(batches, values, strict=True)]
         return [self._backend.train_step(b, version=version, trace=trace) for b in batches]
 
+    def updates(self) -> int:
+        """Optimizer updates that made the weights, those before a resume included."""
+        return self._backend.version
+
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""
         return self._backend.score(token_ids, temperature)
@@ -259,6 +263,10 @@ class RankedLearner:
             StepResult(r[0].metrics, r[0].layer_agreement, r[0].expert_load, [t for rank in r for t in rank.traces])
             for r in zip(*answers, strict=True)
         ]
+
+    def updates(self) -> int:
+        """See `LocalLearner.updates`."""
+        return self._all("updates")[0]
 
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""

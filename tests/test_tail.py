@@ -222,7 +222,7 @@ def test_a_run_without_steps_can_be_shown(tmp_path: Path) -> None:
     assert "no step was finished yet" in view.plain(view.metric_lines(run, 80))
     assert "no data yet" in view.plain(view.charts(run, 80, 40))
     assert "0 of 40" in view.plain(view.header(run, 80))
-    assert len(view.overview(run, 80)) == 12
+    assert len(view.overview(run, 80)) == 13
 
 
 def test_unknown_metrics_are_shown_below_their_prefix(tmp_path: Path) -> None:

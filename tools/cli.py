@@ -18,6 +18,9 @@ from tools.submit_commands import app as submit
 from tools.submit_commands import cluster
 from tools.terminal import Terminal
 
+UNTRAINED = 4
+"""Exit code of a run that made all its steps, and none of them an update."""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -244,7 +247,8 @@ def keys(
 
 
 def main() -> None:
-    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1."""
+    """Entry point: errors that a person can mend are one line on stderr and exit code 2; a failed run is 1, and one that made
+    all its steps without an update is 4."""
     find_user_modules()
     try:
         app()
@@ -257,6 +261,8 @@ def main() -> None:
     except Exception as error:
         # By name: to import what defines them takes seconds.
         match type(error).__name__:
+            case "NotTrained":
+                _fail(f"nothing was trained: {error}", UNTRAINED)
             case "RunFailed" | "ProcessDied":
                 _fail(f"the run failed: {error}", 1)
             case "CheckpointError":

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from r3async.scheduling.updates import why_no_update
+
 PLAIN_EVERY_SECONDS = 5.0
 
 
@@ -27,7 +29,7 @@ def describe_step(row: dict[str, Any]) -> str:
         f"agree {number('routing/agreement'):.2f}  "
         f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
         f"{thousands('throughput/trained_tokens_per_second')}"
-    )
+    ) + (f"  no update: {why}" if (why := why_no_update(row)) else "")
 
 
 class LiveView:

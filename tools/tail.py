@@ -11,6 +11,7 @@ from typing import TextIO
 
 from r3async.observe.events import format_event
 from r3async.observe.follow import FollowedRun
+from r3async.observe.summary import NOT_TRAINED
 from r3async.printable import printable
 from tools.live import describe_step
 
@@ -65,7 +66,8 @@ def print_lines(
 ) -> int:
     """A line for every step and every warning so far; with `follow`, until the run ends or is silent for `patience` seconds.
 
-    Returns 0, `FAILED` if the run failed, `SILENT` if nothing came. A reader who left (`| head`) ends it, with 0.
+    Returns 0, `FAILED` if the run failed or trained nothing, `SILENT` if nothing came. A reader who left
+    (`| head`) ends it, with 0.
     """
     heard = clock()
     try:
@@ -83,7 +85,7 @@ def print_lines(
                 out.write(printable(f"{run.name}: {run.status} after {run.step} steps") + "\n")
             out.flush()
             if run.ended or not follow:
-                return FAILED if run.status == "failed" else 0
+                return FAILED if run.status in ("failed", NOT_TRAINED) else 0
             if clock() - heard > patience:
                 sys.stderr.write(
                     f"{run.name} wrote nothing for {patience:.0f} s: its processes may have died (see {run.run_dir}/logs); "

@@ -12,14 +12,15 @@ from rich.text import Text
 from r3async.observe.events import event_details
 from r3async.observe.follow import FollowedRun
 from r3async.observe.metrics import METRICS
-from r3async.observe.summary import format_number, format_percent, format_seconds
+from r3async.observe.summary import NOT_TRAINED, format_number, format_percent, format_seconds
+from r3async.scheduling.updates import why_no_update
 from tools.tail_draw import bar, plot, spark
 
 LABEL, VALUE, NOTE = 12, 8, 25
 SILENT_SECONDS = 60.0
 """Nothing written for so long is told."""
 
-COLORS = {"finished": "green", "stopped": "yellow", "failed": "red", "training": "cyan"}
+COLORS = {"finished": "green", "stopped": "yellow", "failed": "red", NOT_TRAINED: "red", "training": "cyan"}
 LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
 NOT_DRAWN = ("step", "version", "time")
 
@@ -73,7 +74,7 @@ def header(run: FollowedRun, width: int, *, held: bool = False, window: int | No
 
 def gauges(run: FollowedRun) -> list[Gauge]:
     """The overview, in the order in which people look."""
-    return [_reward(run), _drift(run), _staleness(run), _routing(run), *_speed(run), _learner(run), _weights(run),
+    return [_reward(run), _contrast(run), _drift(run), _staleness(run), _routing(run), *_speed(run), _learner(run), _weights(run),
             *_queues(run), _transport(run), _generators(run)]  # fmt: skip
 
 
@@ -84,6 +85,14 @@ def _reward(run: FollowedRun) -> Gauge:
     if len(rewards):
         note = f"began at {format_number(float(rewards[:3].mean()))}, top {format_number(float(rewards.max()))}"
     return Gauge("reward", "reward/mean", format_number(run.metrics.last("reward/mean")), note, "bold green")
+
+
+def _contrast(run: FollowedRun) -> Gauge:
+    without, groups = run.metrics.last("advantage/zero_variance_groups"), run.metrics.last("batch/groups")
+    value = "-" if without is None or groups is None else f"{groups - without:.0f} of {groups:.0f}"
+    why = why_no_update(run.rows[-1]) if run.rows else ""
+    note = f"no update: {why}" if why else "groups differ within"
+    return Gauge("contrast", "advantage/zero_variance_share", value, note, "bold red" if why else "")
 
 
 def _drift(run: FollowedRun) -> Gauge:

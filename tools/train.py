@@ -99,7 +99,8 @@ def train(
 ) -> Path:
     """Run to the end; returns the run directory. `pipeline`: with other actors than usual.
 
-    Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it.
+    Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it; `NotTrained`, which is one, if no step
+    made an update.
     """
     request = StopRequest()
     console = console or Terminal(file=sys.stderr)
@@ -186,7 +187,7 @@ def _run_on(
 
 
 def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequest) -> None:
-    from actors.deaths import RunFailed
+    from actors.deaths import NotTrained, RunFailed
 
     config, run_dir = pipeline.config, pipeline.run_dir
     view.phase("starting Ray and the actors")
@@ -219,10 +220,17 @@ def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequ
             if result["model"]:
                 view.say(f"trained model: {run_dir / 'model'}")
             if result["stopped"] and result["steps"]:
-                done = f"{result['steps']} of {config.steps} steps"
+                done = f"{result['steps']} of {config.steps} steps" + (
+                    "" if result["updates"] else " without an update"
+                )
                 view.say(f"stopped after {done}; to go on: the same command with name={run_dir.name}")
             elif result["stopped"]:
                 view.say(f"stopped before a step was made; to resume: the same command with name={run_dir.name}")
+            elif result["steps"] and not result["updates"]:
+                raise NotTrained(
+                    f"none of {result['steps']} steps made an update ({result['without_update']}); the "
+                    "weights are those that the run began with, so no model is saved"
+                )
     finally:
         pipeline.shutdown()
 

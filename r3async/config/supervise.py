@@ -37,6 +37,11 @@ class SuperviseConfig(Section):
     refusals of the learner are counted apart. A failed episode is not trained, and is compared with nobody in its group. A
     task of which every episode fails (not by the engine) is quarantined: it is not posed again. 0: the first failure stops it."""
 
+    max_skipped_steps: int = 20
+    """Steps in a row that may make no update because the gradient was not finite or the drift beyond `algorithm.rollout_kl.max`;
+    at the next one the run fails. Steps without contrast do not count: they have an event of their own, `no_contrast`. 0: the
+    first one stops it."""
+
     def __post_init__(self) -> None:
         positive(self, "stall_seconds", "step_seconds", "silence_seconds", "restart_backoff", "stop_grace_seconds")
         if self.max_run_restarts < 0:

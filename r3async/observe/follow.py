@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from r3async.observe.history import History
-from r3async.observe.summary import read_run_config, read_schedule
+from r3async.observe.summary import ended_as, read_run_config, read_schedule
 from r3async.scheduling.admission import age_bound, slots_of
 
 CHUNK = 1 << 20
@@ -199,10 +199,8 @@ class FollowedRun:
             self.generators[who] = "silent"
         elif what in ("generator_restarted", "generator_recovered"):
             self.generators[who] = "playing"
-        elif what == "run_failed":
-            self.status, self.reason = "failed", str(event.get("error", ""))
-        elif what == "run_finished":
-            self.status = "stopped" if event.get("stopped") else "finished"
+        elif (end := ended_as(event)) is not None:
+            self.status, self.reason = end
 
     # -- what it says ----------------------------------------------------------------------------------------------
 

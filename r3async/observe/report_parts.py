@@ -18,13 +18,13 @@ import msgspec
 from r3async.config import Config, to_dict
 from r3async.observe.events import event_details
 from r3async.observe.metrics import METRICS
-from r3async.observe.summary import RunSummary, format_number, format_percent, format_seconds
+from r3async.observe.summary import NOT_TRAINED, RunSummary, format_number, format_percent, format_seconds
 
 MAX_EVENTS, MAX_TEXT = 200, 1200
 
 
 def header(summary: RunSummary) -> str:
-    kind = {"finished": "good", "failed": "bad", "stopped": "warn"}.get(summary.status, "")
+    kind = {"finished": "good", "failed": "bad", "stopped": "warn", NOT_TRAINED: "bad"}.get(summary.status, "")
     of = f" of {summary.planned_steps}" if summary.planned_steps else ""
     started = ""
     if summary.started_at is not None:
@@ -33,7 +33,7 @@ def header(summary: RunSummary) -> str:
         f"<header><h1>{escape(summary.name)}</h1><span class='chip {kind}'>{escape(summary.status)}</span></header>\n"
         f"<p class='sub'>{started}{summary.steps}{of} steps in {format_seconds(summary.duration_seconds)}</p>"
     )
-    if summary.status == "failed":
+    if summary.status in ("failed", NOT_TRAINED):
         text += f"\n<div class='notice'>{escape(summary.reason or 'The run failed without a reason.')}</div>"
     if not summary.steps:
         text += (

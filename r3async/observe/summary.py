@@ -15,11 +15,14 @@ from r3async.observe.history import counted, history_of
 from r3async.observe.metrics import read_metrics
 from r3async.observe.report_evaluation import REWARD, read_evaluations
 from r3async.scheduling.admission import age_bound
+from r3async.scheduling.updates import NO_CONTRAST, why_no_update
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 FIRST_STEPS, LAST_STEPS = 3, 10
+NOT_TRAINED = "not trained"
+"""Status of a run that made its steps, and none of them an update of the weights."""
 
 
 class RunSummary(msgspec.Struct, kw_only=True):
@@ -27,10 +30,15 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
     name: str
     status: str
-    """`finished`, `stopped` (on request), `failed`, or `unfinished` (still running, or ended without a word)."""
+    """`finished`, `not trained`, `stopped` (on request), `failed`, or `unfinished` (still running, or ended without a word)."""
     reason: str = ""
-    """Of a failure."""
+    """Of a failure, or why nothing was trained."""
     steps: int = 0
+    updates: int | None = None
+    """Optimizer updates of these steps."""
+    steps_without_contrast: int = 0
+    steps_skipped: int = 0
+    """Without an update for another reason."""
     planned_steps: int | None = None
     started_at: float | None = None
     duration_seconds: float | None = None
@@ -95,13 +103,19 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
+def ended_as(event: dict[str, Any]) -> tuple[str, str] | None:
+    """Status and reason that an event gives its run; None if the event does not end one."""
+    if event.get("event") == "run_failed":
+        return "failed", str(event.get("error", ""))
+    if event.get("event") != "run_finished":
+        return None
+    untrained = event.get("updates") == 0 and event.get("steps")
+    reason = f"no step made an update ({event.get('without_update') or 'before a resume'})" if untrained else ""
+    return "stopped" if event.get("stopped") else NOT_TRAINED if untrained else "finished", reason
+
+
 def _status(events: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    for event in reversed(events):
-        if event.get("event") == "run_failed":
-            return "failed", str(event.get("error", ""))
-        if event.get("event") == "run_finished":
-            return ("stopped" if event.get("stopped") else "finished"), ""
-    return "unfinished", ""
+    return next((end for event in reversed(events) if (end := ended_as(event))), ("unfinished", ""))
 
 
 def summarize(run_dir: Path) -> RunSummary:
@@ -132,6 +146,8 @@ def summarize_records(
     ages = _values(rows, "staleness/max")
     levels = [event.get("level") for event in events]
     evaluations, schedule = read_evaluations(run_dir), read_schedule(config)
+    updates = _values(rows, "optimizer/updates")
+    kept_from = [why_no_update(row) for row in rows]
 
     history = history_of(events)
     return RunSummary(
@@ -139,6 +155,9 @@ def summarize_records(
         status=status,
         reason=reason,
         steps=len(rows),
+        updates=int(sum(updates)) if updates else None,
+        steps_without_contrast=kept_from.count(NO_CONTRAST),
+        steps_skipped=sum(why not in ("", NO_CONTRAST) for why in kept_from),
         planned_steps=config.get("steps"),
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
@@ -197,7 +216,7 @@ def format_summary(summary: RunSummary) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    color = {"finished": "green", "stopped": "yellow", "failed": "red"}.get(summary.status, "cyan")
+    color = {"finished": "green", "stopped": "yellow", "failed": "red", NOT_TRAINED: "red"}.get(summary.status, "cyan")
     table = Table(
         title=summary.name, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
     )
@@ -210,6 +229,12 @@ def format_summary(summary: RunSummary) -> Table:
     of = f" of {summary.planned_steps}" if summary.planned_steps else ""
     add("status", summary.status + (f": {summary.reason}" if summary.reason else ""), color)
     add("steps", f"{summary.steps}{of} in {format_seconds(summary.duration_seconds)}")
+    idle = summary.steps_without_contrast + summary.steps_skipped
+    if summary.updates is not None and (idle or not summary.updates):
+        why = (
+            f"steps without one: {summary.steps_without_contrast} had no contrast, {summary.steps_skipped} were skipped"
+        )
+        add("updates", f"{summary.updates}; {why}", "yellow" if summary.updates else "red")
     if summary.steps:
         add("reward", f"{format_number(summary.reward_first)} → {format_number(summary.reward_last)}", "bold")
         add("drift", f"{format_number(summary.drift)} nats (worst step {format_number(summary.drift_max)})")

@@ -27,6 +27,7 @@ from r3async.scheduling.watchdog import Watchdog
 STATUS_SECONDS = 2.0
 """So long the conductor is waited for each time that it is asked."""
 RESULT_SECONDS = 10.0
+"""And so long when the run has ended, and it is asked for the last time."""
 STACKS_SECONDS = 2.0
 """So long a process that does not answer has to write its stacks before it is ended."""
 LATE_SECONDS = 30.0
@@ -130,14 +131,14 @@ class Pipeline:
         self._actors = [self._conductor, learner, *generators.values()]
         self._result = self._conductor.run.remote(learner, generators)
 
-    def status(self, since: int = 0) -> dict[str, Any] | None:
+    def status(self, since: int = 0, timeout: float = STATUS_SECONDS) -> dict[str, Any] | None:
         """The conductor's status, with the rows of steps after `since`, or after that of a question which it had not answered
-        before; None if it did not answer in time."""
+        before; None if it did not answer within `timeout` seconds."""
         import ray
 
         if self._asked is None:
             self._asked = self._conductor.status.remote(since)
-        ready, _ = ray.wait([self._asked], timeout=STATUS_SECONDS)
+        ready, _ = ray.wait([self._asked], timeout=timeout)
         self._look(bool(ready))
         if not ready:
             return None

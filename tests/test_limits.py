@@ -41,8 +41,11 @@ class Stub:
     def start(self):
         pass
 
-    def status(self, since):
+    def status(self, since, timeout=0.0):
         return None
+
+    def check(self, say):
+        pass
 
     def shutdown(self):
         self.ended = True

@@ -188,6 +188,7 @@ def _run_on(
 
 def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequest) -> None:
     from actors.deaths import NotTrained, RunFailed
+    from actors.pipeline import RESULT_SECONDS
 
     config, run_dir = pipeline.config, pipeline.run_dir
     view.phase("starting Ray and the actors")
@@ -212,7 +213,7 @@ def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequ
                         f"the actors did not end within {limit:g} s (4 x supervise.stop_grace_seconds) and are ended now; "
                         f"the same command with name={run_dir.name} resumes from the newest checkpoint"
                     )
-            status = pipeline.status(view.step)
+            status = pipeline.status(view.step, RESULT_SECONDS)
             if status is not None:
                 outlets.show(status)
                 view.show(status)

@@ -52,6 +52,7 @@ PROMISED_METRICS = [
     "routing/agreement",
     "batch/tokens",
     "batch/micro_batches",
+    "batch/split_episodes",
     "batch/fill",
     "grad_norm",
     "throughput/generated_tokens_per_second",

@@ -198,7 +198,9 @@ def test_a_model_has_one_gradient_however_the_rows_are_scattered(model, two_rank
     one = gradients(str(model), config, scattered)
     two = two_ranks.call(gradients, str(model), config_from_dict(plain), scattered)[0]
     figures = [n for n in want["result"].metrics if n.startswith(("loss/", "rollout_corr/", "rollout_kl/"))]
+    assert want["result"].metrics["batch/split_episodes"] == 0
     for got in (one, two):
+        assert got["result"].metrics["batch/split_episodes"] == EPISODES
         assert {n: got["result"].metrics[n] for n in figures} == pytest.approx(
             {n: want["result"].metrics[n] for n in figures}, rel=1e-4, abs=1e-6
         )

@@ -103,6 +103,8 @@ class LearnerBackend(Protocol):
           `optimizer/no_contrast` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
           the drift was beyond `algorithm.rollout_kl.max`. `rollout_kl/coef`: of the trust region in this step.
         * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
+        * `batch/split_episodes`: with a loss that takes whole episodes, how many are in several micro-batches. If any, the
+          minibatch is fed forward once more, first.
         * `batch/fill`: tokens as a share of the micro-batches' token budget.
         """
         ...

@@ -18,7 +18,7 @@ from r3async.config import Config
 from r3async.learners.base import LearnerError, RouteTrace, StepResult
 from r3async.learners.optimizer import Cause, MasterAdamW, StepReport
 from r3async.learners.replay import MicroBatchRoutes, RoutingCounts
-from r3async.learners.whole import Columns, Reduce, gathered, joined, sequences, spread
+from r3async.learners.whole import Columns, Reduce, gathered, joined, of_episodes, sequences, spread
 
 MEASURED_DRIFT = "rollout_kl/k3"
 """The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
@@ -217,11 +217,11 @@ class Step:
             self._scored[index] = logprobs.detach()
         columns, device, own = self._columns(index), logprobs.device, None
         if self._everywhere is not None and self._is_spread(columns["episode"]).any():
-            columns, at = self._with_the_rest(index)
-            own = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device).index_fill_(
-                0, at.to(device), True
-            )
-            logprobs, entropies = joined(columns.pop("logprobs"), at.to(device), logprobs, entropies)
+            places = self.micro_batches[index].table["place"][self.rows(index)]
+            columns, at = of_episodes(self._everywhere, columns["episode"], places)
+            here = torch.from_numpy(at).to(device)
+            own = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device).index_fill_(0, here, True)
+            logprobs, entropies = joined(columns.pop("logprobs"), here, logprobs, entropies)
         episodes, sequence = np.unique(columns["episode"], return_inverse=True)
 
         def column(name: str) -> Tensor | None:
@@ -257,16 +257,6 @@ class Step:
     def _is_spread(self, episodes: np.ndarray) -> np.ndarray:
         """bool, as `episodes`: those that other micro-batches have tokens of as well."""
         return np.isin(episodes, np.flatnonzero(self._spread))
-
-    def _with_the_rest(self, index: int) -> tuple[Columns, Tensor]:
-        """The columns of all tokens of the micro-batch's episodes, in the order of their places, and where the
-        micro-batch's own are among them, int64 `[M]`."""
-        everywhere = self._everywhere
-        assert everywhere is not None
-        take = np.flatnonzero(np.isin(everywhere["episode"], self._episodes[index]))
-        places = self.micro_batches[index].table["place"][self.rows(index)]
-        at = np.searchsorted(everywhere["place"][take], places)
-        return {name: values[take] for name, values in everywhere.items()}, torch.from_numpy(at)
 
     def update(self, optimizer: MasterAdamW, trust_region: TrustRegion, *, holds_loss: bool = True) -> StepReport:
         """Close the books and make the optimizer's step, unless there is a `cause` or the measured drift is beyond
@@ -327,6 +317,7 @@ class Step:
             "batch/tokens": self._tokens,
             "batch/trained_tokens": float(self.trained),
             "batch/micro_batches": self._real,
+            "batch/split_episodes": float(self._spread.sum()) if self.needs_logprobs else 0.0,
             "batch/fill": self._tokens / budget,
         }
         if layers:
@@ -384,6 +375,7 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "batch/tokens": sum,
     "batch/trained_tokens": sum,
     "batch/micro_batches": sum,
+    "batch/split_episodes": sum,
     "tokens/dropped_non_finite": sum,
     "ratio/max": max,
     "rollout_logprob/abs_diff_max": max,

@@ -66,6 +66,15 @@ def gathered(
     } | {"place": np.flatnonzero(there)}
 
 
+def of_episodes(everywhere: Columns, episodes: np.ndarray, places: np.ndarray) -> tuple[Columns, np.ndarray]:
+    """The columns of all tokens of those episodes, in the order of their places, and where `places` int `[M]` are among them,
+    int64 `[M]`. `everywhere`: from `gathered`."""
+    take = np.flatnonzero(np.isin(everywhere["episode"], episodes))
+    return {name: values[take] for name, values in everywhere.items()}, np.searchsorted(
+        everywhere["place"][take], places
+    )
+
+
 def joined(everywhere: np.ndarray, own: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
     `own` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and

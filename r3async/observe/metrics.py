@@ -130,6 +130,11 @@ METRICS: dict[str, Metric] = {
         "trained tokens", "tokens", "Tokens that the policy sampled and that entered the loss."
     ),
     "batch/micro_batches": Metric("micro-batches", "", "Forward and backward passes of the step."),
+    "batch/split_episodes": Metric(
+        "split episodes",
+        "episodes",
+        "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass.",
+    ),
     "batch/fill": Metric("fill", "fraction", "Tokens over the token budget of the micro-batches."),
     "tokens/dropped_non_finite": Metric(
         "dropped tokens", "tokens", "Tokens left out for a log-prob that is not finite."

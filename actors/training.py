@@ -45,6 +45,7 @@ class StepOf:
     ) -> TrainedGroups:
         """Pack the groups' tokens for the ranks, update once for each minibatch, and trace what is to be traced. `stand_in`: of a
         trajectory that cannot be trained."""
+        from r3async.algorithms.objective import takes_episodes
         from r3async.learners.step import MEASURED_DRIFT, combined
 
         kept = sound(groups, lambda some: prepare(some, self.config), stand_in)
@@ -52,7 +53,14 @@ class StepOf:
         samples = [s for part in minibatches for s in part]
         learner = self.config.learner
         packed = [
-            pack_for_ranks(part, learner.max_tokens_per_micro_batch, ranks=learner.parallel.dp, cost=self.cost)
+            pack_for_ranks(
+                part,
+                learner.max_tokens_per_micro_batch,
+                ranks=learner.parallel.dp,
+                cost=self.cost,
+                # Where the loss takes whole episodes, those that are in one micro-batch need no further forward pass.
+                whole_episodes=takes_episodes(self.config.algorithm),
+            )
             for part in minibatches
         ]
         results = backend.train(packed, version=self.version, trace=self.tracer.wants(samples))

@@ -158,12 +158,21 @@ class Outcome:
 
 
 def trained(
-    groups: Sequence[Sequence[Trajectory]], leaves: Leaves, config: Config, *, ranks: int = 1, cap: int = 10**6
+    groups: Sequence[Sequence[Trajectory]],
+    leaves: Leaves,
+    config: Config,
+    *,
+    ranks: int = 1,
+    cap: int = 10**6,
+    whole_episodes: bool = False,
 ) -> Outcome:
     """Prepared, packed under `cap` tokens and trained on so many ranks, as the learner does it, all in float64."""
     outcome = Outcome([], [], [], [], [])
     for part in prepare(groups, config)[0]:
-        packed = [[with_logprobs(m, leaves) for m in mine] for mine in pack_for_ranks(part, cap, ranks=ranks)]
+        packed = [
+            [with_logprobs(m, leaves) for m in mine]
+            for mine in pack_for_ranks(part, cap, ranks=ranks, whole_episodes=whole_episodes)
+        ]
         together = Together(ranks)
 
         def one(rank: int, mine: list[MicroBatch], together: Together = together) -> tuple[Any, ...]:

@@ -222,3 +222,18 @@ def test_credit_by_token_follows_the_turns_and_not_the_rows(advantage):
     )
     config = configured(credit="token", advantage=advantage)
     same(trained(single, leaves, config), trained(rows, leaves, config))
+
+
+def test_an_episode_that_fits_is_in_one_micro_batch_where_the_loss_takes_it_whole():
+    leaves = leaves_of(LONG, 1)
+    config = configured(policy_loss="gspo")
+    (part,), _ = prepare(played(LONG, leaves, "stepwise"), config)
+    cap = max(sum(len(s.table) for s in part if s.table["episode"][0] == e) for e in range(12))
+    plain = trained(played(LONG, leaves, "stepwise"), leaves, config, ranks=2, cap=cap)
+    whole = trained(played(LONG, leaves, "stepwise"), leaves, config, ranks=2, cap=cap, whole_episodes=True)
+    assert plain.spread[0] > 0
+    assert whole.spread == [0]
+    same(whole, plain)
+    scarce = pack(part, cap // 2, whole_episodes=True)
+    assert max(m.tokens for m in scarce) <= cap // 2
+    assert sorted(i for m in scarce for i in m.sample_ids) == sorted(s.sample_id for s in part)

@@ -95,22 +95,46 @@ def _with_padding(
     )
 
 
-def pack(samples: Sequence[Sample], max_tokens: int) -> list[MicroBatch]:
+def pack(samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False) -> list[MicroBatch]:
     """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
-    return pack_for_ranks(samples, max_tokens)[0]
+    return pack_for_ranks(samples, max_tokens, whole_episodes=whole_episodes)[0]
 
 
 def pack_for_ranks(
-    samples: Sequence[Sample], max_tokens: int, *, ranks: int = 1, cost: Cost | None = None
+    samples: Sequence[Sample],
+    max_tokens: int,
+    *,
+    ranks: int = 1,
+    cost: Cost | None = None,
+    whole_episodes: bool = False,
 ) -> list[list[MicroBatch]]:
     """What each data-parallel rank trains: every sample once, and the same number of micro-batches for all.
 
+    With `whole_episodes` the samples of an episode (column `episode`) are in one micro-batch, if they fit into one.
     A rank that runs out is given padding of one row, because the others wait for it in every forward and backward pass.
     Raises `PackingError` for a sample longer than `max_tokens`, or for samples whose columns differ.
     """
-    planned = plan([len(s.table) for s in samples], max_tokens=max_tokens, ranks=ranks, cost=cost)
+    units = _episodes(samples, max_tokens) if whole_episodes else [[i] for i in range(len(samples))]
+    planned = plan(
+        [sum(len(samples[i].table) for i in unit) for unit in units], max_tokens=max_tokens, ranks=ranks, cost=cost
+    )
     if not samples:
         return [[] for _ in range(ranks)]
     # No rows of every sample: that all have the same columns is found out here, not when ranks wait for each other.
     padding = padding_like(collate([Sample(s.sample_id, s.table.slice(0, 0)) for s in samples]))
-    return [[collate([samples[i] for i in m]) if m else padding for m in mine] for mine in planned]
+    return [
+        [collate([samples[i] for unit in m for i in units[unit]]) if m else padding for m in mine] for mine in planned
+    ]
+
+
+def _episodes(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+    """Indices of samples that stay together: those of an episode of at most `max_tokens` tokens; others each alone."""
+    members: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        known = "episode" in sample.table and len(sample.table)
+        members.setdefault(int(sample.table["episode"][0]) if known else -1 - index, []).append(index)
+    units: list[list[int]] = []
+    for of in members.values():
+        fits = sum(len(samples[i].table) for i in of) <= max_tokens
+        units += [of] if fits else [[i] for i in of]
+    return units

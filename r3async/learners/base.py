@@ -110,13 +110,19 @@ class LearnerBackend(Protocol):
         ...
 
     def logprobs(
-        self, micro_batches: Sequence[MicroBatch], *, replay: bool = True, reference: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        replay: bool = True,
+        reference: bool = False,
+        trained: bool = False,
     ) -> list[np.ndarray]:
         """A forward-only pass: for each micro-batch float32 `[N]`, the log-prob of every token at its sample's temperature.
 
         0 for the first token of a sample, and for padding. With `replay` recorded routes are used as `routing.replay` says;
         without, the learner routes by itself. With `reference` the weights are those that the learner began with
-        (`algorithm.reference_kl.coef` must not be 0). Every rank returns those of its own micro-batches.
+        (`algorithm.reference_kl.coef` must not be 0). With `trained` only tokens in `loss_mask` have theirs, and the others 0:
+        logits of the others are not made. Every rank returns those of its own micro-batches.
         """
         ...
 

@@ -23,6 +23,13 @@ Reduce = Callable[[np.ndarray, str], np.ndarray]
 """`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
 
 
+def predicted(micro_batch: MicroBatch, *, trained: bool) -> np.ndarray:
+    """int64 `[M]`: the tokens that another one of their sample is before, padding left out; with `trained` those of
+    `loss_mask` only."""
+    rows = micro_batch.positions[: micro_batch.real_tokens] > 0
+    return np.flatnonzero(rows & micro_batch.table["loss_mask"][: len(rows)] if trained else rows)
+
+
 def sequences(micro_batch: MicroBatch, rows: np.ndarray) -> np.ndarray:
     """int64 `[M]`: the number in the minibatch of the episode that each of `rows` is of. Without the column `episode` each
     sample is an episode by itself: -1 for the first of them, -2, ... Raises `LearnerError` for a row without an episode."""

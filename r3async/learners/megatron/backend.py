@@ -33,6 +33,7 @@ from r3async.learners.reference import Reference, weights_of
 from r3async.learners.replay import MicroBatchRoutes
 from r3async.learners.state import Saved, restore, take
 from r3async.learners.step import Step
+from r3async.learners.whole import predicted
 from r3async.records import Sample, TokenTable
 from r3async.routing import route_dtype
 
@@ -150,7 +151,7 @@ class MegatronLearner:
     def backward(self, step: Step) -> None:
         """Forward and backward passes of all micro-batches; gradients of this rank's tokens add up in the optimizer."""
         if step.needs_logprobs:
-            step.complete(self.logprobs(step.micro_batches))
+            step.complete(self.logprobs(step.micro_batches, trained=True))
 
         def loss(index: int, hidden: Tensor) -> Tensor:
             return step.loss(index, *self._logprobs(hidden, step.micro_batches[index], step.rows(index)))
@@ -234,18 +235,23 @@ class MegatronLearner:
         self.replay.take_counts()
 
     def logprobs(
-        self, micro_batches: Sequence[MicroBatch], *, replay: bool = True, reference: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        replay: bool = True,
+        reference: bool = False,
+        trained: bool = False,
     ) -> list[np.ndarray]:
         """A forward-only pass; see `LearnerBackend.logprobs`."""
         if reference:
             with weights_of(self._reference):
-                return self.logprobs(micro_batches, replay=replay)
+                return self.logprobs(micro_batches, replay=replay, trained=trained)
         padded = self._aligned(micro_batches)
         out = [np.zeros(m.tokens, np.float32) for m in padded]
 
         def finish(index: int, hidden: Tensor) -> None:
             m = padded[index]
-            rows = np.setdiff1d(np.arange(m.real_tokens), m.cu_seqlens)
+            rows = predicted(m, trained=trained)
             out[index][rows] = self._logprobs(hidden, m, rows)[0].cpu().numpy()
 
         self._forward_only(padded, finish, binds=replay)

@@ -26,6 +26,7 @@ from r3async.learners.step import Step
 from r3async.learners.torch.model import Packed, PackedModel, load_model, read_config
 from r3async.learners.torch.routers import attach_replay
 from r3async.learners.torch.sharding import Ranks, places, settle, shard, whole
+from r3async.learners.whole import predicted
 from r3async.records import Sample, TokenTable
 from r3async.routing import route_dtype
 
@@ -103,7 +104,7 @@ class TorchLearner:
         if step.trained:
             try:
                 if step.needs_logprobs:
-                    step.complete(self.logprobs(step.micro_batches))
+                    step.complete(self.logprobs(step.micro_batches, trained=True))
                 with self.replay.balanced(step.balance):
                     for index, micro_batch in enumerate(step.micro_batches):
                         with self.replay.bound(micro_batch, keep=trace) as routes:
@@ -131,16 +132,21 @@ class TorchLearner:
         )
 
     def logprobs(
-        self, micro_batches: Sequence[MicroBatch], *, replay: bool = True, reference: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        replay: bool = True,
+        reference: bool = False,
+        trained: bool = False,
     ) -> list[np.ndarray]:
         """float32 `[N]` for each micro-batch; see `LearnerBackend.logprobs`."""
         if reference:
             with weights_of(self._reference):
-                return self.logprobs(micro_batches, replay=replay)
+                return self.logprobs(micro_batches, replay=replay, trained=trained)
         results = []
         with self._forward_only():
             for m in micro_batches:
-                rows = np.flatnonzero(m.positions[: m.real_tokens] > 0)
+                rows = predicted(m, trained=trained)
                 with self.replay.bound(m) if replay else nullcontext() as routes:
                     logprobs, _ = self._logprobs(m, rows, routes)
                 results.append(np.zeros(m.tokens, np.float32))

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from actors.deaths import NotTrained, ProcessDied, RunFailed
+from r3async.config import ConfigError
 from r3async.observe.events import open_events
 from r3async.observe.follow import FollowedRun
 from r3async.observe.metrics import METRICS, MetricsWriter
 from r3async.observe.summary import format_summary, summarize
 from r3async.scheduling.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
+from tools import cli
 from tools.live import describe_step
 from tools.tail_view import overview
 
@@ -137,3 +140,25 @@ def test_the_overview_shows_contrast_and_why_there_was_no_update(tmp_path):
         run.poll()
         (line,) = [line.plain for line in overview(run, 120) if "contrast" in line.plain]
         assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (RunFailed("the disk is gone"), 1),
+        (ProcessDied("the learner died"), 1),
+        (ConfigError("`lr` must be a finite number"), 2),
+        (NotTrained("none of 9 steps made an update"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_end_of_a_run_has_its_exit_code_and_its_reason(monkeypatch, capsys, error, code):
+    def app() -> None:
+        raise SystemExit(0) if error is None else error
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert str(error or "") in capsys.readouterr().err

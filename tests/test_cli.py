@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.deaths import NotTrained, ProcessDied, RunFailed
+from r3async.checkpoint import CheckpointError
+from r3async.config import ConfigError
+from tools.cli import main
 from tools.train import StoppedWhileLoading, StopRequest, stop_signals
 
 
@@ -76,3 +80,30 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
         )
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (RunFailed("the learner is lost"), 1),
+        (ProcessDied("the learner is lost"), 1),
+        (ConfigError("`steps` must be greater than 0"), 2),
+        (CheckpointError("no checkpoint is intact"), 2),
+        (FileExistsError("runs/a exists"), 2),
+        (NotTrained("no step made an update"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_the_exit_code_of_train_says_how_it_ended(error, code, tmp_path, monkeypatch, capsys):
+    def end(*given, **options):
+        if error is not None:
+            raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tools.train.train", end)
+    monkeypatch.setattr(sys, "argv", ["r3async", "train", "quickstart"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code or 0) == code
+    assert str(error or "") in capsys.readouterr().err

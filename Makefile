@@ -10,13 +10,18 @@ VENV := .venv/bin
 # `make quickstart seed=1 steps=20` is `r3async train quickstart seed=1 steps=20`. ARGS is passed as it is, instead.
 OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)))
 
-.PHONY: help install quickstart test lint format clean distclean
+# What needs neither Ray nor an engine nor a process group runs on all cores at once; the rest shares them by itself.
+QUICK := not (ray or engine or ranks) or short_run
+PARALLEL := -n auto --dist loadfile
+
+.PHONY: help install quickstart test test-all lint format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make install      create or repair .venv and install r3async (EXTRA=gpu for CUDA)"
 	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
-	@echo "make test         install, then run the tests, for example: make test ARGS='tests/test_config.py -x'"
+	@echo "make test         install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead"
+	@echo "make test-all     install, then run every test: with Ray, vLLM and process groups"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff format the code"
 	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
@@ -28,7 +33,11 @@ quickstart: install
 	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)
 
 test: install
-	@$(VENV)/python -m pytest $(ARGS)
+	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" $(PARALLEL))
+
+test-all: install
+	@$(VENV)/python -m pytest -m "$(QUICK)" $(PARALLEL) --durations=30
+	@$(VENV)/python -m pytest -m "not ($(QUICK))" --durations=30
 
 lint: install
 	@$(VENV)/ruff check .

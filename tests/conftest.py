@@ -90,6 +90,39 @@ def local_ray():
     ray.shutdown()
 
 
+STARTED_BY = {
+    "local_ray": "ray",
+    "ray": "ray",
+    "vllm_engine": "engine",
+    "two_ranks": "ranks",
+    "four_ranks": "ranks",
+    "ranks": "ranks",
+}
+"""What a test with this fixture starts: its marker follows from it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in STARTED_BY:
+                item.add_marker(STARTED_BY[fixture])
+
+
+@pytest.fixture(autouse=True)
+def _only_what_its_marker_says(request, monkeypatch):
+    """A test that starts Ray or an engine without saying so would make `make test` slow for everybody."""
+    if request.node.get_closest_marker("ray") is None and "ray" in sys.modules:
+        import ray
+
+        monkeypatch.setattr(ray, "init", lambda *args, **kwargs: pytest.fail("it starts Ray: mark it `ray`"))
+    if request.node.get_closest_marker("engine") is None and "r3async.engines.vllm" in sys.modules:
+        from r3async.engines.vllm import VllmEngine
+
+        if request.node.get_closest_marker("ray") is None:
+            monkeypatch.setattr(VllmEngine, "start", lambda self: pytest.fail("it starts vLLM: mark it `engine`"))
+
+
 EXIT_SECONDS = 120.0
 
 

@@ -19,7 +19,7 @@ from r3async.observe.verify import verify_routes
 from tools.init_model import OracleData, byte_tokenizer, random_model
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 STEPS, GROUPS, SAMPLES = 3, 2, 2

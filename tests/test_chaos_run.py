@@ -10,7 +10,7 @@ from tools.chaos.full_disk import FullDisk
 from tools.chaos.relay import Noise
 from tools.chaos.run import chaos
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 
 def rehearse(untrained, root, roles, *overrides, **options):

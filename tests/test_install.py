@@ -429,7 +429,7 @@ def test_make_quickstart_passes_overrides() -> None:
 
 
 def test_every_target_that_runs_something_installs_first() -> None:
-    for target in ("quickstart", "test", "lint"):
+    for target in ("quickstart", "test", "test-all", "lint"):
         assert "-m tools.install" in make(target).splitlines()[0]
     assert "tools.install" not in make("clean")
     assert ".venv" not in make("clean").splitlines()[0], "clean keeps what took minutes to install"

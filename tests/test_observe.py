@@ -56,7 +56,7 @@ def test_exception_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [Path("/a"), {1, 2}, np.float32(0.5), np.arange(3), float("nan"), {1: {2: 3}}, "\ud800", ValueError("x"), object()],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_any_value_is_taken(tmp_path: Path, value: object) -> None:
     events = open_events(tmp_path, "x")

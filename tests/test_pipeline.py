@@ -20,7 +20,7 @@ from r3async.observe.verify import verify_routes
 from tools.inspect_routes import print_verification, show_routes
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 SMALL = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
 STEPS = 24
@@ -158,6 +158,7 @@ def routes_were_the_engines_own(run_dir, rows):
     assert screen.getvalue().count(" sampled ") >= 3
 
 
+@pytest.mark.short_run
 def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm_model, tmp_path):
     run_dir, _ = run(
         warm_model,

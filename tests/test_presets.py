@@ -47,7 +47,7 @@ def test_the_list_begins_with_the_quickstart_and_explains_all():
     assert listed.count("Staleness bound:") == len(NAMES)
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["fully_async_long_tail", "stepwise_search"])
@@ -69,7 +69,7 @@ def test_a_preset_runs_and_keeps_its_bound(name, tmp_path):
     assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["on_policy", "one_step_off", "fully_async", "reverse-text", "alphabet-sort"])

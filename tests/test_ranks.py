@@ -43,7 +43,7 @@ def for_two_ranks():
     return [of_rank(batch(), rank, 2) for rank in range(2)]
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.parametrize("replay", ["rollout", "learner"])
 def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path, replay):
     alone = LocalLearner(config(replay=replay), model_path)
@@ -98,7 +98,7 @@ class ThreadsOfCalls(RankActor):
         return threading.get_ident()
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, tmp_path):
     actor = ray.remote(**RANK_THREADS)(ThreadsOfCalls).remote(0, to_dict(config()), "", str(tmp_path))
     try:
@@ -113,7 +113,7 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, t
     assert calls[0] != writes[0]
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_path):
     ranked = RankedLearner(config(dp=2), model_path, tmp_path)
     assert ask_for_stacks(ranked.pids[0])  # as at a stall

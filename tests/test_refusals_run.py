@@ -15,7 +15,7 @@ from r3async.transport import Refuse
 from tests.test_resume_run import settings
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
 
 
 class Dislikes(LearnerActor):

@@ -23,7 +23,7 @@ from r3async.envs.base import Message, StepResult
 from r3async.observe.metrics import read_metrics
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 STEPS = 6
 SMALL = [

@@ -203,7 +203,7 @@ def job(tmp_path, entrypoint):
     return Package(entrypoint, made.runtime_env)
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, cluster, tmp_path):
     for name in ("seen.txt", "ignored.bin", "also.bin"):
@@ -232,7 +232,7 @@ def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, cluster,
     assert [j["job"] for j in jobs.list()] == [good, bad]
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_job_that_is_stopped_has_the_time_to_end_in_order(jobs, tmp_path):
     slow = "trap 'sleep 5; echo saved; exit 0' TERM; echo ready; while true; do sleep 0.2; done"
@@ -246,7 +246,7 @@ def test_a_job_that_is_stopped_has_the_time_to_end_in_order(jobs, tmp_path):
     assert not jobs.stop(running)
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_cluster_shows_what_it_has_and_wants_its_token(cluster, tmp_path):
     fits = cli("cluster", "quickstart", cwd=tmp_path, env=cluster)

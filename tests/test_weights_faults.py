@@ -12,7 +12,7 @@ from r3async.observe.metrics import read_metrics
 from tests.helpers_faults import SKIPPED
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
 SMALL = ["steps=6", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
 CHANGES = ["learner.lr=3e-3", "weights.probe_every=1", "routing.trace=off"]

@@ -9,7 +9,7 @@ from actors.delivery import ObjectStoreReceiver, ObjectStoreSender
 from r3async.weights.publish import EncodedWeights, WeightError, read_verified, verify
 from tests.test_weights import tensors
 
-pytestmark = pytest.mark.pipeline
+pytestmark = pytest.mark.ray
 BUCKET = 64
 
 

@@ -89,7 +89,7 @@ def test_a_jobs_command_is_shown_without_the_search_before_it():
     assert command_of("r3async train quickstart") == "r3async train quickstart"
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environment(cluster, tmp_path):
     r3async = beside_python("r3async")
@@ -104,7 +104,7 @@ def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environme
     assert (fits.returncode, "it fits" in fits.stdout) == (0, True), fits.stdout + fits.stderr
 
 
-@pytest.mark.pipeline
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_rays_own_command_as_the_page_writes_it_trains(cluster, tmp_path):
     text = (ROOT / "docs" / "scaling.md").read_text()

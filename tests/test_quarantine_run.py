@@ -14,7 +14,7 @@ from tests.test_resume_run import check_books, events, settings
 from tools.inspect_look import describe_rest
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
 
 SIZE, BAD, SAMPLES = 12, 5, 8
 

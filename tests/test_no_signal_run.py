@@ -18,7 +18,7 @@ from r3async.observe.summary import NOT_TRAINED, summarize
 from tests.test_resume_run import events, run, settings
 from tools.cli import UNTRAINED
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
 
 HERE = "tests.test_no_signal_run"
 STEPS = 100

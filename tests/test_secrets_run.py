@@ -18,7 +18,7 @@ from r3async.observe.report import write_report
 from tests.test_resume_run import settings
 from tools.train import train
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 PLANTED = f"planted{secrets.token_hex(8)}"
 PROGRAM = """

@@ -14,11 +14,7 @@ from r3async.config import load_config
 from r3async.observe.events import read_events
 from tools.run_dir import open_run
 
-<<<<<<< HEAD
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
-=======
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
->>>>>>> e0a15af (Tests: one name for the marker of Ray)
 
 PHASES = {
     "the model is made": "loading torch",

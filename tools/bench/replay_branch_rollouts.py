@@ -22,7 +22,7 @@ from tools.bench.jobs import job_main, progress
 from tools.bench.replay_records import RolloutJob
 from tools.bench.replay_rollouts import make_random_model, model_config
 
-MOVED = 0.05
+MOVED = 0.02
 """Standard deviation of what is added to each weight, as a share of its matrix's own: about one version's drift."""
 SUFFIX = 8
 """Tokens of the second prompt that the first turn has not seen."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 
@@ -29,12 +29,17 @@ class Frozen(Saboteur):
         "env.step_timeout=5",
     )
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.stopped: dict[psutil.Process, Role] = {}
+
     @classmethod
     def steps(cls, faults: int) -> int:
         return STEPS_PER_FAULT * 7
 
+    planned = 6
+
     def sabotage(self) -> None:
-        self.stopped: list[psutil.Process] = []
         acts = [
             lambda: self.stop("environment"),
             lambda: self.stop("generator"),
@@ -43,7 +48,7 @@ class Frozen(Saboteur):
             self.learner_that_wakes,
             lambda: self.stop("conductor"),
         ]
-        self.planned = len(acts)
+        assert len(acts) == self.planned
         self.rng.shuffle(acts)
         for number, act in enumerate(acts):
             if not self.wait_for_step(1 + STEPS_PER_FAULT * number):
@@ -58,7 +63,7 @@ class Frozen(Saboteur):
                     self.wait(0.05)
                     continue
                 victim.suspend()
-                self.stopped.append(victim)
+                self.stopped[victim] = role
                 self.done[role] += 1
                 self.report(f"chaos: SIGSTOP of {role} ({victim.pid}), fault {self.done.total()}")
                 return victim
@@ -86,11 +91,13 @@ class Frozen(Saboteur):
         problems = []
         if self.done.total() < self.planned:
             problems.append(f"{self.planned - self.done.total()} processes were not stopped: the run ended before")
-        for process in self.stopped:
+        for process, role in self.stopped.items():
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() == psutil.STATUS_STOPPED:
-                    problems.append(f"process {process.pid}, which was stopped, outlived the run")
                     process.kill()
+                    # One that plays environments asks itself whether its owner lives, which it cannot while it is stopped.
+                    if role != "environment":
+                        problems.append(f"the {role} ({process.pid}) was stopped and outlived the run")
         return problems
 
     def _wake(self, role: Role, process: psutil.Process | None) -> None:

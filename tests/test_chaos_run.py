@@ -73,11 +73,3 @@ def test_the_books_show_what_a_learner_does_wrong(untrained, tmp_path, fault, ro
         settings += ["transport.ack_timeout=0.3", "env.args={ seconds = 1.0 }", "env.workers=8"]
     report = rehearse(untrained, tmp_path, roles, *settings, fault=fault, noise=noise)
     assert any(problem in found for found in report.problems), report
-
-
-@pytest.mark.timeout(600)
-def test_a_run_of_which_processes_are_stopped_trains_everything_once(untrained, tmp_path):
-    report = rehearse(untrained, tmp_path, [], scenario="frozen")
-    assert report.problems == []
-    assert report.faults == {"environment": 1, "generator": 2, "learner": 2, "conductor": 1}
-    assert report.resumed == 2

@@ -178,11 +178,11 @@ def test_a_run_whose_conductor_or_learner_is_stopped_restarts_from_its_checkpoin
         until(lambda: named(events(run_dir), "checkpoint_written"))
         os.kill(named(events(run_dir), f"{role}_started")[0]["pid"], signal.SIGSTOP)
 
-    settings = ["supervise.stall_seconds=4", "supervise.max_run_restarts=1", "checkpoint.every_steps=1"]
+    settings = ["supervise.stall_seconds=8", "supervise.max_run_restarts=1", "checkpoint.every_steps=1"]
     seen = run(untrained, tmp_path, stop, *settings, "supervise.stop_grace_seconds=2")
     (stalled,) = [e for e in named(seen, "stalled") if e["stage"] == f"answering/{role}"]
     assert stalled["action"] == "restart"
-    assert stalled["seconds"] >= 4
+    assert stalled["seconds"] >= 8
     first, second = named(seen, "conductor_started")
     assert second["step"] > first["step"] == 0
     assert not psutil.pid_exists(named(seen, f"{role}_started")[0]["pid"])
@@ -213,10 +213,10 @@ def test_a_spool_whose_disk_is_full_is_named_and_waited_for_and_no_generator_is_
         first_step(run_dir)
         (run_dir / "full").touch()
         until(lambda: named(events(run_dir), "stalled"))
-        time.sleep(5)  # longer than generators may send in vain
+        time.sleep(10)  # longer than generators may send in vain
         (run_dir / "full").unlink()
 
-    settings = ["supervise.stall_seconds=4", "buffer.durability=disk"]
+    settings = ["supervise.stall_seconds=8", "buffer.durability=disk"]
     seen = run(untrained, tmp_path, fill_up, *settings, pipeline=Full)
     assert {(e["stage"], e["action"]) for e in named(seen, "stalled")} == {("storing", "warn")}
     assert "No space left" in named(seen, "stalled")[0]["learner"]["storing"]["why"]

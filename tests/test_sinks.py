@@ -249,7 +249,7 @@ def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
     if config is not None:
         (tmp_path / "config.toml").write_text(to_toml(config_from_dict(config)))
     with an_actor(tmp_path):
-        assert {p.name for p in tmp_path.iterdir()} <= {"logs", "config.toml"}
+        assert {p.name for p in tmp_path.iterdir()} <= {"logs", "config.toml", ".lock"}
 
 
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):

@@ -206,11 +206,14 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("doing", ["hang", "wait", "leave"])
+@pytest.mark.parametrize("doing", ["hang", "wait", "leave", "stopped"])
 def test_no_process_outlives_its_owner(doing):
-    """Neither one killed with -9, whose environments wait or hang, nor one that ends by itself."""
-    with subprocess.Popen([sys.executable, "-c", OWNER, doing], stdout=subprocess.PIPE, text=True) as owner:
+    """Neither one killed with -9, whose environments wait, hang or are stopped, nor one that ends by itself."""
+    command = [sys.executable, "-c", OWNER, "wait" if doing == "stopped" else doing]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         pid = int(owner.stdout.readline())
+        if doing == "stopped":
+            os.kill(pid, signal.SIGSTOP)
         if doing != "leave":
             assert psutil.pid_exists(pid)
             time.sleep(0.5)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import select
+import signal
 import sys
 import threading
 import traceback
@@ -16,6 +18,9 @@ import msgspec
 
 from r3async.envs.base import Action, Message, StepResult
 from r3async.streams import survive_full_disk
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,6 +100,12 @@ def oracle_of(env: Any) -> str:
     return env.oracle() if hasattr(env, "oracle") else ""
 
 
+def _end_by_the_kernel() -> None:
+    """Where Linux runs this, the kernel kills this process when its owner ends: a process that is stopped cannot look."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _end_with(owner: int, descriptor: int) -> None:
     """Ends this process when its owner has died, also while an environment hangs: the pipe is read by nobody then."""
     poll = select.poll()
@@ -109,6 +120,7 @@ def main() -> None:
     """Arguments: the module path (already set), the descriptor of the pipe, the owner's process id."""
     survive_full_disk()  # an environment that prints must not fail by it
     descriptor, owner = int(sys.argv[2]), int(sys.argv[3])
+    _end_by_the_kernel()  # an owner that ended before is seen by `_end_with`
     threading.Thread(target=_end_with, args=(owner, descriptor), daemon=True).start()
     pipe, player = Connection(descriptor), Player()
     with contextlib.suppress(EOFError, OSError):

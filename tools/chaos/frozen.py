@@ -95,9 +95,7 @@ class Frozen(Saboteur):
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() == psutil.STATUS_STOPPED:
                     process.kill()
-                    # One that plays environments asks itself whether its owner lives, which it cannot while it is stopped.
-                    if role != "environment":
-                        problems.append(f"the {role} ({process.pid}) was stopped and outlived the run")
+                    problems.append(f"the {role} ({process.pid}) was stopped and outlived the run")
         return problems
 
     def _wake(self, role: Role, process: psutil.Process | None) -> None:

@@ -17,7 +17,7 @@ from r3async.engines.base import Generation, RoutingShape
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.engines.vllm import VllmEngine
 from r3async.episodes.rows import SampleBuilder
-from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory
+from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.versions import VersionSpan
 from tests.helpers_engine import prompt, request
@@ -51,13 +51,19 @@ def one_turn(prompt_tokens: int, answer: Generation, shape: RoutingShape = SHAPE
     return builder.build()
 
 
+def turns_of(table: TokenTable) -> list[Turn]:
+    """Each turn that the tokens name, from its first to its last sampled token."""
+    places = {int(turn): np.flatnonzero(table["turn"] == turn) for turn in np.unique(table["turn"]) if turn >= 0}
+    return [Turn(turn, 0, int(at[0]), int(at[-1]) + 1, 0.5, "eos") for turn, at in places.items()]
+
+
 def to_the_batch(
     tables: list[TokenTable], max_tokens: int = 10_000, shape: RoutingShape = SHAPE, schema: Schema = SCHEMA
 ) -> list[MicroBatch]:
     """Through a trajectory each, over the wire, validated and packed."""
     samples = []
     for i, table in enumerate(tables):
-        sent = Trajectory(f"t{i}", 0, i, 0, "g", "turns", [], [Sample(f"s{i}", table)])
+        sent = Trajectory(f"t{i}", 0, i, 0, "g", "turns", turns_of(table), [Sample(f"s{i}", table)])
         frames = [bytes(frame) for frame in encode_trajectory(sent, schema)]
         received = decode_trajectory(frames, schema)
         validate_trajectory(received, vocab_size=300, learner_version=0, max_tokens=10_000, routing=shape)

@@ -104,8 +104,9 @@ STARTED_BY = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
         for fixture in getattr(item, "fixturenames", ()):
-            if fixture in STARTED_BY:
+            if fixture in STARTED_BY and fixture not in given:
                 item.add_marker(STARTED_BY[fixture])
 
 

@@ -139,7 +139,7 @@ def chaos(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")] = "quickstart",
     overrides: Overrides = None,
     scenario: Annotated[
-        str, typer.Option(help="what happens to the run: kills, … (`tools/chaos/scenarios.py`)")
+        str, typer.Option(help="what happens: kills, rewind, first-checkpoint, full-disk or frozen")
     ] = "kills",
     kills: Annotated[int, typer.Option(help="processes to kill, of every role (scenario kills)", min=0)] = 20,
     seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,

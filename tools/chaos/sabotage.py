@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
 
 
-class Saboteur(threading.Thread):
+class Saboteur(threading.Thread, ABC):
     """Does to the run in `run_dir` what its scenario is about. A subclass has `sabotage`, which runs in this thread and ends when
     `wait` or `wait_for` says that the run is over.
 
@@ -58,8 +59,9 @@ class Saboteur(threading.Thread):
         """Where the run's directory is made, when `root` was asked for."""
         return contextlib.nullcontext(root)
 
+    @abstractmethod
     def sabotage(self) -> None:
-        raise NotImplementedError
+        """What happens to the run, in this thread."""
 
     def problems(self) -> list[str]:
         """When the run has ended: what of the scenario did not happen as it should have."""

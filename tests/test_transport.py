@@ -234,7 +234,9 @@ async def test_a_message_larger_than_the_credit_passes_alone():
     inbox = Inbox(hold=True)
     async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
         await asyncio.wait_for(sender.send(small), LIMIT)
-        sends = [asyncio.create_task(sender.send(large)), asyncio.create_task(sender.send(after))]
+        sends = [asyncio.create_task(sender.send(large))]
+        await until(lambda: "t1" in sender)  # it is encoded in a thread: the last one would be offered first
+        sends.append(asyncio.create_task(sender.send(after)))
         await asyncio.sleep(0.5)
         # The last one would fit, but must not starve the large one.
         assert [t.done() for t in sends] == [False, False]

@@ -60,11 +60,6 @@ def test_a_run_that_is_lost_twice_before_its_first_checkpoint_trains_everything_
     assert report.resumed == 2
 
 
-def test_a_learner_that_ignores_lineages_trains_tokens_of_weights_that_were_taken_back(untrained, tmp_path):
-    report = rehearse(untrained, tmp_path, [], scenario="rewind", fault="no-lineage")
-    assert any("these weights were taken back" in found for found in report.problems), report
-
-
 @pytest.mark.parametrize(
     ("fault", "roles", "problem"),
     [

@@ -7,20 +7,17 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import actors.learner
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.pipeline import Pipeline
 from r3async.appending import AppendFile
 from r3async.buffer.groups import GroupBuffer
-from r3async.buffer.spool import Spool
-from r3async.lineage import Lineage
 from r3async.observe.trained import checksum
 from r3async.records import Trajectory
 from r3async.transport import Ledger
@@ -154,29 +151,9 @@ class NoDedupe(LearnerActor):
         return heard
 
 
-class AnyLineage(Lineage, frozen=True):
-    def refusal(self, lineage: int, newest: int, learner: int, *, kept: bool = False) -> str:
-        return "" if newest <= learner else f"it is of version {newest}, the learner is at {learner}"
-
-
-class KeepsRefused(Spool):
-    async def remove(self, refused: Mapping[tuple[int, str], str]) -> int:
-        return 0
-
-
-class NoLineage(LearnerActor):
-    """Knows numbers of versions only, and keeps what it refuses."""
-
-    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
-        self.lineage = AnyLineage(**msgspec.structs.asdict(self.lineage))
-        actors.learner.Spool = KeepsRefused  # type: ignore[misc]
-        return await super().listen(routing)
-
-
 FAULTS: dict[str, type[LearnerActor]] = {
     "ack-before-spool": AckBeforeSpool,
     "no-dedupe": NoDedupe,
-    "no-lineage": NoLineage,
     "unlink-before-commit": UnlinkBeforeCommit,
 }
 """Learners that are wrong, each in its way; the books have to show it."""

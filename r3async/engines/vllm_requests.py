@@ -58,7 +58,7 @@ class Requests:
 
         No other task runs between its return and the caller's next suspension.
         """
-        while not self._gate.is_set():
+        while self.failure is None and not self._gate.is_set():
             await self._gate.wait()
         if self.failure is not None:
             raise self.failure

@@ -20,6 +20,7 @@ PHASES = {
     "the model is made": "loading torch",
     "Ray starts": "starting Ray",
     "the actors load": "loading learner",
+    "vLLM loads": "loading engine",
 }
 
 
@@ -40,7 +41,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     mark = uuid.uuid4().hex
     monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
     words = ["name=stopped"]
-    words += ["generator.engine=scripted", "weights.probe=false"]
+    words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
     words += [f"model.path={untrained}"] * (phase != "the model is made")
     command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(tmp_path), *words]
     screen = tmp_path / "screen"

@@ -42,7 +42,7 @@ class Conductor:
     """Serves generators (`lease`) and the driver (`run`, `status`, `stop`). One event loop; no blocking work."""
 
     def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b"", lineage: Lineage = FIRST):
-        """`state`: of the checkpoint that the run goes on from (`encode_state`); empty if it begins. `lineage`: of this start."""
+        """`state`: of the checkpoint that the run resumes from (`encode_state`); empty if it begins. `lineage`: of this start."""
         begin(Path(run_dir) / "logs" / "conductor.log")
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir, self.lineage = run_id, Path(run_dir), lineage

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from r3async.appending import KEEPER
 from r3async.config import config_from_dict, to_toml
 from r3async.observe.charts import CHARTS, describe_more
 from r3async.observe.events import open_events
@@ -105,12 +106,15 @@ def test_a_timeline_that_is_off_does_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_costs_only_the_spans(tmp_path: Path) -> None:
+def test_spans_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path: Path) -> None:
     (tmp_path / FILE).symlink_to("/dev/full")
     timeline = Timeline(tmp_path, "learner")
-    for _ in range(2):
-        with timeline.span("train"):
+    for step in range(2):
+        with timeline.span("train", step=step):
             pass
+    (tmp_path / FILE).unlink()
+    assert KEEPER.drain(10.0) == 0
+    assert [span.step for span in read_timeline(tmp_path)] == [0, 1]
 
 
 def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:

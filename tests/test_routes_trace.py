@@ -408,6 +408,7 @@ def train(samples: list[Sample]) -> StepResult:
 async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: bool) -> None:
     answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
     inner = ScriptedEngine(answers, rows=rows)
+    inner.version = 0
     await inner.start()
     samples = await play(recording(inner, tmp_path, "generator-0", traced()), fail_first)
     reports = Reports()
@@ -424,6 +425,7 @@ async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: 
 
 async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: Path) -> None:
     inner = ScriptedEngine([[*b"dcba", 257]])
+    inner.version = 0
     await inner.start()
     samples = await play(recording(inner, tmp_path, "generator-0", traced()), False)
     table = samples[2].table

@@ -8,6 +8,7 @@ import pytest
 
 from r3async.observe.routes import EngineCall, RouteFileError, TrainedRoutes
 from r3async.observe.verify import compare_routes, engine_rows
+from r3async.records import UNSAMPLED_VERSION
 from tests.helpers_routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
 
@@ -25,6 +26,22 @@ def test_routes_that_were_replayed_are_equal_and_the_last_token_routes_by_itself
 def test_the_order_of_experts_within_a_row_does_not_matter() -> None:
     trained, calls = episode()
     assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).proven
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_sample_of_which_the_loss_takes_nothing_or_a_part_is_compared_whole(left: int) -> None:
+    # A group without contrast, an episode that was cut: their tokens are fed forward, and are out of the loss.
+    trained, calls = episode()
+    mask = trained.loss_mask & (np.cumsum(trained.loss_mask) <= left)
+    result = compare_routes(with_rows(trained, loss_mask=mask), calls)
+    assert (result.samples, result.equal, result.different) == (1, 9 * LAYERS, 0)
+    assert not result.unmatched
+
+
+def test_a_sample_that_no_engine_sampled_has_no_rows_of_one() -> None:
+    trained, calls = episode()
+    nothing = with_rows(trained, policy_version=np.full_like(trained.policy_version, UNSAMPLED_VERSION))
+    assert engine_rows(nothing, calls) is None
 
 
 @pytest.mark.parametrize(("position", "layer"), [(0, 0), (4, 2), (5, 1), (8, 2)])
@@ -119,7 +136,7 @@ def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> No
         token_ids=tokens,
         loss_mask=np.arange(8) == 7,
         rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
-        policy_version=np.zeros(8, np.int32),
+        policy_version=np.where(np.arange(8) == 7, 0, -1).astype(np.int32),
         own=own,
         used=used,
     )
@@ -150,7 +167,7 @@ def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
         token_ids=tokens,
         loss_mask=np.arange(8) == 7,
         rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
-        policy_version=np.zeros(8, np.int32),
+        policy_version=np.where(np.arange(8) == 7, 0, -1).astype(np.int32),
         own=own,
         used=used,
     )

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from r3async.observe.routes import EngineCall, RouteFileError, RouteIndex, TrainedRoutes, load
+from r3async.records import UNSAMPLED_VERSION
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -95,21 +96,26 @@ def _shared(call: EngineCall, tokens: np.ndarray) -> int:
 
 
 def _is_of(call: EngineCall, trained: TrainedRoutes) -> bool:
-    """Whether the sample's trained tokens have what this call sampled."""
+    """Whether this call sampled tokens of the sample; an algorithm may have left them out of its loss."""
     rows = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids))
     if not len(call.token_ids) or _shared(call, trained.token_ids) != rows.stop:
         return False
     # By their bits: a NaN is itself.
     same = call.logprobs.view(np.int32) == trained.rollout_logprobs[rows].view(np.int32)
-    return bool((same & trained.loss_mask[rows]).all())
+    return bool((same & _is_sampled(trained)[rows]).all())
 
 
 def _sampled(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> bool:
-    found = np.zeros(len(trained.token_ids), bool)
+    found, wanted = np.zeros(len(trained.token_ids), bool), _is_sampled(trained)
     for call in attempt:
         if _is_of(call, trained):
             found[len(call.prompt_ids) : len(call.prompt_ids) + len(call.token_ids)] = True
-    return bool(found[trained.loss_mask].all())
+    return bool(wanted.any() and found[wanted].all())
+
+
+def _is_sampled(trained: TrainedRoutes) -> np.ndarray:
+    """bool `[T]`. The loss mask says less: an algorithm takes out groups without contrast, and episodes that were cut."""
+    return trained.policy_version > UNSAMPLED_VERSION
 
 
 def _owned_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[np.ndarray, np.ndarray]:

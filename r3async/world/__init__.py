@@ -1,0 +1,390 @@
+"""The seam: everything by which the system touches the outside, as protocols that are handed in.
+
+A process has one `World`: its clock, its threads, the files of its host, message sockets, the actors that it calls, and what it
+knows of processes. There are two implementations: the real one (`r3async.world.real.REAL`: Ray, ZeroMQ, the disk), and the
+simulated one (`r3async.world.simulated`: one process, one event loop in virtual time, one seed). Conductor, fleet, watch, saver,
+learner, generator, sender, receiver, spool, checkpoint directory and the run's supervision are the same classes in both.
+
+Tasks, events, `asyncio.sleep`, `asyncio.timeout` and `asyncio.wait` need no protocol: they belong to the running event loop,
+which the world provides. Everything else goes through here. A lint rule forbids the direct calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Buffer = bytes | bytearray | memoryview
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    """Two clocks, in seconds. Durations and deadlines are measured with `monotonic`; records carry `time`, which may step."""
+
+    def monotonic(self) -> float:
+        """Seconds that only go forward, from an unknown beginning."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since 1970."""
+        ...
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+class Lane(Protocol):
+    """One background thread: what it is given runs in order, one call at a time."""
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What `function` returns or raises. Cancelled before its turn, it is not called."""
+        ...
+
+    async def close(self) -> None:
+        """Wait for the call that runs; those that wait are not made. Idempotent."""
+        ...
+
+
+class Threads(Protocol):
+    """Blocking work, kept off the event loop."""
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """In some thread."""
+        ...
+
+    def lane(self, name: str) -> Lane:
+        """A thread of its own, always the same one."""
+        ...
+
+    def repeat(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
+        """Call `function` every `seconds` beside everything else, first after `seconds`, until it returns True. Returns at
+        once. Needs no event loop: any thread may call it."""
+        ...
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class File(Protocol):
+    """An open file. Every method may raise `OSError`."""
+
+    def size(self) -> int: ...
+
+    def read(self, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes from `start` on; fewer than `length` only at the end."""
+        ...
+
+    def map(self, start: int = 0, length: int | None = None) -> memoryview:
+        """The same, read-only and without a copy where possible. Stays readable when the file is closed or removed."""
+        ...
+
+    def append(self, pieces: Sequence[Buffer]) -> int:
+        """Write the pieces at the end. Returns how many bytes that are; after an error, some of them may be there."""
+        ...
+
+    def truncate(self, size: int) -> None: ...
+
+    def sync(self) -> None:
+        """Its content, and its length, survive a power failure when this returns. Its name does after `sync_directory`."""
+        ...
+
+    def lock(self, *, shared: bool = False, wait: bool = False) -> None:
+        """`flock`. Raises `BlockingIOError` without `wait` if another open file holds it. The end of the process releases it."""
+        ...
+
+    def unlock(self) -> None: ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+    def __enter__(self) -> File: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Stat(Protocol):
+    """What `Files.stat` says. `modified`: a number that orders files by when they were last written."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def modified(self) -> int: ...
+
+    @property
+    def directory(self) -> bool: ...
+
+
+class Files(Protocol):
+    """The file systems of this host. Every method may raise `OSError`. What is not synced may be lost with the machine."""
+
+    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> File:
+        """For reading and appending; `create` makes the file if it lacks, `new` refuses one that exists. Without either, for
+        reading only."""
+        ...
+
+    def stat(self, path: Path) -> Stat | None:
+        """None if nothing has that name."""
+        ...
+
+    def list(self, directory: Path) -> list[str]:
+        """Names in it, sorted; none if it is not there."""
+        ...
+
+    def make(self, directory: Path, mode: int = 0o777) -> None:
+        """One new directory. Raises `FileExistsError`."""
+        ...
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Atomic. A file that has the name `to` is replaced; a directory must not."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """A file, or an empty directory. Nothing happens if nothing has that name."""
+        ...
+
+    def remove_tree(self, path: Path) -> None:
+        """Whatever has that name, and everything in it. Nothing happens if nothing has it."""
+        ...
+
+    def sync_directory(self, directory: Path) -> None:
+        """Names made, renamed or removed in it survive a power failure when this returns."""
+        ...
+
+    def free(self, path: Path) -> int:
+        """Bytes that this user may still write on the disk of `path`."""
+        ...
+
+
+# -- message sockets ---------------------------------------------------------------------------------------------------
+
+
+class Frame(Protocol):
+    """A part of a message that has come."""
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+    @property
+    def bytes(self) -> bytes: ...
+
+
+OnMessage = Callable[[list[Any]], None]
+"""Called on the event loop with the `Frame`s of a message; a router's first one names the peer."""
+
+
+class MessageSocket(Protocol):
+    """A socket that the running event loop serves."""
+
+    endpoint: str
+    """Of a router that is bound: where dealers reach it. Of a dealer: where it connects to."""
+    denied: str
+    """Of a dealer: why the router does not let it in, once that is certain; else "". """
+
+    def send(self, frames: Sequence[Buffer]) -> int:
+        """Without waiting. Returns 0, or the errno of what prevented it: `EHOSTUNREACH` if a router does not know the peer that
+        its first frame names."""
+        ...
+
+    def drain(self, limit: float = ...) -> None:
+        """Handle what has come, for `limit` seconds or a little more."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent; what is on its way may be lost."""
+        ...
+
+
+class Sockets(Protocol):
+    """The sockets of a sender or receiver. Between two sockets, messages arrive whole and in order, or not at all."""
+
+    def router(self, address: str, on_message: OnMessage, *, keys: Any, refused: Counter[str]) -> MessageSocket:
+        """Bound at `address`, on a free port if it names none. `refused` counts peers without a known key, by reason. Raises
+        `OSError` with what prevented it."""
+        ...
+
+    def dealer(self, endpoint: str, identity: bytes, on_message: OnMessage, *, keys: Any) -> MessageSocket:
+        """Connects, and connects again whenever the connection is lost."""
+        ...
+
+    async def close(self) -> None:
+        """All sockets are closed, and their addresses free, when this returns. Idempotent."""
+        ...
+
+
+# -- actors ------------------------------------------------------------------------------------------------------------
+
+
+class ActorLost(RuntimeError):
+    """The actor's process ended, or was replaced, before it answered."""
+
+
+@runtime_checkable
+class ActorRef(Protocol):
+    """A handle on an actor in another process. It may be sent to other actors."""
+
+    name: str
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """What the actor's method returns or raises (that very exception).
+
+        Raises `ActorLost` if its process ends first, `TimeoutError` after `timeout` seconds. Whoever stops waiting does not
+        stop the method.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What an actor gets. `threads`: of its computations; 0 if it computes nothing itself. `gpus`: may be a share of one.
+    `restarts`: how often its process is started again by itself. `concurrency`: calls at once. `lanes`: further threads by
+    name, for methods that are given them (`Actors.begin`). `beside`: on the node of whoever spawns it."""
+
+    threads: int = 1
+    gpus: float = 0.0
+    restarts: int = 0
+    concurrency: int | None = None
+    lanes: tuple[str, ...] = ()
+    beside: bool = False
+
+
+class Actors(Protocol):
+    """Starting, calling and ending actors."""
+
+    def connect(self, address: str | None, actors: int) -> None:
+        """Join the cluster at `address`, or start one on this host with capacity for so many actors. Blocking; idempotent."""
+        ...
+
+    def gpus(self) -> float:
+        """Of the whole cluster."""
+        ...
+
+    def spawn(self, kind: type, *args: Any, name: str, placement: Placement = ...) -> ActorRef:
+        """Begin to start a process that makes `kind(world, *args)`, `world` being its own. Returns at once."""
+        ...
+
+    def current(self) -> ActorRef:
+        """The actor that asks."""
+        ...
+
+    def kill(self, actor: ActorRef, *, restart: bool = False) -> None:
+        """End its process at once; with `restart`, if it may be, it is started again."""
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Share a value with the processes of the cluster. Returns a reference, which can be sent."""
+        ...
+
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
+        """What was `put`, or the result of a call that was begun. Blocking. Raises what `ActorRef.call` raises."""
+        ...
+
+    def begin(self, actor: ActorRef, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
+        """Begin a call, for a thread without an event loop. Returns a reference for `wait` and `get`. `lane`: of the actor's
+        `Placement.lanes`."""
+        ...
+
+    def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        """Block until a call has ended. Returns those that have, and the others."""
+        ...
+
+    def disconnect(self) -> None:
+        """Leave the cluster, ending it if `connect` started it. Idempotent."""
+        ...
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class Processes(Protocol):
+    """This process, and those of actors."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def host(self) -> str: ...
+
+    def redirect_output(self, log: Path) -> None:
+        """Send what this process, and its children, print to `log`; a signal has it write its stacks there."""
+        ...
+
+    def serve_figures(self, role: str, run_dir: Path) -> None:
+        """Serve this process's memory and CPU time, if the run's configuration sets `observe.prometheus_port`."""
+        ...
+
+    def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Where this process serves its figures, also those that `read()` returns whenever they are asked for, in a thread."""
+        ...
+
+    def dump_stacks(self, path: Path, reason: str) -> Path:
+        """Append what every thread and task of this process is doing to `path`."""
+        ...
+
+    def ask_for_stacks(self, pid: int, host: str) -> bool:
+        """Have an actor's process write what its threads do to its log. False if it is on another host, or not there."""
+        ...
+
+    def kill(self, pid: int, host: str) -> bool:
+        """End an actor's process at once, also a stopped one. False if it is on another host, or not there."""
+        ...
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+class World(Protocol):
+    """Everything outside one process."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def threads(self) -> Threads: ...
+
+    @property
+    def files(self) -> Files: ...
+
+    @property
+    def actors(self) -> Actors: ...
+
+    @property
+    def processes(self) -> Processes: ...
+
+    def sockets(self) -> Sockets:
+        """New sockets, which are closed together."""
+        ...
+
+    def unique(self) -> str:
+        """32 hexadecimal digits that nobody had before."""
+        ...
+
+
+__all__ = [
+    "ActorLost",
+    "ActorRef",
+    "Actors",
+    "Buffer",
+    "Clock",
+    "File",
+    "Files",
+    "Frame",
+    "Lane",
+    "MessageSocket",
+    "OnMessage",
+    "Placement",
+    "Processes",
+    "Sockets",
+    "Stat",
+    "Threads",
+    "World",
+]

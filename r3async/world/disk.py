@@ -1,0 +1,144 @@
+"""The files of this host, by the operating system."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3async.world import Buffer
+
+PIECES = 512
+"""Of one call of `writev`; the system's own limit is 1,024."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """See `world.Stat`; `modified` in nanoseconds since 1970."""
+
+    size: int
+    modified: int
+    directory: bool
+
+
+class DiskFile:
+    """See `world.File`."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, start: int = 0, length: int | None = None) -> bytes:
+        left = self.size() - start if length is None else length
+        blocks = []
+        while left > 0 and (block := os.pread(self._descriptor, left, start)):
+            blocks.append(block)
+            start, left = start + len(block), left - len(block)
+        return b"".join(blocks)
+
+    def map(self, start: int = 0, length: int | None = None) -> memoryview:
+        length = self.size() - start if length is None else length
+        if length <= 0:
+            return memoryview(b"")
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._descriptor, start + length - first, access=mmap.ACCESS_READ, offset=first)
+        return memoryview(mapped)[start - first :]
+
+    def append(self, pieces: Sequence[Buffer]) -> int:
+        total = 0
+        for at in range(0, len(pieces), PIECES):
+            batch = pieces[at : at + PIECES]
+            wanted = sum(memoryview(piece).nbytes for piece in batch)
+            written = os.writev(self._descriptor, batch)
+            if written < wanted:  # the disk fills up, or a signal came: the rest as one piece
+                rest = memoryview(b"".join(batch))[written:]
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            total += wanted
+        return total
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def lock(self, *, shared: bool = False, wait: bool = False) -> None:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(self._descriptor, kind if wait else kind | fcntl.LOCK_NB)
+
+    def unlock(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> DiskFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Disk:
+    """See `world.Files`."""
+
+    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> DiskFile:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if create or new else os.O_RDONLY
+        return DiskFile(os.open(path, flags | (os.O_EXCL if new else 0) | os.O_CLOEXEC, mode))
+
+    def stat(self, path: Path) -> Stat | None:
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Stat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode))
+
+    def list(self, directory: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(directory))
+        except FileNotFoundError:
+            return []
+
+    def make(self, directory: Path, mode: int = 0o777) -> None:
+        os.mkdir(directory, mode)
+
+    def rename(self, path: Path, to: Path) -> None:
+        if os.path.isdir(to):  # an empty one would be replaced
+            raise FileExistsError(f"{to} is there already")
+        os.rename(path, to)
+
+    def remove(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.rmdir(path)
+            else:
+                os.unlink(path)
+
+    def remove_tree(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def free(self, path: Path) -> int:
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize

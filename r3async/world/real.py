@@ -1,0 +1,49 @@
+"""The real world: Ray, ZeroMQ, the disk, the system's clocks, threads and processes."""
+
+from __future__ import annotations
+
+import uuid
+from functools import cached_property
+
+from r3async.world import Sockets
+from r3async.world.disk import Disk
+from r3async.world.processes import SystemProcesses
+from r3async.world.ray import RayActors
+from r3async.world.threads import SystemClock, SystemThreads
+
+
+class RealWorld:
+    """See `World`. One for each process; sent to another process, it becomes that one's."""
+
+    clock = SystemClock()
+    threads = SystemThreads()
+    files = Disk()
+
+    @cached_property
+    def actors(self) -> RayActors:
+        return RayActors()
+
+    @cached_property
+    def processes(self) -> SystemProcesses:
+        return SystemProcesses()
+
+    def sockets(self) -> Sockets:
+        from r3async.world.zeromq import ZeroMqSockets
+
+        return ZeroMqSockets()
+
+    def unique(self) -> str:
+        return uuid.uuid4().hex
+
+    def __reduce__(self) -> tuple[type[_Real], tuple[()]]:
+        return _Real, ()
+
+
+class _Real:
+    """Unpickles to this process's world."""
+
+    def __new__(cls) -> RealWorld:  # type: ignore[misc]
+        return REAL
+
+
+REAL = RealWorld()

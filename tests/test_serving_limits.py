@@ -9,6 +9,8 @@ import threading
 import aiohttp
 import pytest
 
+from r3async.config import EpisodeConfig
+from r3async.serving.session import Session
 from tests.helpers_serving import SETTINGS, TASK, client_of, ready, renderer, said, serving, talking, user
 
 LIMIT = 10.0
@@ -208,3 +210,26 @@ async def test_overlapping_requests_of_one_session_are_tokenised_in_order():
             answers = await asyncio.gather(*asked)
         assert sorted(a.choices[0].message.content for a in answers) == list("abcdef")
         assert session.turns == 6
+
+
+async def test_an_answer_counts_once_also_before_its_caller_has_it():
+    chat = renderer()
+    engine = await ready(said(chat, "a", "b"))
+    answered, generate = asyncio.Event(), engine.generate
+
+    async def answer(request):
+        generation = await generate(request)
+        answered.set()  # whoever waits for it runs before the caller of this one
+        return generation
+
+    engine.generate = answer
+    settings = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)
+    session = Session(TASK, engine, chat, settings)
+
+    async def ask_after_the_first():
+        await answered.wait()
+        return await session.complete([*b"second"])
+
+    async with asyncio.timeout(LIMIT):
+        await asyncio.gather(session.complete([*b"first"]), ask_after_the_first())
+    assert session.turns == 2

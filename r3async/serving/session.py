@@ -195,7 +195,8 @@ class Session:
         if max_tokens is not None and max_tokens < 1:
             raise Refused(f"max_tokens = {max_tokens} must be at least 1", param="max_tokens")
         settings = self.settings
-        if self.turns + len(self._calls) >= settings.max_turns:
+        # One that has been answered is in `turns` already, though its caller has not heard of it.
+        if self.turns + sum(not call.done() for call in self._calls) >= settings.max_turns:
             self.limit = "turns"
             raise Refused(
                 f"this episode has had its episode.max_turns = {settings.max_turns} answers", code="max_turns_exceeded"

@@ -7,28 +7,24 @@ again until all are written, and reports when that begins and when it ends. Beyo
 
 from __future__ import annotations
 
-import atexit
+import asyncio
 import contextlib
 import errno
-import fcntl
-import os
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from r3async.files import make_directory
+from r3async.world import File, Files, World
+from r3async.world.real import REAL
 
 KEPT_BYTES = 16 * 2**20
 """Of one file's records in memory."""
 RETRY_SECONDS = 0.5
-EXIT_SECONDS = 1.0
-"""For what waits when the process exits."""
-LOCK_TRIES, LOCK_SECONDS = 20, 0.001
-"""How often, and how long each time, to wait for another process's write."""
+LOCK_SECONDS = 0.02
+"""To wait for another process's write."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Report = Callable[..., object]
@@ -53,17 +49,18 @@ class AppendFile:
     end = b"\n"
     """Of every record. Without one, the file belongs to this object alone."""
 
-    def __init__(self, path: Path, *, keeper: Keeper | None = None, kept_bytes: int = KEPT_BYTES):
+    def __init__(self, path: Path, *, world: World = REAL, keeper: Keeper | None = None, kept_bytes: int = KEPT_BYTES):
         self.path = Path(path)
         self.lost = 0
         """Records that memory had no capacity for."""
-        self._keeper = KEEPER if keeper is None else keeper
+        self._files = world.files
+        self._keeper = world.keeper if keeper is None else keeper
         self._limit = kept_bytes
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
-        self._fd = -1
+        self._file: File | None = None
         self._size = 0
-        self._lock = threading.Lock()
+        self._lock = world.threads.lock()
 
     def append(self, record: bytes) -> bool:
         """Whether it is in the file. If not, it waits in memory, or is lost. Never raises `OSError`."""
@@ -99,7 +96,7 @@ class AppendFile:
     def position(self) -> Position:
         """What is in the file, and what waits; together, everything that was appended and not lost."""
         with self._lock:
-            return Position(whole_bytes(self.path), list(self._kept))
+            return Position(whole_bytes(self.path, files=self._files), list(self._kept))
 
     def close(self) -> None:
         """Let go of the file. Records that wait are still written."""
@@ -107,21 +104,21 @@ class AppendFile:
             self._close()
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _write(self, record: bytes) -> OSError | None:
         try:
-            if self._fd < 0:
-                self._fd, self._size = self._open(), 0
-            with _locked(self._fd):
-                start = self._cut_back()
+            if self._file is None:
+                self._file, self._size = self._open(), 0
+            with _locked(self._file):
+                start = self._cut_back(self._file)
                 try:
-                    write_all(self._fd, record)
+                    self._file.append([record])
                 except OSError:
                     with contextlib.suppress(OSError):  # else before the next write
-                        os.ftruncate(self._fd, start)
+                        self._file.truncate(start)
                     raise
                 self._size = start + len(record)
         except OSError as error:
@@ -130,45 +127,36 @@ class AppendFile:
             return error
         return None
 
-    def _open(self) -> int:
-        make_directory(self.path.parent)
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def _open(self) -> File:
+        make_directory(self.path.parent, files=self._files)
+        return self._files.open(self.path, create=True)
 
-    def _cut_back(self) -> int:
+    def _cut_back(self, file: File) -> int:
         """Where the next record begins: behind the last whole one."""
-        size = os.fstat(self._fd).st_size
-        start = _last_end(self._fd, size, self.end) if self.end else min(size, self._size)
+        size = file.size()
+        start = _last_end(file, size, self.end) if self.end else min(size, self._size)
         if start < size:
-            os.ftruncate(self._fd, start)
+            file.truncate(start)
         return start
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Raises `OSError`; then some of it may be in the file."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def whole_bytes(path: Path, end: bytes = b"\n") -> int:
+def whole_bytes(path: Path, end: bytes = b"\n", *, files: Files = REAL.files) -> int:
     """Length of the file up to the end of its last whole record; 0 for one that is not there."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = files.open(path)
     except FileNotFoundError:
         return 0
-    try:
-        return _last_end(descriptor, os.fstat(descriptor).st_size, end)
-    finally:
-        os.close(descriptor)
+    with file:
+        return _last_end(file, file.size(), end)
 
 
-def _last_end(descriptor: int, size: int, end: bytes, block: int = 4096) -> int:
-    if not size or os.pread(descriptor, 1, size - 1) == end:
+def _last_end(file: File, size: int, end: bytes, block: int = 4096) -> int:
+    if not size or file.read(size - 1, 1) == end:
         return size
     at = size
     while at:
         start = max(0, at - block)
-        found = os.pread(descriptor, at - start, start).rfind(end)
+        found = file.read(start, at - start).rfind(end)
         if found >= 0:
             return start + found + 1
         at = start
@@ -176,30 +164,24 @@ def _last_end(descriptor: int, size: int, end: bytes, block: int = 4096) -> int:
 
 
 @contextlib.contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
+def _locked(file: File) -> Iterator[None]:
     """Raises `BlockingIOError` if another process does not end its write: it may have been stopped."""
-    for left in reversed(range(LOCK_TRIES)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if not left:
-                raise
-            time.sleep(LOCK_SECONDS)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            yield  # a file system without locks: as well as it can be done
-            return
+    try:
+        file.lock(wait=LOCK_SECONDS)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        yield  # a file system without locks: as well as it can be done
+        return
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            file.unlock()
 
 
 class Keeper:
-    """The files of one process that have records waiting; a thread of its own tries again while there are any.
+    """The files of one process that have records waiting; a thread tries again while there are any.
 
     `report` hears `records_kept` when the first record has to wait, `records_lost` when memory is used up, and
     `records_written` when the disk has taken all. Without one, a line on stderr says the same.
@@ -209,17 +191,18 @@ class Keeper:
         self,
         report: Report | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        world: World = REAL,
         retry_seconds: float = RETRY_SECONDS,
     ):
-        self._report, self._clock, self._retry_seconds = report, clock, retry_seconds
-        self._lock = threading.Lock()
-        self._trying = threading.Lock()
+        self._report, self._retry_seconds = report, retry_seconds
+        self._disk, self._clock, self._threads = world.files, world.clock.monotonic, world.threads
+        self._lock = world.threads.lock()
+        self._trying = world.threads.lock()
         self._files: dict[AppendFile, int] = {}
         """With the records that each had lost before."""
         self._began = 0.0
         self._told: set[str] = set()
-        self._thread: threading.Thread | None = None
+        self._retries = False
 
     def report_to(self, report: Report) -> None:
         """From now on, tell `report`: the process has opened its events."""
@@ -231,9 +214,9 @@ class Keeper:
             if not self._files:
                 self._began = self._clock()
             self._files.setdefault(file, file.lost - lost)
-            if self._thread is None and self._retry_seconds:
-                self._thread = threading.Thread(target=self._work, name="records", daemon=True)
-                self._thread.start()
+            begins, self._retries = not self._retries and self._retry_seconds > 0, True
+        if begins:
+            self._threads.repeat("records", self._retry_seconds, self._retry_until_done)
         self._tell_failure(file, error)
         if lost and self._first("records_lost"):
             hint = "free bytes on that disk; records that wait in memory are kept, those that come now are not"
@@ -264,32 +247,37 @@ class Keeper:
             self._tell("records_written", files=names, lost=lost, seconds=round(seconds, 3))
         return True
 
-    def drain(self, seconds: float) -> int:
+    async def finish(self, seconds: float) -> int:
         """Try for so long to have everything written. Returns how many records still wait; stderr is told of them."""
         deadline = self._clock() + seconds
-        while not self.retry():
+        while not await self._threads.run(self.retry):
             if self._clock() >= deadline:
-                with self._lock:
-                    left = {f.path.name: f.waiting for f in self._files if f.waiting}
-                _say(f"records that the disk did not take are lost with this process: {left}")
-                return sum(left.values())
-            time.sleep(min(0.1, self._retry_seconds))
+                return self.count_lost()
+            await asyncio.sleep(min(0.1, self._retry_seconds))
         return 0
+
+    def count_lost(self) -> int:
+        """How many records wait, which the process that ends now has not written; stderr is told of them."""
+        with self._lock:
+            left = {f.path.name: f.waiting for f in self._files if f.waiting}
+        _say(f"records that the disk did not take are lost with this process: {left}")
+        return sum(left.values())
+
+    def drain(self, seconds: float) -> int:
+        """`finish`, for a thread."""
+        return asyncio.run(self.finish(seconds))
 
     def position(self, path: Path) -> Position:
         """Of the file of lines at `path`, which only this process appends to."""
         with self._lock:
             files = [file for file in self._files if file.path == path]
-        return files[0].position() if files else Position(whole_bytes(path), [])
+        return files[0].position() if files else Position(whole_bytes(path, files=self._disk), [])
 
-    def _work(self) -> None:
-        while True:
-            time.sleep(self._retry_seconds)
-            self.retry()
-            with self._lock:
-                if not self._files:
-                    self._thread = None
-                    return
+    def _retry_until_done(self) -> bool:
+        self.retry()
+        with self._lock:
+            self._retries = bool(self._files)
+            return not self._files
 
     def _first(self, event: str) -> bool:
         with self._lock:
@@ -309,6 +297,4 @@ def _say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-KEEPER = Keeper()
-"""This process's."""
-atexit.register(KEEPER.drain, EXIT_SECONDS)
+KEEPER = REAL.keeper

@@ -4,52 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from pathlib import Path
+
+from r3async.world import File, Files
+from r3async.world.real import REAL
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk, or what this user may have of it, is used up."""
 
 
-def sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path, *, files: Files = REAL.files) -> None:
     """Names of files made, renamed or removed in `directory` are on the disk when this returns."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.sync_directory(directory)
 
 
-def make_directory(directory: Path, mode: int = 0o777) -> None:
+def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL.files) -> None:
     """Make `directory` and the parents that it lacks; each new name is on the disk when this returns. One that exists is kept.
 
     Raises `OSError`, `FileExistsError` where something else has the name.
     """
     directory = Path(directory)
-    if directory.is_dir():
+    if _is_directory(directory, files):
         return
-    make_directory(directory.parent)
+    make_directory(directory.parent, files=files)
     with contextlib.suppress(FileExistsError):  # another process was faster
-        directory.mkdir(mode=mode)
-    if not directory.is_dir():
+        files.make(directory, mode)
+    if not _is_directory(directory, files):
         raise FileExistsError(errno.EEXIST, "it is no directory", str(directory))
-    sync_directory(directory)
-    sync_directory(directory.parent)
+    files.sync_directory(directory)
+    files.sync_directory(directory.parent)
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+def _is_directory(path: Path, files: Files) -> bool:
+    found = files.stat(path)
+    return found is not None and found.directory
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o644, *, files: Files = REAL.files) -> None:
     """Write `path` aside and rename it there: whole, on the disk, or as it was. Raises `OSError`."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        scratch.unlink()
+    scratch, file = _scratch(path, mode, files)
     try:
-        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        with file:
+            file.append([data])
+            file.sync()
+        files.rename(scratch, path)
     except OSError:
         with contextlib.suppress(OSError):
-            scratch.unlink()
+            files.remove(scratch)
         raise
-    sync_directory(path.parent)
+    files.sync_directory(path.parent)
+
+
+def _scratch(path: Path, mode: int, files: Files) -> tuple[Path, File]:
+    """A new file beside `path`; one that another process is writing, or left when it was killed, is not touched."""
+    number = 0
+    while True:
+        scratch = path.with_name(f".{path.name}.{number}")
+        with contextlib.suppress(FileExistsError):
+            return scratch, files.open(scratch, new=True, mode=mode)
+        number += 1

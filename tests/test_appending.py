@@ -17,31 +17,47 @@ from hypothesis import strategies as st
 
 from actors import saving
 from actors.saving import Books
-from r3async import appending
 from r3async.appending import AppendFile, Keeper, whole_bytes
 from r3async.checkpoint.resume import rewind
 from r3async.files import make_directory, replace_file
+from r3async.world.disk import Disk, DiskFile
+from r3async.world.real import RealWorld
 
 
-class FaultyDisk:
-    """Stands in for `os` in `appending`: each write takes what the plan says, in bytes, or fails with that error (negative)."""
+class FaultyDisk(Disk):
+    """Each write takes what the plan says, in bytes, or fails with that error (negative)."""
 
     def __init__(self, plan: list[int], truncates: list[bool]):
         self.plan, self.truncates = list(plan), list(truncates)
 
-    def __getattr__(self, name: str):
-        return getattr(os, name)
+    def open(self, path: Path, **options) -> FaultyFile:
+        file = super().open(path, **options)
+        return FaultyFile(file._descriptor, self)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        step = self.plan.pop(0) if self.plan else len(data)
-        if step < 0:
-            raise OSError(-step, os.strerror(-step))
-        return os.write(descriptor, bytes(data[: max(1, step)]))
 
-    def ftruncate(self, descriptor: int, length: int) -> None:
-        if self.truncates and not self.truncates.pop(0):
+class FaultyFile(DiskFile):
+    def __init__(self, descriptor: int, disk: FaultyDisk):
+        super().__init__(descriptor)
+        self._disk = disk
+
+    def append(self, pieces) -> int:
+        left = memoryview(b"".join(pieces))
+        while left:
+            step = self._disk.plan.pop(0) if self._disk.plan else len(left)
+            if step < 0:
+                raise OSError(-step, os.strerror(-step))
+            left = left[super().append([left[: max(1, step)]]) :]
+        return sum(map(len, pieces))
+
+    def truncate(self, size: int) -> None:
+        if self._disk.truncates and not self._disk.truncates.pop(0):
             raise OSError(errno.EIO, "it does not shrink either")
-        os.ftruncate(descriptor, length)
+        super().truncate(size)
+
+
+class FaultyWorld(RealWorld):
+    def __init__(self, plan: list[int], truncates: list[bool]):
+        self.files = FaultyDisk(plan, truncates)
 
 
 FAULTS = st.sampled_from([-errno.ENOSPC, -errno.EDQUOT, -errno.EIO, 1, 3, 7, 1000, 1000, 1000])
@@ -60,22 +76,21 @@ def test_the_file_holds_a_prefix_of_whole_records_and_in_the_end_all_of_them(
     path = tmp_path_factory.mktemp("a") / "records.jsonl"
     before = [b"before"]
     path.write_bytes(b"before\n" + (b"half a li" if torn else b""))
-    keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(appending, "os", FaultyDisk(plan, truncates))
-        file = AppendFile(path, keeper=keeper)
-        for index, record in enumerate(records):
-            written = file.append(record)
-            position = keeper.position(path)
-            # What a resume would make of it: what is whole in the file, and then what waits.
-            whole = path.read_bytes()[: position.nbytes]
-            assert (whole + b"".join(position.kept)).splitlines() == before + records[: index + 1]
-            assert written == (not position.kept)
-            if index % 3 == 2:
-                keeper.retry()
-        for _ in range(200):
-            if keeper.retry():
-                break
+    world = FaultyWorld(plan, truncates)
+    keeper = Keeper(lambda event, **facts: None, world=world, retry_seconds=0)
+    file = AppendFile(path, world=world, keeper=keeper)
+    for index, record in enumerate(records):
+        written = file.append(record)
+        position = keeper.position(path)
+        # What a resume would make of it: what is whole in the file, and then what waits.
+        whole = path.read_bytes()[: position.nbytes]
+        assert (whole + b"".join(position.kept)).splitlines() == before + records[: index + 1]
+        assert written == (not position.kept)
+        if index % 3 == 2:
+            keeper.retry()
+    for _ in range(200):
+        if keeper.retry():
+            break
     assert path.read_bytes().splitlines() == before + records
     assert file.lost == 0
 
@@ -89,9 +104,8 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
     books = Books({}, {}, [], 0.0, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(appending, "os", FaultyDisk(plan, []))
         patch.setattr(saving, "KEEPER", keeper)
-        file = AppendFile(run_dir / name, keeper=keeper)
+        file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), keeper=keeper)
         for index in range(count + 1):
             if index == min(saved, count):
                 books = books.with_records(run_dir, [name])
@@ -104,12 +118,11 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     assert rows == [b"%d" % index for index in range(min(saved, count))]
 
 
-def test_two_events_however_many_files_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_events_however_many_files_and_records(tmp_path: Path) -> None:
     told = []
     keeper = Keeper(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
-    files = [AppendFile(tmp_path / f"{name}.jsonl", keeper=keeper) for name in "ab"]
-    disk = FaultyDisk([-errno.ENOSPC] * 8, [])
-    monkeypatch.setattr(appending, "os", disk)
+    world = FaultyWorld([-errno.ENOSPC] * 8, [])
+    files = [AppendFile(tmp_path / f"{name}.jsonl", world=world, keeper=keeper) for name in "ab"]
     for index in range(5):
         for file in files:
             assert not file.append(b"%d" % index)
@@ -122,11 +135,11 @@ def test_two_events_however_many_files_and_records(tmp_path: Path, monkeypatch: 
     assert files[0].path.read_bytes() == files[1].path.read_bytes() == b"0\n1\n2\n3\n4\n"
 
 
-def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path) -> None:
     told = []
     keeper = Keeper(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
-    file = AppendFile(tmp_path / "a.jsonl", keeper=keeper, kept_bytes=30)
-    monkeypatch.setattr(appending, "os", FaultyDisk([-errno.ENOSPC], []))
+    world = FaultyWorld([-errno.ENOSPC], [])
+    file = AppendFile(tmp_path / "a.jsonl", world=world, keeper=keeper, kept_bytes=30)
     for index in range(5):
         file.append(b"record %d" % index)
     assert (file.lost, file.waiting) == (2, 3)
@@ -137,11 +150,10 @@ def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path, mon
     assert told[-1][1]["lost"] == 2
 
 
-def test_the_thread_writes_what_waits_without_a_further_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_writes_what_waits_without_a_further_record(tmp_path: Path) -> None:
     done = threading.Event()
     keeper = Keeper(lambda event, **facts: event == "records_written" and done.set(), retry_seconds=0.01)
-    monkeypatch.setattr(appending, "os", FaultyDisk([-errno.EIO] * 3, []))
-    file = AppendFile(tmp_path / "a.jsonl", keeper=keeper)
+    file = AppendFile(tmp_path / "a.jsonl", world=FaultyWorld([-errno.EIO] * 3, []), keeper=keeper)
     file.append(b"last words")
     assert done.wait(30)
     assert file.path.read_bytes() == b"last words\n"

@@ -11,15 +11,17 @@ import json
 import logging
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from r3async.appending import KEEPER, AppendFile, Keeper
+from r3async.appending import AppendFile, Keeper
 from r3async.observe.jsonl import read_objects
+from r3async.world import World
+from r3async.world.real import REAL
 
 
 def _plain(value: Any) -> Any:
@@ -44,10 +46,16 @@ def _encode(event: dict[str, Any]) -> bytes:
         return json.dumps(plain).encode()
 
 
-def _render(_: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple[bytes], dict[str, Any]]:
-    line = {"time": time.time(), "level": method, "role": event.pop("role", ""), "event": event.pop("event", "")}
-    line.update(event)
-    return (_encode(line),), {}
+class _Renderer:
+    """A line of JSON, with the time. The last of structlog's processors."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+
+    def __call__(self, _: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple[bytes], dict[str, Any]]:
+        line = {"time": self._clock(), "level": method, "role": event.pop("role", ""), "event": event.pop("event", "")}
+        line.update(event)
+        return (_encode(line),), {}
 
 
 class _Sink:
@@ -65,16 +73,19 @@ class _Sink:
     debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
 
 
-def open_events(run_dir: Path, role: str, *, console: bool = False, keeper: Keeper = KEEPER) -> Any:
+def open_events(
+    run_dir: Path, role: str, *, world: World = REAL, console: bool = False, keeper: Keeper | None = None
+) -> Any:
     """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
 
     `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
     written before it returns, or kept by `keeper` (the process's), which tells this logger from now on what the disk refuses;
     threads and processes may share the file. `console` also shows the line on stderr.
     """
+    keeper = world.keeper if keeper is None else keeper
     logger = structlog.wrap_logger(
-        _Sink(AppendFile(Path(run_dir) / "events.jsonl", keeper=keeper), console),
-        processors=[structlog.processors.format_exc_info, _render],
+        _Sink(AppendFile(Path(run_dir) / "events.jsonl", world=world, keeper=keeper), console),
+        processors=[structlog.processors.format_exc_info, _Renderer(world.clock.time)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         context_class=dict,
         cache_logger_on_first_use=True,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
+
+from r3async.world.real import REAL
 
 INTERVAL = 0.05
 SAMPLES = 1200
@@ -17,7 +18,7 @@ class LagMeter:
 
     NAMES = ("p50_ms", "p99_ms", "max_ms")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float] = REAL.clock.monotonic):
         self._clock = clock
         self._lags: deque[float] = deque(maxlen=SAMPLES)
         self._task: asyncio.Task[None] | None = None

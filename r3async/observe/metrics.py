@@ -11,6 +11,8 @@ import msgspec
 
 from r3async.appending import AppendFile
 from r3async.observe.jsonl import read_objects
+from r3async.world import World
+from r3async.world.real import REAL
 
 
 class Metric(NamedTuple):
@@ -223,8 +225,8 @@ _encoder = msgspec.json.Encoder(enc_hook=_number)
 class MetricsWriter:
     """Appends rows to `metrics.jsonl`. One writer per run; a row is in the file when `write` returns, or kept."""
 
-    def __init__(self, run_dir: Path):
-        self._file = AppendFile(Path(run_dir) / "metrics.jsonl")
+    def __init__(self, run_dir: Path, *, world: World = REAL):
+        self._file = AppendFile(Path(run_dir) / "metrics.jsonl", world=world)
 
     def write(self, row: Mapping[str, Any]) -> list[str]:
         """Append one step. Non-finite values are written as null, and their names returned: they need attention.

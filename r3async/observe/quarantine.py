@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 
 from r3async.observe.jsonl import read_objects
+from r3async.world import Files
+from r3async.world.real import REAL
 
 FILE = "quarantine.jsonl"
 
@@ -23,10 +25,10 @@ class QuarantinedTask(msgspec.Struct, frozen=True):
     time: float
 
 
-def read_quarantine(run_dir: Path) -> list[QuarantinedTask]:
+def read_quarantine(run_dir: Path, *, files: Files = REAL.files) -> list[QuarantinedTask]:
     """In the order in which they failed. Of a task that is named again (after a resume) the last line counts."""
     found: dict[int, QuarantinedTask] = {}
-    for line in read_objects(run_dir / FILE):
+    for line in read_objects(run_dir / FILE, files=files):
         try:
             task = msgspec.convert(line, QuarantinedTask)
         except msgspec.ValidationError:

@@ -27,6 +27,8 @@ from r3async.appending import AppendFile, Keeper
 from r3async.config import Config
 from r3async.files import make_directory
 from r3async.routing import RoutingError
+from r3async.world import File, World
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.learners.base import RouteTrace
@@ -119,8 +121,8 @@ class RouteFile(AppendFile):
 
     end = b""
 
-    def __init__(self, directory: Path, name: str, *, keeper: Keeper | None = None):
-        super().__init__(directory / f"{name}.0.routes", keeper=keeper, kept_bytes=KEPT_BYTES)
+    def __init__(self, directory: Path, name: str, *, world: World = REAL, keeper: Keeper | None = None):
+        super().__init__(directory / f"{name}.0.routes", world=world, keeper=keeper, kept_bytes=KEPT_BYTES)
         self._name = name
 
     def append(self, record: EngineCall | TrainedRoutes) -> bool:  # type: ignore[override]
@@ -138,13 +140,13 @@ class RouteFile(AppendFile):
         frame = _FRAME.pack(_MAGIC, len(header), zlib.crc32(header), len(body), zlib.crc32(body))
         return super().append(frame + header + body)
 
-    def _open(self) -> int:
-        make_directory(self.path.parent)
+    def _open(self) -> File:
+        make_directory(self.path.parent, files=self._files)
         number = 0
         while True:
             try:
                 self.path = self.path.with_name(f"{self._name}.{number}.routes")
-                return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                return self._files.open(self.path, new=True)
             except FileExistsError:
                 number += 1  # of an earlier process of this name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ import msgspec
 
 from r3async.appending import AppendFile
 from r3async.observe.metrics import MetricsWriter
+from r3async.world import World
+from r3async.world.real import REAL
 
 RECENT = 256
 
@@ -22,12 +23,19 @@ class StepBook:
     `report(event, **fields)` hears of metrics that are not finite. Rates are over the wall time between two rows.
     """
 
-    def __init__(self, run_dir: Path, report: Callable[..., object], clock: Callable[[], float] = time.monotonic):
-        self._writer = MetricsWriter(run_dir)
-        self._episodes = AppendFile(run_dir / "episodes.jsonl")
-        self._report, self._clock = report, clock
+    def __init__(
+        self,
+        run_dir: Path,
+        report: Callable[..., object],
+        *,
+        world: World = REAL,
+        clock: Callable[[], float] | None = None,
+    ):
+        self._writer = MetricsWriter(run_dir, world=world)
+        self._episodes = AppendFile(run_dir / "episodes.jsonl", world=world)
+        self._report, self._clock, self._time = report, clock or world.clock.monotonic, world.clock.time
         self._pending: list[dict[str, Any]] = []
-        self._written_at, self._tokens = clock(), 0
+        self._written_at, self._tokens = self._clock(), 0
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def since(self, step: int) -> list[dict[str, Any]]:
@@ -84,7 +92,7 @@ class StepBook:
         if ready:
             self._written_at, self._tokens = now, generated_tokens
         for row in ready:
-            row |= {"time": time.time(), **rates, **figures}
+            row |= {"time": self._time(), **rates, **figures}
             odd = self._writer.write(row)
             if odd:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)

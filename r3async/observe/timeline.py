@@ -7,7 +7,6 @@ A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +16,8 @@ import msgspec
 
 from r3async.appending import AppendFile
 from r3async.observe.jsonl import read_objects
+from r3async.world import World
+from r3async.world.real import REAL
 
 FILE = "timeline.jsonl"
 
@@ -35,12 +36,20 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 class Timeline:
     """Writes the spans of one process, each when it ends. Where it is not `enabled` nothing is measured, opened or written.
 
-    `clock`: unix seconds, so that processes agree.
+    `clock`: unix seconds, so that processes agree; the world's if not given.
     """
 
-    def __init__(self, run_dir: Path, who: str, *, enabled: bool = True, clock: Callable[[], float] = time.time):
-        self.who, self._clock = who, clock
-        self._file = AppendFile(Path(run_dir) / FILE) if enabled else None
+    def __init__(
+        self,
+        run_dir: Path,
+        who: str,
+        *,
+        enabled: bool = True,
+        world: World = REAL,
+        clock: Callable[[], float] | None = None,
+    ):
+        self.who, self._clock = who, clock or world.clock.time
+        self._file = AppendFile(Path(run_dir) / FILE, world=world) if enabled else None
 
     def span(self, what: str, *, step: int | None = None, version: int | None = None) -> AbstractContextManager[None]:
         """What is done inside: `with timeline.span("train", step=3): …`. Written also where it raises."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +16,8 @@ from r3async.observe.routes import EngineCall, RouteFile, TracePlan, TrainedRout
 from r3async.records import Sample
 from r3async.routing import RoutingError, route_dtype
 from r3async.versions import expand
+from r3async.world import World
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.learners.base import StepResult
@@ -26,19 +26,19 @@ LOAD_EVERY = 10
 """Steps from one record of the load per expert to the next."""
 
 
-def recording(engine: Engine, run_dir: Path, generator_id: str, config: Config) -> Engine:
+def recording(engine: Engine, run_dir: Path, generator_id: str, config: Config, *, world: World = REAL) -> Engine:
     """`engine`, writing down what it returns for the trajectories that `routing.trace` asks for; or `engine` itself."""
     if engine.routing is None or config.routing.trace == "off":
         return engine
-    file = RouteFile(run_dir / "routes", f"engine-{generator_id}")
-    return cast(Engine, _RecordingEngine(engine, file, TracePlan(config)))
+    file = RouteFile(run_dir / "routes", f"engine-{generator_id}", world=world)
+    return cast(Engine, _RecordingEngine(engine, file, TracePlan(config), world))
 
 
 class _RecordingEngine:
     """Everything but `generate` is the engine's own."""
 
-    def __init__(self, engine: Engine, file: RouteFile, plan: TracePlan):
-        self._engine, self._file, self._plan = engine, file, plan
+    def __init__(self, engine: Engine, file: RouteFile, plan: TracePlan, world: World):
+        self._engine, self._file, self._plan, self._world = engine, file, plan, world
 
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
@@ -53,7 +53,7 @@ class _RecordingEngine:
             call = EngineCall(
                 trajectory_id=which.trajectory_id,
                 turn=which.number,
-                time=time.time(),
+                time=self._world.clock.time(),
                 routes_from=generation.routes_from,
                 prompt_ids=request.prompt_ids,
                 token_ids=generation.token_ids,
@@ -61,7 +61,7 @@ class _RecordingEngine:
                 rows=np.zeros((0, 0, 0), np.uint8) if rows is None else rows,
                 policy_version=expand(generation.version_spans, len(generation.token_ids)),
             )
-            await asyncio.to_thread(self._file.append, call)
+            await self._world.threads.run(self._file.append, call)
         return generation
 
 
@@ -74,10 +74,10 @@ class StepTracer:
     `report(event, **fields)`: they are no reason to end a run.
     """
 
-    def __init__(self, run_dir: Path, config: Config, report: Callable[..., object]):
+    def __init__(self, run_dir: Path, config: Config, report: Callable[..., object], *, world: World = REAL):
         self._plan = TracePlan(config)
-        self._lines = AppendFile(run_dir / "routing.jsonl")
-        self._file = RouteFile(run_dir / "routes", "learner")
+        self._lines = AppendFile(run_dir / "routing.jsonl", world=world)
+        self._file = RouteFile(run_dir / "routes", "learner", world=world)
         self._report = report
 
     def wants(self, samples: Iterable[Sample]) -> bool:

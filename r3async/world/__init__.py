@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    from r3async.appending import Keeper
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +73,10 @@ class Threads(Protocol):
         once. Needs no event loop: any thread may call it."""
         ...
 
+    def lock(self) -> AbstractContextManager[Any]:
+        """A new lock, which one thread holds at a time: for short work that does not wait for another thread."""
+        ...
+
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
@@ -96,8 +104,9 @@ class File(Protocol):
         """Its content, and its length, survive a power failure when this returns. Its name does after `sync_directory`."""
         ...
 
-    def lock(self, *, shared: bool = False, wait: bool = False) -> None:
-        """`flock`. Raises `BlockingIOError` without `wait` if another open file holds it. The end of the process releases it."""
+    def lock(self, *, shared: bool = False, wait: float = 0.0) -> None:
+        """`flock`. Raises `BlockingIOError` if another open file holds it, and does for `wait` seconds. The end of the process
+        releases it."""
         ...
 
     def unlock(self) -> None: ...
@@ -359,6 +368,11 @@ class World(Protocol):
 
     @property
     def processes(self) -> Processes: ...
+
+    @property
+    def keeper(self) -> Keeper:
+        """Of the records of this process that the disk does not take yet."""
+        ...
 
     def sockets(self) -> Sockets:
         """New sockets, which are closed together."""

@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from r3async.world import Buffer
 
 PIECES = 512
 """Of one call of `writev`; the system's own limit is 1,024."""
+
+LOCK_SECONDS = 0.001
+"""Between two tries to lock a file that another one holds."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,17 @@ class DiskFile:
     def sync(self) -> None:
         os.fsync(self._descriptor)
 
-    def lock(self, *, shared: bool = False, wait: bool = False) -> None:
+    def lock(self, *, shared: bool = False, wait: float = 0.0) -> None:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(self._descriptor, kind if wait else kind | fcntl.LOCK_NB)
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(LOCK_SECONDS)
 
     def unlock(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)

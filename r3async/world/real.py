@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 import uuid
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from r3async.world import Sockets
 from r3async.world.disk import Disk
 from r3async.world.processes import SystemProcesses
 from r3async.world.ray import RayActors
 from r3async.world.threads import SystemClock, SystemThreads
+
+if TYPE_CHECKING:
+    from r3async.appending import Keeper
+
+
+EXIT_SECONDS = 1.0
+"""For records that wait when the process exits."""
 
 
 class RealWorld:
@@ -27,6 +37,14 @@ class RealWorld:
     def processes(self) -> SystemProcesses:
         return SystemProcesses()
 
+    @cached_property
+    def keeper(self) -> Keeper:
+        from r3async.appending import Keeper
+
+        keeper = Keeper(world=self)
+        atexit.register(_finish, keeper)
+        return keeper
+
     def sockets(self) -> Sockets:
         from r3async.world.zeromq import ZeroMqSockets
 
@@ -37,6 +55,15 @@ class RealWorld:
 
     def __reduce__(self) -> tuple[type[_Real], tuple[()]]:
         return _Real, ()
+
+
+def _finish(keeper: Keeper) -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    while not keeper.retry():
+        if time.monotonic() >= deadline:
+            keeper.count_lost()
+            return
+        time.sleep(0.1)
 
 
 class _Real:

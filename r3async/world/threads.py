@@ -52,3 +52,6 @@ class SystemThreads:
                     return
 
         threading.Thread(target=work, name=name, daemon=True).start()
+
+    def lock(self) -> threading.Lock:
+        return threading.Lock()

@@ -46,6 +46,7 @@ from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import WeightError
 from r3async.weights.transport import Publication, WeightReceiver
+from r3async.world.real import REAL
 
 IDLE_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
@@ -180,7 +181,7 @@ class GeneratorActor:
         assert self.sender is not None
         trajectory = self._named(trajectory)
         try:
-            await off_loop(trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+            await off_loop(REAL.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
         except InvalidTrajectory as error:  # the learner would say the same
             self._rejected(trajectory, f"{self.generator_id} made it wrong: {error}")
         else:

@@ -18,6 +18,7 @@ from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import Receiver, Sender, wire
 from r3async.transport.keys import ClientKeys, ServerKeys
+from r3async.world.zeromq import apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)
 SLOW = TransportConfig(ack_timeout=60.0)
@@ -119,7 +120,7 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.setsockopt(zmq.ROUTING_ID, name)
-    CLIENT_KEYS.apply(dealer)
+    apply_client_keys(dealer, CLIENT_KEYS)
     dealer.connect(endpoint)
 
     class Peer:

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from r3async.records import SCHEMA, Column, Sample, TokenTable, Trajectory
 from r3async.transport import Ledger, Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
 from r3async.transport import intake as intake_module
 from r3async.transport import sender as sender_module
+from r3async.world.real import RealWorld
 from tests.helpers_transport import (
     CLIENT_KEYS,
     FAST,
@@ -93,12 +95,19 @@ async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch, at_once
     assert said["parcels"] <= 160, "each is listed when it is new, and not again whenever another one is"
 
 
+class LateWorld(RealWorld):
+    """Its clock is `late[0]` seconds ahead."""
+
+    def __init__(self, late: list[float]):
+        self.clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], time=time.time)
+
+
 async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
     late = [0.0]
     config = TransportConfig(ack_timeout=3)
     inbox = Inbox()
     async with (
-        receiving(inbox, config, clock=lambda: time.monotonic() + late[0]) as (receiver, endpoint),
+        receiving(inbox, config, world=LateWorld(late)) as (receiver, endpoint),
         sending(endpoint, config) as sender,
     ):
         await send_all(sender, [make_trajectory(1)])

@@ -115,10 +115,11 @@ from tests.helpers_transport import SERVER_KEYS
 
 FLOOD = '''
 import sys, zmq
+from r3async.world.zeromq import apply_client_keys
 from tests.helpers_transport import CLIENT_KEYS
 dealer = zmq.Context().socket(zmq.DEALER)
 dealer.linger, dealer.sndhwm = 0, 0
-CLIENT_KEYS.apply(dealer)
+apply_client_keys(dealer, CLIENT_KEYS)
 dealer.connect(sys.argv[1])
 dealer.send(b"first")
 dealer.recv()

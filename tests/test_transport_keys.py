@@ -19,8 +19,8 @@ from zmq.utils import z85
 from r3async.config import TransportConfig, config_from_dict
 from r3async.records import SCHEMA
 from r3async.transport import TransportError, TransportRefused, wire
-from r3async.transport.gate import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
 from r3async.transport.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
+from r3async.world import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
 from tests.helpers_transport import (
     CLIENT_KEYS,
     LIMIT,

@@ -91,7 +91,7 @@ def test_a_frame_without_an_end_is_refused():
 
 
 async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
-    monkeypatch.setattr("r3async.transport.sockets.HANDSHAKE_MS", 300)
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 300)
     async with receiving(Inbox()) as (_, endpoint):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
         writer.write(GREETING)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from r3async.transport.sockets import TURN_SECONDS, Turns
+from r3async.transport.sockets import Turns
+from r3async.world import TURN_SECONDS
 
 
 async def test_short_work_of_many_tasks_is_done_together_in_order():

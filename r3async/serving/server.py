@@ -35,6 +35,7 @@ from r3async.serving.protocol import (
 )
 from r3async.serving.session import Session, closed_refusal
 from r3async.transport.sockets import off_loop
+from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
 
@@ -187,7 +188,7 @@ class AgentServer:
         except TimeoutError:
             raise Refused(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
         try:
-            return await off_loop(len(body), msgspec.json.decode, body)
+            return await off_loop(REAL.threads, len(body), msgspec.json.decode, body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(f"the body is not JSON: {error}") from error
 

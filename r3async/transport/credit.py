@@ -83,7 +83,7 @@ class CreditPool:
         `MAX_PARCELS` in all that is ignored, until it is among those of an offer of all."""
         offers = self._offers.setdefault(sender, {})
         if not more:
-            for message in offers.keys() - messages.keys():
+            for message in [m for m in offers if m not in messages]:
                 self.cancel(sender, message)
         for message, offered in messages.items():
             if offered.group_index < self.oldest:

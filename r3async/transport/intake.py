@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -12,8 +11,10 @@ from typing import Literal, NamedTuple, Protocol
 from r3async.records import Schema, Trajectory
 from r3async.transport.credit import CreditPool
 from r3async.transport.ledger import Ledger
-from r3async.transport.sockets import TURN_SECONDS, off_loop
+from r3async.transport.sockets import off_loop
 from r3async.transport.wire import Frame, NotAcceptable, WireError, decode_trajectory, decoded_bytes, joined
+from r3async.world import TURN_SECONDS, World
+from r3async.world.real import REAL
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +94,12 @@ class Intake:
         admit: Callable[[Trajectory], bool] | None,
         store: Store | None,
         answer: Callable[[Parcelled, Outcome], None],
+        world: World = REAL,
     ):
         self._schema, self._ledger, self._pool = schema, ledger, pool
         self._on_trajectory, self._validate, self._admit, self._store = on_trajectory, validate, admit, store
         self._answer = answer
+        self._clock, self._threads = world.clock.monotonic, world.threads
         self.nbytes = 0
         """What was granted to those that arrived and are not answered yet."""
         self._in_hand: dict[str, Parcelled] = {}
@@ -121,11 +124,11 @@ class Intake:
 
     async def run(self) -> None:
         """Until it is cancelled. What is in hand then was not answered."""
-        turn = time.perf_counter()
+        turn = self._clock()
         while True:
-            if self._inbox.empty() or time.perf_counter() - turn > TURN_SECONDS:
+            if self._inbox.empty() or self._clock() - turn > TURN_SECONDS:
                 await asyncio.sleep(0)
-                turn = time.perf_counter()
+                turn = self._clock()
             parcel = await self._inbox.get()
             try:
                 outcome = await self._take_in(parcel)
@@ -152,7 +155,7 @@ class Intake:
                 continue
             count += 1
             try:
-                await off_loop(trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+                await off_loop(self._threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
                 if not self._admits(trajectory):
                     raise Refuse("its episode is here already")
                 self._hand_over(trajectory, kept.nbytes)
@@ -167,7 +170,7 @@ class Intake:
         """Everything that may refuse it comes before it is stored."""
         stored = False
         try:
-            trajectory, nbytes = await off_loop(parcel.nbytes, self._open, parcel)
+            trajectory, nbytes = await off_loop(self._threads, parcel.nbytes, self._open, parcel)
             if self._ledger.is_forgotten(parcel.group_index) or not self._admits(trajectory):
                 self._pool.release(parcel.trajectory_id)
                 return Outcome("over")

@@ -11,16 +11,16 @@ secret. Secrets are created 0600, and refused otherwise.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import zmq
 from zmq.utils import z85
 
 from r3async.config import TransportConfig
 from r3async.transport.sockets import TransportError
+from r3async.world import Files
+from r3async.world.real import REAL
 
 LEARNER = "learner"
 GENERATOR = "generator"
@@ -34,11 +34,6 @@ class ServerKeys:
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
 
-    def apply(self, socket: zmq.Socket[Any]) -> None:
-        socket.curve_secretkey = self.secret
-        socket.curve_publickey = zmq.curve_public(self.secret)
-        socket.curve_server = True
-
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
@@ -46,11 +41,6 @@ class ClientKeys:
 
     secret: bytes = field(repr=False)
     server_public: bytes
-
-    def apply(self, socket: zmq.Socket[Any]) -> None:
-        socket.curve_secretkey = self.secret
-        socket.curve_publickey = zmq.curve_public(self.secret)
-        socket.curve_serverkey = self.server_public
 
 
 def new_keys() -> tuple[ServerKeys, ClientKeys]:
@@ -61,69 +51,74 @@ def new_keys() -> tuple[ServerKeys, ClientKeys]:
     return server, ClientKeys(client_secret, server_public)
 
 
-def learner_keys(settings: TransportConfig) -> tuple[ServerKeys, ClientKeys | None]:
+def learner_keys(settings: TransportConfig, files: Files = REAL.files) -> tuple[ServerKeys, ClientKeys | None]:
     """The learner's keys, and those that it hands to generators: None where they have their own from `transport.keys`.
 
     Raises `TransportError` that names the file.
     """
-    return (load_server(Path(settings.keys)), None) if settings.keys else new_keys()
+    return (load_server(Path(settings.keys), files), None) if settings.keys else new_keys()
 
 
-def generator_keys(settings: TransportConfig, handed: ClientKeys | None) -> ClientKeys:
+def generator_keys(settings: TransportConfig, handed: ClientKeys | None, files: Files = REAL.files) -> ClientKeys:
     """Those of `transport.keys`, if that is set, else what the learner `handed` over. Raises `TransportError`."""
     if settings.keys:
-        return load_client(Path(settings.keys))
+        return load_client(Path(settings.keys), files=files)
     if handed is None:
         raise TransportError("the learner has keys of `transport.keys`, and this generator does not: set it on both")
     return handed
 
 
-def create_keys(directory: Path, names: tuple[str, ...] = (LEARNER, GENERATOR)) -> list[Path]:
+def create_keys(
+    directory: Path, names: tuple[str, ...] = (LEARNER, GENERATOR), files: Files = REAL.files
+) -> list[Path]:
     """Make the directory (0700) and the keys in it that do not exist yet. Returns the files that were made.
 
     Never replaces a key: that would lock out everyone who has the old one.
     """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in [directory, *directory.parents][::-1]:
+        if files.stat(path) is None:
+            files.make(path, 0o700 if path == directory else 0o777)
     made = []
     for name in names:
         if not name.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"{name!r} is no name for a key: letters, digits, - and _")
         secret_path, public_path = directory / f"{name}.secret", directory / f"{name}.public"
-        if not secret_path.exists():
+        if files.stat(secret_path) is None:
             _, secret = zmq.curve_keypair()
-            _write(secret_path, secret, 0o600)
+            _write(files, secret_path, secret, 0o600)
             made.append(secret_path)
-        if not public_path.exists():
-            _write(public_path, zmq.curve_public(_read(secret_path, secret=True)), 0o644)
+        if files.stat(public_path) is None:
+            _write(files, public_path, zmq.curve_public(_read(files, secret_path, secret=True)), 0o644)
             made.append(public_path)
     return made
 
 
-def load_server(directory: Path) -> ServerKeys:
+def load_server(directory: Path, files: Files = REAL.files) -> ServerKeys:
     """Raises `TransportError` that names the file."""
-    names = sorted(p for p in directory.glob("*.public") if p.stem != LEARNER)
-    secret = _read(directory / f"{LEARNER}.secret", secret=True)
-    return ServerKeys(secret, frozenset(z85.decode(_read(path)) for path in names))
+    secret = _read(files, directory / f"{LEARNER}.secret", secret=True)
+    names = [name for name in files.list(directory) if name.endswith(".public") and name != f"{LEARNER}.public"]
+    return ServerKeys(secret, frozenset(z85.decode(_read(files, directory / name)) for name in names))
 
 
-def load_client(directory: Path, name: str = GENERATOR) -> ClientKeys:
+def load_client(directory: Path, name: str = GENERATOR, files: Files = REAL.files) -> ClientKeys:
     """Raises `TransportError` that names the file."""
-    return ClientKeys(_read(directory / f"{name}.secret", secret=True), _read(directory / f"{LEARNER}.public"))
+    secret = _read(files, directory / f"{name}.secret", secret=True)
+    return ClientKeys(secret, _read(files, directory / f"{LEARNER}.public"))
 
 
-def _write(path: Path, key: bytes, mode: int) -> None:
+def _write(files: Files, path: Path, key: bytes, mode: int) -> None:
     # The mode is the file's from its first moment, whatever the umask adds to it later.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key + b"\n")
+    with files.open(path, new=True, mode=mode) as file:
+        file.append([key + b"\n"])
 
 
-def _read(path: Path, *, secret: bool = False) -> bytes:
+def _read(files: Files, path: Path, *, secret: bool = False) -> bytes:
     try:
-        with path.open("rb") as file:
-            if secret and os.fstat(file.fileno()).st_mode & 0o077:
+        with files.open(path) as file:
+            found = files.stat(path)
+            if secret and (found is None or found.mode & 0o077):
                 raise TransportError(f"{path} can be read by others: chmod 600 {path}")
-            key = file.read(KEY_LENGTH + 2).strip()
+            key = file.read(0, KEY_LENGTH + 2).strip()
     except OSError as error:
         raise TransportError(
             f"can not read the key {path}: {error.strerror}; `r3async keys {path.parent}` makes it (transport.keys)"

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from r3async.config import TransportConfig, in_url
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.credit import CreditPool, Offered
-from r3async.transport.gate import Gate
 from r3async.transport.intake import Intake, Outcome, Parcelled, Refuse, Store
 from r3async.transport.keys import ServerKeys
 from r3async.transport.ledger import Ledger
-from r3async.transport.sockets import (
-    LoopSocket,
-    TransportError,
-    close_context,
-    open_socket,
-)
+from r3async.transport.sockets import NoSocket, TransportError
 from r3async.transport.wire import (
     WIRE_VERSION,
     Ack,
@@ -42,6 +33,8 @@ from r3async.transport.wire import (
     decode_control,
     encode_control,
 )
+from r3async.world import MessageSocket, World
+from r3async.world.real import REAL
 
 __all__ = ["Receiver", "Refuse"]
 
@@ -86,7 +79,7 @@ class Receiver:
     neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
     over are removed from it. One with an empty ledger takes again what was not acknowledged.
 
-    Only peers whose key is in `keys` are let in; see `gate`.
+    Only peers whose key is in `keys` are let in; see `transport.keys`.
 
     No message can stop it: what does not validate is counted, and refused with a reason if there is someone to tell.
     All methods belong to the event loop's thread.
@@ -109,12 +102,12 @@ class Receiver:
         schema: Schema = SCHEMA,
         ledger: Ledger | None = None,
         on_reject: Callable[[str, str], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        world: World = REAL,
     ):
         self.run_id = run_id
         self.settings = settings
         self.ledger = Ledger() if ledger is None else ledger
-        self.epoch = uuid.uuid4().hex
+        self.epoch = world.unique()
         """Name of this incarnation."""
         self.received = 0
         """Trajectories accepted."""
@@ -138,17 +131,18 @@ class Receiver:
         self._on_reject = on_reject
         self._port = port
         self._schema = schema
-        self._clock = clock
+        self._clock = world.clock.monotonic
         self._pool = CreditPool(settings.credit_bytes, window)
         self._peers: dict[bytes, Peer] = {}
         self._acks: dict[bytes, list[str]] = {}
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
         self._granting = False
-        self._intake = Intake(schema, self.ledger, self._pool, on_trajectory, validate, admit, store, self._answer)
-        self._context: zmq.Context[Any] | None = None
-        self._socket: LoopSocket | None = None
-        self._gate: Gate | None = None
+        self._intake = Intake(
+            schema, self.ledger, self._pool, on_trajectory, validate, admit, store, self._answer, world
+        )
+        self._sockets = world.sockets()
+        self._socket: MessageSocket = NoSocket()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -167,33 +161,22 @@ class Receiver:
 
         Raises `TransportError` if the address can not be bound.
         """
-        assert self._socket is None, "a receiver is started once"
+        assert not self._tasks, "a receiver is started once"
         self._pool.advance(self.ledger.oldest)
         if self._store is not None:
             self.recovered, refused = await self._intake.recover(self._store)
             self.rejected += refused
-        self._context = zmq.Context()
-        socket = open_socket(self._context, zmq.ROUTER)
-        # Without MANDATORY an answer to a peer that is gone, or does not read, would vanish without a trace.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A sender that reconnects takes its name over from the connection that it gave up.
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.IPV6, ":" in self.settings.host)
-        self._gate = Gate(self._context, socket, self._keys, self.refused)
         address = f"tcp://{in_url(self.settings.host)}:{self._port or '*'}"
         try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            self._gate.close()
-            socket.close()
+            self._socket = self._sockets.router(address, self._on_message, keys=self._keys, refused=self.refused)
+        except OSError as error:
             await self.close()
-            raise TransportError(f"can not listen on {address}: {error}") from error
-        self._socket = LoopSocket(socket, self._on_message)
+            raise TransportError(f"can not listen on {address}: {error.strerror}") from error
         self._tasks = [
             asyncio.create_task(self._intake.run(), name="transport-receiver"),
             asyncio.create_task(self._tick(), name="transport-heartbeat"),
         ]
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._socket.endpoint
 
     def release(self, trajectory_id: str) -> None:
         """A trajectory is consumed: its bytes become credit. Harmless for one that holds none."""
@@ -215,27 +198,19 @@ class Receiver:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=5)
-        if self._gate is not None:
-            self._gate.close()
-        socket, self._socket = self._socket, None
-        if socket is not None:
-            socket.close()
-        context, self._context = self._context, None
-        if context is not None:
-            await close_context(context)
+        await self._sockets.close()
 
     async def _tick(self) -> None:
         """Heartbeats, and the guarantee that no message lies unread."""
         while True:
             await asyncio.sleep(self._beat)
             try:
-                assert self._socket is not None
                 self._socket.drain()
                 self._heartbeat()
             except Exception:
                 logger.exception("the trajectory receiver goes on after an error")
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
+    def _on_message(self, frames: list[Any]) -> None:
         try:
             self._handle(frames[0].bytes, frames[1:])
         except Exception:  # A defect here or in a callback. The sender is not answered, and tries again.
@@ -430,9 +405,7 @@ class Receiver:
 
     def _send(self, identity: bytes, message: Message) -> None:
         """Every answer may be lost: heartbeats, new offers and resending make it good."""
-        if self._socket is None:  # Released after closing.
-            return
-        if self._socket.send([identity, encode_control(message)]) == zmq.EHOSTUNREACH:
+        if self._socket.send([identity, encode_control(message)]) == errno.EHOSTUNREACH:
             self._drop(identity)
 
     def _drop(self, identity: bytes) -> None:

@@ -5,27 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import zmq
-
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
-from r3async.transport.gate import Knock
 from r3async.transport.keys import ClientKeys
 from r3async.transport.outbox import Outbox, Pending
-from r3async.transport.sockets import (
-    OFFLOAD_BYTES,
-    LoopSocket,
-    TransportError,
-    TransportRefused,
-    Turns,
-    close_context,
-    open_socket,
-)
+from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportError, TransportRefused, Turns
 from r3async.transport.wire import (
     Ack,
     Deliver,
@@ -45,6 +32,8 @@ from r3async.transport.wire import (
     encode_control,
     encode_trajectory,
 )
+from r3async.world import MessageSocket, World
+from r3async.world.real import REAL
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +68,7 @@ class Sender:
         keys: ClientKeys,
         schema: Schema = SCHEMA,
         on_reject: Callable[[Trajectory, str], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        world: World = REAL,
     ):
         self.endpoint = endpoint
         self.sender_id = sender_id
@@ -99,7 +88,7 @@ class Sender:
         """Deliveries that changed on their way."""
         self._on_reject = on_reject
         self._schema = schema
-        self._clock = clock
+        self._unique, self._threads, self._clock = world.unique, world.threads, world.clock.monotonic
         self._outbox = Outbox()
         self._settled = asyncio.Event()
         """Nothing is unacknowledged, or nothing ever will be settled again."""
@@ -108,14 +97,13 @@ class Sender:
         self._session = ""
         self._welcomed = False
         self._offering: Literal["", "more", "all"] = ""
-        self._turns = Turns()
+        self._turns = Turns(self._clock)
         self._encoding = asyncio.Lock()
         """One thread is enough: it keeps up with the connection."""
         self._heard_at = 0.0
         self._backoff = 1
-        self._context: zmq.Context[Any] | None = None
-        self._socket: LoopSocket | None = None
-        self._knock: Knock | None = None
+        self._sockets = world.sockets()
+        self._socket: MessageSocket = NoSocket()
         self._keys = keys
         self._task: asyncio.Task[None] | None = None
 
@@ -131,13 +119,12 @@ class Sender:
     async def start(self) -> None:
         """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
         none; a refusal is raised by `send` and `flush`."""
-        assert self._context is None, "a sender is started once"
-        self._context = zmq.Context()
+        assert self._task is None, "a sender is started once"
         try:
             self._connect()
-        except zmq.ZMQError as error:
+        except OSError as error:
             await self.close()
-            raise TransportError(f"can not connect to {self.endpoint!r}: {error}") from error
+            raise TransportError(f"can not connect to {self.endpoint!r}: {error.strerror}") from error
         self._task = asyncio.create_task(self._run(), name=f"transport-sender-{self.sender_id}")
 
     async def send(self, trajectory: Trajectory) -> None:
@@ -153,7 +140,7 @@ class Sender:
             frames = await self._turns.do(encode_trajectory, trajectory, self._schema)
         else:
             async with self._encoding:
-                frames = await asyncio.to_thread(encode_trajectory, trajectory, self._schema)
+                frames = await self._threads.run(encode_trajectory, trajectory, self._schema)
         self._raise_error()  # Things may have changed while it was encoded.
         nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id
@@ -191,23 +178,19 @@ class Sender:
             task.cancel()
             await asyncio.wait({task}, timeout=5)
         self._fail(TransportError("the sender is closed"))
-        self._disconnect()
-        context, self._context = self._context, None
-        if context is not None:
-            await close_context(context)
+        await self._sockets.close()
 
     async def _run(self) -> None:
         try:
             while self._error is None:
                 await asyncio.sleep(self.settings.ack_timeout / 8)
-                assert self._socket is not None
                 # All that is there, before judging what is missing: this end may have been busy itself.
                 self._socket.drain(DRAIN_SECONDS)
                 self._check()
         except Exception as error:
             self._stop(error)
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
+    def _on_message(self, frames: list[Any]) -> None:
         try:
             self._handle(frames)
         except Exception as error:
@@ -220,36 +203,23 @@ class Sender:
 
     def _connect(self) -> None:
         """A fresh socket and session. Nothing is resent until it is welcomed, so trying again costs little."""
-        assert self._context is not None
-        if self._socket is not None:
-            self._disconnect()
+        if self._session:
+            self._socket.close()
             self.reconnects += 1
-        socket = open_socket(self._context, zmq.DEALER)
-        socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
-        socket.setsockopt(zmq.ROUTING_ID, self.sender_id.encode())
-        self._keys.apply(socket)
-        self._knock = Knock(socket)
-        self._socket = LoopSocket(socket, self._on_message)
-        socket.connect(self.endpoint)
-        self._session = uuid.uuid4().hex
+        identity = self.sender_id.encode()
+        self._socket = self._sockets.dealer(self.endpoint, identity, self._on_message, keys=self._keys)
+        self._session = self._unique()
         self._welcomed = False
         self._heard_at = self._clock()
         self.resent += self._outbox.reset()
         self._say(Hello(self._session, self.sender_id, self.run_id, self._schema.fingerprint))
 
-    def _disconnect(self) -> None:
-        if self._knock is not None:
-            self._knock.close()
-        if self._socket is not None:
-            self._socket.close()
-        self._knock = self._socket = None
-
     def _check(self) -> None:
         """Reconnect if the receiver is silent, or an answer is overdue."""
         if self._error is not None:
             return
-        if self._knock is not None and self._knock.denied:
-            self._fail(TransportRefused(f"{self.endpoint} refuses {self._knock.denied}"))
+        if self._socket.denied:
+            self._fail(TransportRefused(f"{self.endpoint} refuses {self._socket.denied}"))
             return
         now = self._clock()
         overdue = self._outbox.overdue(now, self.settings.ack_timeout * self._backoff)
@@ -320,7 +290,7 @@ class Sender:
             self._say(Offer(self._session, parcels, more=True))
 
     def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
-        return self._socket is not None and self._socket.send([encode_control(message), *frames]) == 0
+        return self._socket.send([encode_control(message), *frames]) == 0
 
     def _settle(self, trajectory_id: str) -> Pending | None:
         """What was answered for good; None if that was known already."""

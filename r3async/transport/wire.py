@@ -32,14 +32,15 @@ from r3async.transport.codec import (
     raw_bytes,
     unpack,
 )
+from r3async.world import MAX_FRAME
 
 WIRE_VERSION = 5
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
-PIECE = 128 * 2**10
-"""Bytes of a ZeroMQ frame. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken and no
-more: ZeroMQ has one limit for both, from the first byte of a connection."""
+PIECE = MAX_FRAME
+"""Bytes of a frame as it travels. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken
+and no more: ZeroMQ has one limit for both, from the first byte of a connection."""
 MAX_CONTROL = PIECE
 CRC_BYTES = 4
 MAX_ID = 100
@@ -49,7 +50,7 @@ MAX_DIM = 2**24
 """Size of one dimension of a column."""
 
 Frame = Any
-"""Contiguous bytes: `bytes`, `memoryview`, or a `zmq.Frame`."""
+"""Contiguous bytes: `bytes`, `memoryview`, or a `world.Frame`."""
 
 T = TypeVar("T")
 

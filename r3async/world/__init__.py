@@ -121,7 +121,7 @@ class File(Protocol):
 
 
 class Stat(Protocol):
-    """What `Files.stat` says. `modified`: a number that orders files by when they were last written."""
+    """What `Files.stat` says. `modified`: a number that orders files by when they were last written. `mode`: its permissions."""
 
     @property
     def size(self) -> int: ...
@@ -131,6 +131,9 @@ class Stat(Protocol):
 
     @property
     def directory(self) -> bool: ...
+
+    @property
+    def mode(self) -> int: ...
 
 
 class Files(Protocol):
@@ -176,9 +179,22 @@ class Files(Protocol):
 
 # -- message sockets ---------------------------------------------------------------------------------------------------
 
+MAX_FRAME = 128 * 2**10
+"""Bytes. A peer that sends a larger one is disconnected: a stranger can have this much taken, and no more."""
+TURN_SECONDS = 0.0005
+"""How long one socket, or one kind of work, may keep the event loop before others have their turn."""
+
+# Why a router does not let a peer in.
+NO_KEY = "no key shown"
+OTHER_LEARNER = "the key of another learner"
+UNKNOWN_KEY = "a key that is not known here"
+BROKEN = "a broken handshake"
+DENIED = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
+"""Why a dealer is not let in, in what it says of itself."""
+
 
 class Frame(Protocol):
-    """A part of a message that has come."""
+    """A part of a message that has come. It has a length, and is a buffer itself."""
 
     @property
     def buffer(self) -> memoryview: ...
@@ -217,12 +233,12 @@ class Sockets(Protocol):
     """The sockets of a sender or receiver. Between two sockets, messages arrive whole and in order, or not at all."""
 
     def router(self, address: str, on_message: OnMessage, *, keys: Any, refused: Counter[str]) -> MessageSocket:
-        """Bound at `address`, on a free port if it names none. `refused` counts peers without a known key, by reason. Raises
-        `OSError` with what prevented it."""
+        """Bound at `address`, on a free port if it names none. `refused` counts peers without a known key, by reason
+        (`NO_KEY` …). Raises `OSError` with what prevented it."""
         ...
 
     def dealer(self, endpoint: str, identity: bytes, on_message: OnMessage, *, keys: Any) -> MessageSocket:
-        """Connects, and connects again whenever the connection is lost."""
+        """Connects, and connects again whenever the connection is lost. Raises `OSError` for an endpoint that is none."""
         ...
 
     async def close(self) -> None:
@@ -384,6 +400,13 @@ class World(Protocol):
 
 
 __all__ = [
+    "BROKEN",
+    "DENIED",
+    "MAX_FRAME",
+    "NO_KEY",
+    "OTHER_LEARNER",
+    "TURN_SECONDS",
+    "UNKNOWN_KEY",
     "ActorLost",
     "ActorRef",
     "Actors",

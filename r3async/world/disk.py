@@ -29,6 +29,7 @@ class Stat:
     size: int
     modified: int
     directory: bool
+    mode: int = 0o644
 
 
 class DiskFile:
@@ -114,7 +115,7 @@ class Disk:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return Stat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode))
+        return Stat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode), stat.S_IMODE(found.st_mode))
 
     def list(self, directory: Path) -> list[str]:
         try:

@@ -28,6 +28,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.records import Trajectory
 from r3async.transport import Receiver, encode_trajectory
 from r3async.transport.keys import ClientKeys, new_keys
+from r3async.world.zeromq import apply_server_keys
 from tools.bench.jobs import BenchError, Say, run_job
 from tools.bench.transport_job import LIMIT, Keys, SenderDone, TransportJob
 from tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
@@ -144,7 +145,7 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
     router.rcvtimeo = int(LIMIT * 1000)
     server, client = new_keys()
     if path != "raw":
-        server.apply(router)
+        apply_server_keys(router, server)
     port = router.bind_to_random_port("tcp://127.0.0.1")
 
     def receive() -> None:

@@ -12,6 +12,7 @@ import zmq
 from r3async.config import TransportConfig
 from r3async.transport import Sender, encode_trajectory
 from r3async.transport.keys import ClientKeys
+from r3async.world.zeromq import apply_client_keys
 from tools.bench.jobs import job_main, progress
 from tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 
@@ -59,7 +60,7 @@ def send_raw(job: TransportJob) -> SenderDone:
     socket.sndhwm = max(4, 32 * 2**20 // job.nbytes) * len(frames)
     socket.sndtimeo = socket.rcvtimeo = int(LIMIT * 1000)
     if job.path != "raw":
-        job.keys.client.apply(socket)
+        apply_client_keys(socket, job.keys.client)
     socket.connect(job.endpoint)
     socket.send(b"begin")
     socket.recv()

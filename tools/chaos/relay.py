@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from r3async.transport.keys import ClientKeys, new_keys
+from r3async.world.zeromq import apply_client_keys, apply_server_keys
 
 Direction = Literal["to_learner", "to_generator"]
 Note = Callable[[Direction, Sequence[bytes]], object]
@@ -53,7 +54,7 @@ class Relay(threading.Thread):
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._front.linger = 0
         own, self.sender_keys = new_keys()
-        own.apply(self._front)
+        apply_server_keys(self._front, own)
         self._keys = keys
         self._front.bind("tcp://127.0.0.1:*")
         self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -74,7 +75,7 @@ class Relay(threading.Thread):
                     self._back = self._context.socket(zmq.DEALER)
                     self._back.linger = 0
                     self._back.setsockopt(zmq.ROUTING_ID, self._identity)
-                    self._keys.apply(self._back)
+                    apply_client_keys(self._back, self._keys)
                     self._back.connect(self._target)
                     poller.register(self._back, zmq.POLLIN)
                 self._hold("to_learner", frames)

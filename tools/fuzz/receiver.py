@@ -7,11 +7,16 @@ import logging
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Trajectory
 from r3async.transport import Receiver, wire
 from r3async.transport.keys import new_keys
+from r3async.transport.sockets import NoSocket
+from r3async.world import OnMessage
+from r3async.world.real import RealWorld
 from tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 
 
@@ -47,15 +52,36 @@ def mutate_frames(chance: random.Random, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
-class Ear:
+class Ear(NoSocket):
     """Stands in for the receiver's socket: keeps the answers."""
 
     def __init__(self) -> None:
         self.answers: list[wire.Message] = []
 
-    def send(self, frames: list[bytes]) -> int:
+    def send(self, frames: Sequence[wire.Frame]) -> int:
         self.answers.append(wire.decode_control(frames[1]))
         return 0
+
+
+class Ears:
+    """`Sockets` whose router is `ear`."""
+
+    def __init__(self, ear: Ear):
+        self._ear = ear
+
+    def router(self, address: str, on_message: OnMessage, **options: object) -> Ear:
+        return self._ear
+
+    async def close(self) -> None:
+        pass
+
+
+class EarWorld(RealWorld):
+    def __init__(self, ear: Ear):
+        self._ear = ear
+
+    def sockets(self) -> Any:
+        return Ears(self._ear)
 
 
 class Bytes:
@@ -84,13 +110,12 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
         receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
-    receiver = Receiver("run", settings, take, keys=new_keys()[0], window=0)
-    receiver._socket = ear  # type: ignore[assignment]
+    receiver = Receiver("run", settings, take, keys=new_keys()[0], window=0, world=EarWorld(ear))
+    await receiver.start()
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("r3async").addHandler(handler)
-    working = asyncio.create_task(receiver._intake.run())
     hello = wire.encode_control(wire.Hello("s", "raw", "run", SCHEMA.fingerprint))
     began, slowest, warm = time.perf_counter(), 0.0, 0
     try:
@@ -100,8 +125,8 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
             name, group = original.trajectory_id, original.group_index
             offer = wire.encode_control(wire.Offer("s", [wire.Parcel(name, group, 100_000)]))
             deliver = [wire.encode_control(wire.Deliver("s", name, group)), *encoded[i]]
-            receiver._on_message([Bytes(b"raw"), hello])  # type: ignore[list-item]
-            receiver._on_message([Bytes(b"raw"), offer])  # type: ignore[list-item]
+            receiver._on_message([Bytes(b"raw"), hello])
+            receiver._on_message([Bytes(b"raw"), offer])
             ear.answers.clear()
             alone = chance.random() < 0.1
             message = (
@@ -109,7 +134,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
             )
             signed = len(message) > 1 and _is_signed(message)
             start = time.perf_counter()
-            receiver._on_message([Bytes(b"raw"), *message])  # type: ignore[list-item]
+            receiver._on_message([Bytes(b"raw"), *message])
             while len(receiver._intake):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             if receiver._acks:
@@ -122,7 +147,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
                 warm = resident()
         assert not failures, failures[0]
     finally:
-        working.cancel()
+        await receiver.close()
         logging.getLogger("r3async").removeHandler(handler)
     seconds = time.perf_counter() - began
     return Report(count, seconds, slowest, (resident() - warm) / 2**20, dict(outcomes))

@@ -1,0 +1,274 @@
+"""Message sockets by ZeroMQ, on the running event loop. Every connection is encrypted, and only known keys are let in.
+
+libzmq asks a ZAP handler (rfc.zeromq.org/spec/27) inside the same context about each CURVE handshake that is sound: the peer
+has the router's public key, and proved that it has the secret of its own. A peer without a key, or with another router's,
+never gets that far; the socket's monitor reports it. Neither is told anything of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from r3async.world import (
+    BROKEN,
+    DENIED,
+    MAX_FRAME,
+    NO_KEY,
+    OTHER_LEARNER,
+    TURN_SECONDS,
+    UNKNOWN_KEY,
+    Buffer,
+    OnMessage,
+)
+
+if TYPE_CHECKING:
+    from r3async.transport.keys import ClientKeys, ServerKeys
+
+COPIED = 2**16
+"""Smaller frames are copied when they are sent: that is faster than to keep track of them."""
+ENCRYPTED = 64
+"""More than what CURVE adds to a frame."""
+HANDSHAKE_MS = 5000
+"""A peer that has not proved its key by then is disconnected."""
+CLOSE_SECONDS = 5.0
+# Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
+ONE = int(zmq.DONTWAIT)
+MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+ZAP = "inproc://zeromq.zap.01"
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+EVENT = struct.Struct("=HI")
+# Values of zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and _MECHANISM_MISMATCH.
+CRYPTOGRAPHIC = 0x11000001
+MECHANISM_MISMATCH = 0x11000002
+
+
+class ZeroMqSockets:
+    """See `world.Sockets`. At most one router."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: list[LoopSocket] = []
+
+    def router(self, address: str, on_message: OnMessage, *, keys: ServerKeys, refused: Counter[str]) -> LoopSocket:
+        return self._add(RouterSocket(self._context, address, on_message, keys, refused))
+
+    def dealer(self, endpoint: str, identity: bytes, on_message: OnMessage, *, keys: ClientKeys) -> LoopSocket:
+        return self._add(DealerSocket(self._context, endpoint, identity, on_message, keys))
+
+    async def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        if not self._context.closed:
+            await asyncio.wait_for(asyncio.to_thread(self._context.term), CLOSE_SECONDS)
+
+    def _add(self, socket: LoopSocket) -> LoopSocket:
+        self._sockets = [*(s for s in self._sockets if not s.closed), socket]
+        return socket
+
+
+def apply_server_keys(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
+    socket.curve_secretkey = keys.secret
+    socket.curve_publickey = zmq.curve_public(keys.secret)
+    socket.curve_server = True
+
+
+def apply_client_keys(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
+    socket.curve_secretkey = keys.secret
+    socket.curve_publickey = zmq.curve_public(keys.secret)
+    socket.curve_serverkey = keys.server_public
+
+
+def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    # What a closed socket still holds is resent by the protocol; nothing may wait for it at exit.
+    socket.linger = 0
+    # Silence is noticed by the protocol (WELCOME and OFFER are its heartbeats). ZeroMQ's own are left off: in libzmq
+    # 4.3.5, a peer that fills the receive queue and disconnects makes the heartbeat's timer abort the whole process
+    # ("Assertion failed: !_io_error", libzmq issue 4364). TCP's clear away connections whose peer vanished.
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # Per frame, also of a handshake. Beyond it ZeroMQ drops the connection before the frame takes memory.
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + ENCRYPTED)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    return socket
+
+
+class LoopSocket:
+    """A ZeroMQ socket on the running event loop: `on_message(frames)` is called for each message, on the loop's thread.
+
+    No future, task or copy is made per message (`zmq.asyncio` makes several: a third of its throughput at 200 KB). The
+    file descriptor of a ZeroMQ socket only tells that something *changed*, so after it was readable, and after every
+    send, all that is there has to be read, or it would lie there until the next change; `drain` makes sure.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]):
+        self.endpoint = self.denied = ""
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._scheduled = False
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._readable)
+        self._schedule()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.closed
+
+    def send(self, frames: Sequence[Buffer]) -> int:
+        """See `world.MessageSocket`. Large frames are not copied: they must not change until they are sent."""
+        if self._socket.closed:
+            return zmq.ENOTSOCK
+        error, last = 0, len(frames) - 1
+        try:
+            for i, frame in enumerate(frames):
+                self._socket.send(frame, MORE if i < last else ONE, copy=len(frame) < COPIED)
+        except zmq.ZMQError as failure:
+            if failure.errno is None:
+                raise
+            error = failure.errno
+        self._schedule()
+        return error
+
+    def drain(self, limit: float = TURN_SECONDS) -> None:
+        """Handle what is there, for `limit` seconds or a little more; the rest in the loop's next round."""
+        until = time.perf_counter() + limit
+        while not self._socket.closed:
+            try:
+                frames = [self._socket.recv(ONE, copy=False)]
+                while frames[-1].more:
+                    frames.append(self._socket.recv(ONE, copy=False))
+            except zmq.Again:
+                return
+            self._on_message(frames)
+            if time.perf_counter() > until:
+                self._schedule()
+                return
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._scheduled_turn)
+
+    def _scheduled_turn(self) -> None:
+        self._scheduled = False
+        self.drain()
+
+    def _readable(self) -> None:
+        if not self._scheduled:  # or it has its turn in this round anyway
+            self.drain()
+
+
+class RouterSocket(LoopSocket):
+    """Bound at `address`. Raises `OSError`."""
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, on_message: OnMessage, keys: ServerKeys, refused: Counter[str]
+    ):
+        socket = open_socket(context, zmq.ROUTER)
+        # Without MANDATORY an answer to a peer that is gone, or does not read, would vanish without a trace.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer that reconnects takes its name over from the connection that it gave up.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        self._authenticator = Authenticator(context, socket, keys, refused)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._authenticator.close()
+            socket.close()
+            raise OSError(error.errno, error.strerror) from error
+        super().__init__(socket, on_message)
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        self._authenticator.close()
+        super().close()
+
+
+class DealerSocket(LoopSocket):
+    """Connects to `endpoint`. Raises `OSError`."""
+
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, identity: bytes, on_message: OnMessage, keys: ClientKeys
+    ):
+        socket = open_socket(context, zmq.DEALER)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        apply_client_keys(socket, keys)
+        self._monitor = LoopSocket(socket.get_monitor_socket(FAILED), self._handshake_failed)
+        super().__init__(socket, on_message)
+        self.endpoint = endpoint
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, error.strerror) from error
+
+    def close(self) -> None:
+        if not self.closed:
+            self._socket.disable_monitor()
+        self._monitor.close()
+        super().close()
+
+    def _handshake_failed(self, frames: list[zmq.Frame]) -> None:
+        event, value = EVENT.unpack(frames[0].bytes)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.denied = DENIED
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == MECHANISM_MISMATCH:
+            self.denied = "this connection: what listens there has no keys, so it is no learner of this version"
+
+
+class Authenticator:
+    """Guards one server socket of `context`, from before it binds until `close`. `refused` counts by reason."""
+
+    def __init__(self, context: zmq.Context[Any], server: zmq.Socket[bytes], keys: ServerKeys, refused: Counter[str]):
+        self._keys, self._refused = keys, refused
+        handler = context.socket(zmq.REP)
+        handler.linger = 0
+        handler.bind(ZAP)
+        self._zap = LoopSocket(handler, self._answer)
+        server.zap_domain = b"r3async"
+        apply_server_keys(server, keys)
+        self._server = server
+        self._monitor = LoopSocket(server.get_monitor_socket(FAILED), self._handshake_failed)
+
+    def close(self) -> None:
+        """Before the server's socket is closed. Idempotent."""
+        if not self._server.closed:
+            self._server.disable_monitor()
+        self._monitor.close()
+        self._zap.close()
+
+    def _answer(self, frames: list[zmq.Frame]) -> None:
+        version, request, *rest = (f.bytes for f in frames)
+        # domain, address, identity, mechanism, credentials
+        known = len(rest) >= 5 and rest[3] == b"CURVE" and rest[4] in self._keys.allowed
+        if not known:
+            self._refused[UNKNOWN_KEY] += 1
+        status = (b"200", b"OK", b"generator") if known else (b"400", b"unknown key", b"")
+        self._zap.send([version, request, *status, b""])
+
+    def _handshake_failed(self, frames: list[zmq.Frame]) -> None:
+        event, value = EVENT.unpack(frames[0].bytes)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refused[{MECHANISM_MISMATCH: NO_KEY, CRYPTOGRAPHIC: OTHER_LEARNER}.get(value, BROKEN)] += 1
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._refused[NO_KEY] += 1  # It left first: a client without keys notices the mismatch as soon as this end.

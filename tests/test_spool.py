@@ -21,6 +21,7 @@ from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
 from r3async.records import SCHEMA, Trajectory
 from r3async.transport import Ledger, Refuse, encode_trajectory, wire
+from r3async.world import disk
 from tests.helpers_transport import (
     LIMIT,
     SLOW,
@@ -189,7 +190,7 @@ async def test_a_full_disk_is_waited_for_and_leaves_no_half_record(tmp_path, mon
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, buffers)
 
-    monkeypatch.setattr(spool_file.os, "writev", writev)
+    monkeypatch.setattr(disk.os, "writev", writev)
     await put_all(spool, [sampled(1)])
     assert told == ["spool_stalled", "spool_goes_on"]
     assert spool.stalled_seconds > 0.1
@@ -200,10 +201,38 @@ async def test_a_full_disk_is_waited_for_and_leaves_no_half_record(tmp_path, mon
     assert spool.damage == []
 
 
+async def test_what_a_failed_write_left_is_cut_off_before_the_next(tmp_path, monkeypatch):
+    """The disk takes half a record, fails, and does not shrink the file either: what comes next is found all the same."""
+    spool = Spool(tmp_path, DISK, retry_seconds=0.01)
+    await put_all(spool, [sampled(0)])
+    real, failures = (os.writev, os.ftruncate), [2]
+
+    def writev(descriptor: int, buffers: Any) -> int:
+        if failures[0]:
+            real[0](descriptor, buffers[:2])
+            raise OSError(errno.EIO, "broken")
+        return real[0](descriptor, buffers)
+
+    def ftruncate(descriptor: int, size: int) -> None:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.EIO, "broken")
+        real[1](descriptor, size)
+
+    monkeypatch.setattr(disk.os, "writev", writev)
+    monkeypatch.setattr(disk.os, "ftruncate", ftruncate)
+    await put_all(spool, [sampled(1)])
+    assert failures == [0]
+    await spool.close()
+    spool, found = await recovered(tmp_path)
+    assert found == [sampled(0), sampled(1)]
+    assert spool.damage == []
+
+
 async def test_writes_that_come_up_short_are_completed(tmp_path, monkeypatch):
     real = os.writev
-    monkeypatch.setattr(spool_file.os, "writev", lambda fd, buffers: real(fd, [bytes(buffers[0])[:5]]))
-    monkeypatch.setattr(spool_file, "PIECES", 3)
+    monkeypatch.setattr(disk.os, "writev", lambda fd, buffers: real(fd, [bytes(buffers[0])[:5]]))
+    monkeypatch.setattr(disk, "PIECES", 3)
     spool = Spool(tmp_path, DISK)
     await put_all(spool, [sampled(0)])
     await spool.close()

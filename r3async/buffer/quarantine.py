@@ -9,6 +9,8 @@ from r3async.buffer.spool_file import append
 from r3async.files import make_directory
 from r3async.records import Trajectory
 from r3async.transport.wire import Frame, WireError, encode_trajectory
+from r3async.world import Files
+from r3async.world.real import REAL
 
 
 class Quarantine:
@@ -17,8 +19,8 @@ class Quarantine:
     Each is named, with its reason, by `report("trajectory_quarantined", **facts)`, also where it could not be kept.
     """
 
-    def __init__(self, directory: Path, limit: int, report: Callable[..., object]):
-        self.directory, self._limit, self._report = directory, limit, report
+    def __init__(self, directory: Path, limit: int, report: Callable[..., object], *, files: Files = REAL.files):
+        self.directory, self._limit, self._report, self._files = directory, limit, report, files
 
     def keep(self, trajectory: Trajectory, reason: str, frames: Sequence[Frame] | None = None) -> None:
         """`frames`: the trajectory as it came, if they are at hand. Blocks for as long as the disk does, and never raises for
@@ -42,15 +44,19 @@ class Quarantine:
         size = sum(memoryview(frame).nbytes for frame in frames)
         if size > self._limit:
             return None
-        make_directory(self.directory)
-        held = sorted((p.stat().st_mtime_ns, p) for p in self.directory.glob("*.spool"))
-        number = max([int(p.stem.rpartition("-")[2]) for _, p in held if p.stem[-4:].isdigit()], default=-1) + 1
+        make_directory(self.directory, files=self._files)
+        names = [name for name in self._files.list(self.directory) if name.endswith(".spool")]
+        found = [
+            (stat.modified, name, stat.size) for name in names if (stat := self._files.stat(self.directory / name))
+        ]
+        numbers = [name.removesuffix(".spool").rpartition("-")[2] for name in names]
+        number = max([int(digits) for digits in numbers if digits.isdigit()], default=-1) + 1
         path = self.directory / f"{group:09d}-{number:06d}.spool"
-        _, size = append(path, frames, fsync=False)
-        total = size + sum(p.stat().st_size for _, p in held)
-        for _, old in held:
+        _, size = append(path, frames, fsync=False, files=self._files)
+        total = size + sum(nbytes for _, _, nbytes in found)
+        for _, name, nbytes in sorted(found):
             if total <= self._limit:
                 break
-            total -= old.stat().st_size
-            old.unlink()
+            total -= nbytes
+            self._files.remove(self.directory / name)
         return path

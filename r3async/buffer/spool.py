@@ -8,18 +8,19 @@ half-written stays at the end of its file and harms nothing.
 from __future__ import annotations
 
 import asyncio
-import time
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from r3async.buffer.spool_file import Record, Stored, Torn, append, load, map_file, read_records
 from r3async.config import BufferConfig
-from r3async.files import make_directory, sync_directory
+from r3async.files import make_directory
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.wire import Frame, WireError
+from r3async.world import World
+from r3async.world.real import REAL
 
 RETRY_SECONDS = 1.0
 
@@ -50,7 +51,7 @@ class Spool:
         schema: Schema = SCHEMA,
         report: Callable[..., None] = lambda event, **facts: None,
         aside: Callable[[Trajectory, str, Sequence[Frame]], object] = lambda trajectory, reason, frames: None,
-        clock: Callable[[], float] = time.monotonic,
+        world: World = REAL,
         retry_seconds: float = RETRY_SECONDS,
     ):
         self.directory = directory
@@ -65,14 +66,15 @@ class Spool:
         self._schema = schema
         self._report = report
         self._aside = aside
-        self._clock = clock
+        self._clock, self._disk = world.clock.monotonic, world.files
         self._retry_seconds = retry_seconds
         self._files: dict[int, dict[Path, int]] = {}
-        self._new: dict[int, Path] = {}
+        self._new: dict[int, tuple[Path, int]] = {}
+        """By group: the file that this incarnation appends to, and the length of its whole records."""
         self._full = False
         self._stalled: tuple[float, str] | None = None
         """Since when the disk takes nothing, and why."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        self._lane = world.threads.lane("spool")
 
     @property
     def room(self) -> int:
@@ -105,7 +107,7 @@ class Spool:
 
         A trajectory that was written twice (its first acknowledgement came too late) comes once.
         """
-        found, self._files, self.damage = await self._run(self._scan)
+        found, self._files, self.damage = await self._lane.run(self._scan)
         self._new = {}
         self.nbytes = sum(size for files in self._files.values() for size in files.values())
         for damage in self.damage:
@@ -121,7 +123,7 @@ class Spool:
         failed = False
         while True:
             try:
-                path, offset, length = await self._run(self._write, trajectory.group_index, list(frames))
+                path, offset, length = await self._lane.run(self._write, trajectory.group_index, list(frames))
                 break
             except OSError as error:
                 if not failed:
@@ -137,7 +139,7 @@ class Spool:
         self.nbytes += length
         files = self._files.setdefault(trajectory.group_index, {})
         files[path] = files.get(path, 0) + length
-        return await self._run(self._map, path, offset, length) if spill else None
+        return await self._lane.run(self._map, path, offset, length) if spill else None
 
     async def commit(self, groups: Iterable[int]) -> int:
         """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.
@@ -146,7 +148,7 @@ class Spool:
         """
         groups = list(groups)
         freed = sum(sum(self._files.pop(group, {}).values()) for group in groups)
-        await self._run(self._unlink, groups)
+        await self._lane.run(self._unlink, groups)
         self.nbytes -= freed
         return freed
 
@@ -158,7 +160,7 @@ class Spool:
         for group in sorted({group for group, _ in refused}):
             reasons = {name: reason for (of, name), reason in refused.items() if of == group}
             try:
-                files = await self._run(self._rewrite, group, reasons)
+                files = await self._lane.run(self._rewrite, group, reasons)
             except OSError as error:
                 self._report("spool_not_cleaned", group=group, trajectories=sorted(reasons), error=str(error))
                 continue
@@ -170,26 +172,24 @@ class Spool:
 
     async def close(self) -> None:
         """Finish what is being written. The files stay. Idempotent."""
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        await self._lane.close()
 
     # What follows runs in the spool's thread.
 
     def _write(self, group: int, frames: Sequence[Frame]) -> tuple[Path, int, int]:
-        path = self._new.get(group)
-        if path is None:
-            make_directory(self.directory)
-            path = self._next(group)
-        offset, length = append(path, frames, fsync=self._settings.fsync)
+        if group in self._new:
+            path, size = self._new[group]
+        else:
+            make_directory(self.directory, files=self._disk)
+            path, size = self._next(group), 0
+        offset, length = append(path, frames, fsync=self._settings.fsync, at=size, files=self._disk)
         if group not in self._new and self._settings.fsync:
-            sync_directory(self.directory)
-        self._new[group] = path
+            self._disk.sync_directory(self.directory)
+        self._new[group] = path, offset + length
         return path, offset, length
 
     def _map(self, path: Path, offset: int, length: int) -> Stored:
-        record = next(read_records(map_file(path, offset, length)))
+        record = next(read_records(map_file(path, offset, length, files=self._disk)))
         assert isinstance(record, Record)
         return load(record, self._schema)
 
@@ -197,9 +197,9 @@ class Spool:
         for group in groups:
             self._new.pop(group, None)
             for path in self._of_group(group):
-                path.unlink(missing_ok=True)
+                self._disk.remove(path)
         if groups and self._settings.fsync:
-            sync_directory(self.directory)
+            self._disk.sync_directory(self.directory)
 
     def _next(self, group: int) -> Path:
         numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group)]
@@ -208,11 +208,13 @@ class Spool:
     def _rewrite(self, group: int, reasons: Mapping[str, str]) -> dict[Path, int]:
         """The group's files as one, without those that `reasons` names. Whoever dies here leaves both, and what is there twice
         comes once. Returns the new file and its size, if it holds anything."""
-        old, path = sorted(self._of_group(group)), self._next(group)
+        old, path = self._of_group(group), self._next(group)
         gone: list[tuple[Trajectory, str, Record]] = []
         size = 0
         try:
-            for record in (r for file in old for r in read_records(map_file(file)) if isinstance(r, Record)):
+            for record in (
+                r for file in old for r in read_records(map_file(file, files=self._disk)) if isinstance(r, Record)
+            ):
                 try:
                     trajectory = load(record, self._schema).trajectory
                 except WireError:  # damaged, and reported
@@ -220,32 +222,37 @@ class Spool:
                 if trajectory.trajectory_id in reasons:
                     gone.append((trajectory, reasons[trajectory.trajectory_id], record))
                 else:
-                    size += append(path, record.frames, fsync=self._settings.fsync)[1]
+                    size += append(path, record.frames, fsync=self._settings.fsync, files=self._disk)[1]
+            if self._settings.fsync and old:
+                self._disk.sync_directory(self.directory)
         except OSError:
-            path.unlink(missing_ok=True)
+            self._disk.remove(path)
             raise
         for trajectory, reason, record in gone:
             self._aside(trajectory, reason, record.frames)
         for file in old:
-            file.unlink()
+            self._disk.remove(file)
         if self._settings.fsync and old:
-            sync_directory(self.directory)
+            self._disk.sync_directory(self.directory)
         self._new.pop(group, None)
         if size:
-            self._new[group] = path
+            self._new[group] = path, size
         return {path: size} if size else {}
 
     def _of_group(self, group: int) -> list[Path]:
-        return list(self.directory.glob(f"{group:09d}-[0-9]*.spool"))
+        return [path for path in self._paths() if re.fullmatch(rf"{group:09d}-\d+", path.stem)]
+
+    def _paths(self) -> list[Path]:
+        return [self.directory / name for name in self._disk.list(self.directory) if name.endswith(".spool")]
 
     def _scan(self) -> tuple[list[Stored], dict[int, dict[Path, int]], list[Damage]]:
         found: dict[tuple[int, str], Stored] = {}
         files: dict[int, dict[Path, int]] = {}
         damage: list[Damage] = []
-        for path in sorted(self.directory.glob("*.spool")):
+        for path in self._paths():
             try:
                 group = int(path.stem.partition("-")[0])
-                view = map_file(path)
+                view = map_file(path, files=self._disk)
             except (ValueError, OSError) as error:
                 damage.append(Damage(path, 0, f"not a file of the spool: {error}"))
                 continue

@@ -7,8 +7,7 @@ all little-endian; each frame is padded to 8 bytes, so that arrays that are mapp
 
 from __future__ import annotations
 
-import mmap
-import os
+import contextlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,13 +18,13 @@ import numpy as np
 
 from r3async.records import Schema, Trajectory
 from r3async.transport.wire import Frame, decode_trajectory, decoded_bytes
+from r3async.world import Files
+from r3async.world.real import REAL
 
 MAGIC = b"r3spool1"
 HEAD = struct.Struct("<8sII")
 ALIGN = 8
 MAX_FRAMES = 2**20
-PIECES = 512
-"""Buffers of one write: the kernel takes at most 1024."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,54 +61,33 @@ def record_pieces(frames: Sequence[Frame]) -> list[bytes | memoryview]:
     return pieces
 
 
-def append(path: Path, frames: Sequence[Frame], *, fsync: bool) -> tuple[int, int]:
+def append(
+    path: Path, frames: Sequence[Frame], *, fsync: bool, at: int | None = None, files: Files = REAL.files
+) -> tuple[int, int]:
     """Write one record at the end of a file, which is made if it is not there. Returns the record's offset and length.
 
-    Raises `OSError`, and then the file is as long as before.
+    `at`: the length of the file's whole records, if known; what an earlier error left behind them is cut off first. Raises
+    `OSError`, and then the file is as long as before, if the disk allows it.
     """
-    pieces = record_pieces(frames)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        offset = os.fstat(descriptor).st_size
+    with files.open(path, create=True) as file:
+        offset = file.size() if at is None else at
+        if file.size() > offset:
+            file.truncate(offset)
         try:
-            length = _write_all(descriptor, pieces)
+            length = file.append(record_pieces(frames))
             if fsync:
-                os.fsync(descriptor)
+                file.sync()
         except OSError:
-            os.ftruncate(descriptor, offset)
+            with contextlib.suppress(OSError):
+                file.truncate(offset)
             raise
-    finally:
-        os.close(descriptor)
     return offset, length
 
 
-def _write_all(descriptor: int, pieces: list[bytes | memoryview]) -> int:
-    total = 0
-    for start in range(0, len(pieces), PIECES):
-        batch = pieces[start : start + PIECES]
-        wanted = sum(memoryview(piece).nbytes for piece in batch)
-        written = os.writev(descriptor, batch)
-        total += written
-        if written < wanted:  # The disk fills up, or a signal came: the rest as one piece.
-            rest = b"".join(batch)[written:]
-            while rest:
-                count = os.write(descriptor, rest)
-                total, rest = total + count, rest[count:]
-    return total
-
-
-def map_file(path: Path, offset: int = 0, length: int | None = None) -> memoryview:
+def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: Files = REAL.files) -> memoryview:
     """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        length = os.fstat(descriptor).st_size - offset if length is None else length
-        if length <= 0:
-            return memoryview(b"")
-        start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(descriptor, offset + length - start, access=mmap.ACCESS_READ, offset=start)
-    finally:
-        os.close(descriptor)
-    return memoryview(mapped)[offset - start :]
+    with files.open(path) as file:
+        return file.map(offset, length)
 
 
 def read_records(view: memoryview) -> Iterator[Record | Torn]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import ProcessDied, RunFailed, is_death, root_cause, within
+from actors.deaths import ProcessDied, RunFailed, root_cause, within
 from actors.delivery import choose_backend, no_delivery
 from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator
-from actors.process import begin, whereabouts
+from actors.process import begin
 from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.tasks import Tasks
 from actors.watch import Watch
@@ -34,6 +33,7 @@ from r3async.scheduling.admission import Admission, GroupLease
 from r3async.scheduling.failures import EpisodeEnd
 from r3async.scheduling.pace import Pacing
 from r3async.scheduling.updates import Updates
+from r3async.world import ActorLost, ActorRef, World
 
 LOADING_STOP_SECONDS = 5.0
 
@@ -41,9 +41,17 @@ LOADING_STOP_SECONDS = 5.0
 class Conductor:
     """Serves generators (`lease`) and the driver (`run`, `status`, `stop`). One event loop; no blocking work."""
 
-    def __init__(self, run_id: str, config: dict[str, Any], run_dir: str, state: bytes = b"", lineage: Lineage = FIRST):
+    def __init__(
+        self,
+        world: World,
+        run_id: str,
+        config: dict[str, Any],
+        run_dir: str,
+        state: bytes = b"",
+        lineage: Lineage = FIRST,
+    ):
         """`state`: of the checkpoint that the run resumes from (`encode_state`); empty if it begins. `lineage`: of this start."""
-        begin(Path(run_dir) / "logs" / "conductor.log")
+        self.world, self._lock = world, begin(world, Path(run_dir), "conductor")
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir, self.lineage = run_id, Path(run_dir), lineage
         self.events = open_events(self.run_dir, "conductor")
@@ -67,7 +75,7 @@ class Conductor:
         self.updates = Updates(self.config.supervise.max_skipped_steps, self.events.warning, self.events.info)
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
-        self._processes = {"conductor": (os.getpid(), whereabouts()["host"])}
+        self._processes = {"conductor": (world.processes.pid, world.processes.host)}
         self.fleet = Fleet(self.config, self.events, {})
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, lambda: self.fleet)
         self.learner: Any = None
@@ -161,15 +169,17 @@ class Conductor:
             self._stop_requested.set()
             self.events.warning("stop_requested")
             if self.learner is not None:
-                await self.learner.interrupt.remote()
+                await self.learner.call("interrupt")
 
-    async def run(self, learner: Any, generators: dict[str, Any]) -> dict[str, Any]:
+    async def run(self, learner: ActorRef, generators: dict[str, ActorRef]) -> dict[str, Any]:
         """The whole run. Returns what the event `run_finished` says; raises `RunFailed` with the reason.
 
         `updates`: that made the weights, of all steps and resumes; without any there is no `model`. `without_update`: what
         the steps of this process lacked that made none."""
         self.learner = learner
-        self.events.info("conductor_started", pid=os.getpid(), step=self._steps, lineage=self.lineage.number)
+        self.events.info(
+            "conductor_started", pid=self.world.processes.pid, step=self._steps, lineage=self.lineage.number
+        )
         self.lag.start()
         self.fleet = Fleet(self.config, self.events, generators, wake=self._published.set)
         background: list[asyncio.Task[None]] = []
@@ -194,17 +204,12 @@ class Conductor:
             model, updates = str(self.run_dir / "model"), 0
             if steps:
                 limit = self.config.learner.start_timeout
-                updates = await within(
-                    learner.save.remote(model), limit, "the model was not saved", "learner.start_timeout"
-                )
+                saved = learner.call("save", model, timeout=limit)
+                updates = await within(saved, limit, "the model was not saved", "learner.start_timeout")
                 self._phase = "writing a checkpoint"
                 limit = self.config.checkpoint.write_timeout + RPC_SECONDS
-                await within(
-                    learner.finish_checkpoint.remote(),
-                    limit,
-                    "the last checkpoint was not written",
-                    "checkpoint.write_timeout",
-                )
+                written = learner.call("finish_checkpoint", timeout=limit)
+                await within(written, limit, "the last checkpoint was not written", "checkpoint.write_timeout")
             self._phase = "evaluating"
             await self.evaluator.finish(steps, lambda: self._stopping)
             ended = {
@@ -219,7 +224,7 @@ class Conductor:
         except Exception as error:
             cause = root_cause(error, self.run_dir)
             self.events.error("run_failed", error=cause)
-            raise (ProcessDied if is_death(error) else RunFailed)(cause) from error
+            raise (ProcessDied if isinstance(error, ActorLost) else RunFailed)(cause) from error
         finally:
             self._stopping = True
             self._phase = "ending the actors"
@@ -257,7 +262,8 @@ class Conductor:
     async def _start(self) -> None:
         self._phase = "loading learner and engine"
         limit = self.config.learner.start_timeout
-        started = within(self.learner.start.remote(), limit, "the learner did not load", "learner.start_timeout")
+        loaded = self.learner.call("start", timeout=limit)
+        started = within(loaded, limit, "the learner did not load", "learner.start_timeout")
         learner = asyncio.ensure_future(started)
         loading = asyncio.ensure_future(self.fleet.load())
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
@@ -266,7 +272,7 @@ class Conductor:
         hosts = {i["host"] for i in infos} | {info["host"]}
         self.fleet.backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
         self._routing = infos[0]["routing"]
-        heard = await self.learner.listen.remote(self._routing)
+        heard = await self.learner.call("listen", self._routing)
         await self.fleet.connect(heard["endpoint"], heard["keys"])
         sizes = {i["tasks"] for i in infos}
         if len(sizes) > 1:
@@ -295,7 +301,7 @@ class Conductor:
         if state is not None:
             restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
         groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest + 1))
-        missing = await self.learner.missing.remote(list(groups))
+        missing = await self.learner.call("missing", list(groups))
         again = self.admission.adopt(newest, lambda g: missing.get(g, []))
         if state is not None:
             self.book.restore(state.pending_rows, state.generated_tokens)
@@ -311,8 +317,8 @@ class Conductor:
 
     async def _probe(self) -> None:
         self._phase = "delivering weights"
-        await self.learner.publish_through.remote(self.fleet.backend, await self.fleet.probe_tokens())
-        published = await self.learner.publish.remote()
+        await self.learner.call("publish_through", self.fleet.backend, await self.fleet.probe_tokens())
+        published = await self.learner.call("publish")
         await self.fleet.begin(published)
         self.admission.installed(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step
@@ -325,7 +331,7 @@ class Conductor:
         publishing: asyncio.Task[None] | None = None
         while (steps := self._steps) < self.config.steps and not self._stopping:
             last = steps + 1 == self.config.steps
-            result = await self._while_well(self.learner.train_step.remote(last=last), background)
+            result = await self._while_well(self.learner.call("train_step", last=last), background)
             if result is None:
                 break
             self._steps = steps = steps + 1
@@ -354,7 +360,7 @@ class Conductor:
         books = Books(self.admission.snapshot(), {}, self.book.pending, self._elapsed, self._generated_tokens)
         books = books.with_records(self.run_dir, CONDUCTOR_RECORDS)
         with self.timeline.span("checkpoint", step=self._steps):
-            seconds = await self.learner.checkpoint.remote(books)
+            seconds = await self.learner.call("checkpoint", books)
         self.events.info("checkpoint_begun", step=self._steps, training_waited_seconds=round(seconds, 4))
 
     async def _while_well(self, call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
@@ -376,7 +382,7 @@ class Conductor:
         The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What is read
         from here on is the newest version, which outlives the next one in any case.
         """
-        published = await self.learner.write.remote(self.fleet.reading)
+        published = await self.learner.call("write", self.fleet.reading)
         self.book.amend(version, {"weights/write_seconds": published.seconds})
         self.fleet.published = published
         self._published.set()
@@ -423,7 +429,7 @@ class Conductor:
         """Keep one generator playing. A death returns its leases; the restarted process installs current weights first."""
         await self.fleet.supervise(
             generator,
-            self._self(),
+            self.world.actors.current(),
             stopping=lambda: self._stopping,
             died=self._bury,
             revived=self._published.set,
@@ -431,6 +437,7 @@ class Conductor:
 
     def _watch(self) -> Watch:
         return Watch(
+            self.world,
             self.config,
             self.run_dir,
             self.events,
@@ -441,20 +448,15 @@ class Conductor:
             resting=lambda: self._stopping or self.evaluator.running,
         )
 
-    def _self(self) -> Any:
-        import ray
-
-        return ray.get_runtime_context().current_actor
-
     async def _bury(self, generator: Generator, error: BaseException) -> list[int]:
-        missing = await self.learner.missing.remote(self.admission.leases(generator.generator_id))
+        missing = await self.learner.call("missing", self.admission.leases(generator.generator_id))
         self._loads.pop(generator.generator_id, None)
         return self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))
 
     async def _stop_actors(self) -> None:
-        calls = [g.handle.stop.remote() for g in self.fleet]
+        calls = [g.handle.call("stop") for g in self.fleet]
         if self.learner is not None:
-            calls.append(self.learner.stop.remote())
+            calls.append(self.learner.call("stop"))
         ended = asyncio.gather(*calls, return_exceptions=True)
         try:
             await asyncio.wait_for(ended, self._stop_seconds)

@@ -1,9 +1,8 @@
-"""Weights on their way: what the learner hands to the conductor, and the transport that crosses hosts with Ray."""
+"""Weights on their way: what the learner hands to the conductor, and the transport that crosses hosts."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ from r3async.weights.transport import (
     WeightReceiver,
     WeightSender,
 )
+from r3async.world import ActorLost, Actors, World
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +42,23 @@ class Published(msgspec.Struct, frozen=True):
         return self.publication.manifest.version
 
 
-def sender(config: Config, backend: str) -> WeightSender:
+def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
     """The learner's end of `backend`."""
     if backend == "nccl":
         weights = config.weights
         return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
     if backend == "object_store":
-        return ObjectStoreSender(config.weights.bucket_bytes)
+        return ObjectStoreSender(config.weights.bucket_bytes, world.actors)
     return SharedMemorySender(directory(config), config.weights.bucket_bytes)
 
 
-def receiver(config: Config, backend: str, generator_id: str) -> WeightReceiver:
+def receiver(config: Config, backend: str, generator_id: str, world: World = REAL) -> WeightReceiver:
     """A generator's end of `backend`."""
     if backend == "nccl":
         return NcclReceiver(generator_id)
-    return ObjectStoreReceiver(directory(config)) if backend == "object_store" else SharedMemoryReceiver()
+    if backend == "object_store":
+        return ObjectStoreReceiver(directory(config), world.actors, world.clock.monotonic)
+    return SharedMemoryReceiver()
 
 
 def directory(config: Config) -> Path:
@@ -110,21 +113,19 @@ def _check_nccl(
 
 
 class ObjectStoreSender:
-    """Puts a version into Ray's object store, a bucket at a time.
+    """Shares a version with the cluster's processes, a bucket at a time.
 
-    Ray counts who holds a bucket: a version lives as long as the conductor has it, or an engine reads it.
+    Who holds a bucket is counted: a version lives as long as the conductor has it, or an engine reads it.
     """
 
-    def __init__(self, bucket_bytes: int):
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, bucket_bytes: int, actors: Actors = REAL.actors):
+        self._bucket_bytes, self._actors = bucket_bytes, actors
 
     def send(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
     ) -> Publication:
-        import ray
-
         encoded = EncodedWeights(version, tensors, dtype, self._bucket_bytes)
-        parts = [ray.put(bucket) for bucket in _buckets(encoded, self._bucket_bytes)]
+        parts = [self._actors.put(bucket) for bucket in _buckets(encoded, self._bucket_bytes)]
         return Publication(encoded.manifest(""), parts)
 
     def close(self) -> None:
@@ -137,23 +138,24 @@ class ObjectStoreReceiver:
     Each generator has a file of its own, that of the version which it fetched last.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(
+        self, directory: Path, actors: Actors = REAL.actors, clock: Callable[[], float] = REAL.clock.monotonic
+    ):
+        self._actors, self._clock = actors, clock
         self._folder = VersionFolder(directory, keep=1)
 
     def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
-        import ray
-
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
 
         def arriving() -> Iterator[memoryview]:
             for part in parts:
                 try:
-                    yield memoryview(ray.get(part, timeout=max(0.0, deadline - time.monotonic())))
-                except ray.exceptions.GetTimeoutError as error:
+                    yield memoryview(self._actors.get(part, timeout=max(0.0, deadline - self._clock())))
+                except TimeoutError as error:
                     raise TimeoutError(
                         f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
                     ) from error
-                except ray.exceptions.RayError as error:
+                except ActorLost as error:
                     raise WeightError(f"version {manifest.version} could not be fetched: {error}") from error
 
         path = self._folder.write(manifest.version, manifest.nbytes, arriving())

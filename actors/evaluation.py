@@ -85,7 +85,7 @@ class Evaluator:
         """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
         # The generator gives up first, and so is free of it.
         limit = self.settings.timeout + RPC_SECONDS
-        playing = asyncio.ensure_future(generator.handle.evaluate.remote())
+        playing = asyncio.ensure_future(generator.handle.call("evaluate"))
         listening = asyncio.create_task(self._until_silent(generator))
         try:
             await asyncio.wait([playing, listening], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +100,7 @@ class Evaluator:
         """Returns when it has not answered for `supervise.silence_seconds`. One that died shows that elsewhere."""
         while True:
             try:
-                await asyncio.wait_for(generator.handle.whereabouts.remote(), self.config.supervise.silence_seconds)
+                await generator.handle.call("whereabouts", timeout=self.config.supervise.silence_seconds)
             except TimeoutError:
                 return
             except Exception:

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import Gone, RunFailed, is_death
+from actors.deaths import ProcessDied, RunFailed
 from actors.delivery import Published, no_delivery
 from actors.probing import probe
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import Health, HealthState, RestartsExhausted
 from r3async.weights.probe import probe_text
+from r3async.world import ActorLost, ActorRef
 
 RPC_SECONDS = 30.0
 LOOK_SECONDS = 0.5
@@ -29,7 +30,7 @@ class Generator(msgspec.Struct):
     """What the conductor knows of one generator. Its state, version and restarts are its `health`'s."""
 
     generator_id: str
-    handle: Any
+    handle: ActorRef
     health: Health
     pid: int = 0
     host: str = ""
@@ -76,7 +77,7 @@ class Fleet:
         self,
         config: Config,
         events: Any,
-        handles: dict[str, Any],
+        handles: dict[str, ActorRef],
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], object] = lambda: None,
     ):
@@ -165,7 +166,7 @@ class Fleet:
     async def _load(self, generator: Generator) -> dict[str, Any]:
         limit = self.config.generator.start_timeout
         try:
-            info = await asyncio.wait_for(generator.handle.start.remote(), limit)
+            info = await generator.handle.call("start", timeout=limit)
         except TimeoutError as error:
             raise RunFailed(
                 f"{generator.generator_id} did not load its engine within {limit:g} s (generator.start_timeout)"
@@ -180,8 +181,7 @@ class Fleet:
         await asyncio.gather(*(self._connect(g) for g in self))
 
     async def _connect(self, generator: Generator) -> None:
-        connected = generator.handle.connect.remote(self._endpoint, self.backend, self._keys)
-        await asyncio.wait_for(connected, RPC_SECONDS)
+        await generator.handle.call("connect", self._endpoint, self.backend, self._keys, timeout=RPC_SECONDS)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Fleet:
         if self.config.weights.probe:
             first = next(iter(self))
             text = probe_text(self.config.episode.max_total_tokens)
-            self._probe_tokens = await asyncio.wait_for(first.handle.encode_probe.remote(text), RPC_SECONDS)
+            self._probe_tokens = await first.handle.call("encode_probe", text, timeout=RPC_SECONDS)
         return self._probe_tokens
 
     async def begin(self, published: Published) -> None:
@@ -201,13 +201,11 @@ class Fleet:
         for generator in self:
             try:
                 await self._install(generator)
-            except Exception as error:
-                if not is_death(error):
-                    raise
+            except ActorLost as error:
                 self._bury(generator)
                 self._tell(generator, error, [])
         if not any(g.live for g in self):
-            raise Gone("every generator died before it had weights; see logs/generator-*.log")
+            raise ProcessDied("every generator died before it had weights; see logs/generator-*.log")
 
     @property
     def behind(self) -> bool:
@@ -273,7 +271,7 @@ class Fleet:
         error = task.exception()
         if error is None:
             reports.append(task.result())
-        elif not is_death(error):
+        elif not isinstance(error, ActorLost):
             raise error
         elif generator.live:  # or its supervisor knew before, and may be restarting it
             generator.health.died()
@@ -312,26 +310,25 @@ class Fleet:
         finally:
             self._reading[version] -= 1
         if generator.state in (HealthState.DEAD, HealthState.STARTING):
-            raise Gone(f"{generator.generator_id} died when it had installed version {version}")
+            raise ActorLost(f"{generator.generator_id} died when it had installed version {version}")
         assert self.published is not None
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
 
     async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
-        """A generator's answer about its weights. Raises what `is_death` knows, or `RunFailed` with its name and the reason."""
+        """A generator's answer about its weights. Raises `ActorLost`, or `RunFailed` with its name and the reason."""
         limit = self.config.weights.install_timeout + RPC_SECONDS  # its own limit comes first, and says more
-        call = asyncio.ensure_future(getattr(generator.handle, method).remote(*args))
+        call = asyncio.ensure_future(generator.handle.call(method, *args))
         generator.asked += 1
         try:
             answer = await self._answer(generator, call, limit)
             generator.answered += 1
             self.heard(generator)
             return answer
+        except ActorLost:
+            raise
         except Exception as error:
-            if is_death(error):
-                raise
-            cause = getattr(error, "cause", None) or error
-            reason = str(cause) or repr(cause)
+            reason = str(error) or repr(error)
             if isinstance(error, TimeoutError) and not str(error):
                 reason = f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
             raise RunFailed(f"{generator.generator_id}: {reason}") from error
@@ -353,7 +350,7 @@ class Fleet:
     async def supervise(
         self,
         generator: Generator,
-        conductor: Any,
+        conductor: ActorRef,
         *,
         stopping: Callable[[], bool],
         died: Callable[[Generator, BaseException], Awaitable[list[int]]],
@@ -369,12 +366,10 @@ class Fleet:
                 if generator.state is HealthState.DEAD:
                     await self._revive(generator)
                     revived()
-                await generator.handle.run.remote(conductor)
+                await generator.handle.call("run", conductor)
                 generator.finished = True
                 return
-            except Exception as error:
-                if not is_death(error):
-                    raise
+            except ActorLost as error:
                 if stopping():
                     return
                 self._bury(generator)  # before anything is awaited: it is given no lease any more
@@ -434,11 +429,11 @@ class Fleet:
         """Calls to an actor that Ray is restarting fail at once; wait until one is answered."""
         while True:
             try:
-                await asyncio.wait_for(generator.handle.whereabouts.remote(), RPC_SECONDS)
+                await generator.handle.call("whereabouts", timeout=RPC_SECONDS)
                 return
             except Exception as error:
                 if time.monotonic() > deadline:
-                    if is_death(error):
+                    if isinstance(error, ActorLost):
                         raise
                     raise RunFailed(
                         f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import receiver
-from actors.process import NotLoaded, begin, show_figures, whereabouts
+from actors.process import NotLoaded, begin, whereabouts
 from r3async.appending import KEEPER
 from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
 from r3async.config import EnvConfig, config_from_dict, to_dict
@@ -46,7 +45,7 @@ from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import WeightError
 from r3async.weights.transport import Publication, WeightReceiver
-from r3async.world.real import REAL
+from r3async.world import ActorRef, World
 
 IDLE_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
@@ -85,10 +84,17 @@ class GeneratorActor:
     """
 
     def __init__(
-        self, generator_id: str, run_id: str, config: dict[str, Any], model_path: str, run_dir: str, lineage: int = 1
+        self,
+        world: World,
+        generator_id: str,
+        run_id: str,
+        config: dict[str, Any],
+        model_path: str,
+        run_dir: str,
+        lineage: int = 1,
     ):
         """`lineage`: of this start of the run, in which the versions of weights are counted."""
-        begin(Path(run_dir) / "logs" / f"{generator_id}.log")
+        self.world, self._lock = world, begin(world, Path(run_dir), generator_id)
         self.generator_id, self.run_id, self.lineage = generator_id, run_id, lineage
         self.config = config_from_dict(config)
         self.model_path, self.run_dir = model_path, Path(run_dir)
@@ -112,17 +118,19 @@ class GeneratorActor:
     def _loaded(self) -> Engine:
         """Ray starts a process anew without a word to its callers: what was asked of the one that died must not be answered."""
         if self.engine is None:
-            raise NotLoaded(f"{self.generator_id} died, and process {os.getpid()} in its place has no engine yet")
+            raise NotLoaded(
+                f"{self.generator_id} died, and process {self.world.processes.pid} in its place has no engine yet"
+            )
         return self.engine
 
     def whereabouts(self) -> dict[str, Any]:
-        return whereabouts()
+        return whereabouts(self.world)
 
     async def start(self) -> dict[str, Any]:
         """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
         self.lag.start()
         self.engine = engine = build_engine(self.config, self.model_path, self._engine_seed())
-        show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
+        self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
         self.renderer = await asyncio.to_thread(
             ChatRenderer.from_model, self.model_path, self.config.episode.template_args
         )
@@ -181,7 +189,7 @@ class GeneratorActor:
         assert self.sender is not None
         trajectory = self._named(trajectory)
         try:
-            await off_loop(REAL.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+            await off_loop(self.world.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
         except InvalidTrajectory as error:  # the learner would say the same
             self._rejected(trajectory, f"{self.generator_id} made it wrong: {error}")
         else:
@@ -252,7 +260,7 @@ class GeneratorActor:
         self._loaded()
         return self.renderer.tokenizer.encode(text, add_special_tokens=False)
 
-    async def run(self, conductor: Any) -> None:
+    async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor says there is nothing more to play.
 
         All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
@@ -271,7 +279,7 @@ class GeneratorActor:
         ) as play:
             await self._play_leases(conductor, engine, play)
 
-    async def _play_leases(self, conductor: Any, engine: Engine, play: Play | None) -> None:
+    async def _play_leases(self, conductor: ActorRef, engine: Engine, play: Play | None) -> None:
         assert self.sender is not None
         player = GroupPlayer(
             factory=self._factory(self.config.env),
@@ -332,10 +340,10 @@ class GeneratorActor:
         if self._ended:
             await self._lease(conductor, 0, {**stats, **load})
 
-    async def _lease(self, conductor: Any, room: int, load: dict[str, float]) -> dict[str, Any]:
+    async def _lease(self, conductor: ActorRef, room: int, load: dict[str, float]) -> dict[str, Any]:
         """See `Conductor.lease`."""
         ended, self._ended[:] = msgspec.msgpack.encode(self._ended), []
-        return await conductor.lease.remote(self.generator_id, room, load, ended)
+        return await conductor.call("lease", self.generator_id, room, load, ended)
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/GENERATOR.txt`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import Published
-from actors.process import ask_for_stacks, begin, whereabouts
+from actors.process import begin, whereabouts
 from actors.ranks import LocalLearner, RankedLearner
 from actors.saving import LEARNER_RECORDS, Books, Progress, Saver, Trained
 from actors.training import StepOf
@@ -47,6 +46,7 @@ from r3async.scheduling.failures import By, EpisodeEnd, TaskFailures
 from r3async.transport.keys import learner_keys
 from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse
+from r3async.world import World
 
 CLOSE_SECONDS = 5.0
 
@@ -60,6 +60,7 @@ class LearnerActor:
 
     def __init__(
         self,
+        world: World,
         run_id: str,
         config: dict[str, Any],
         model_path: str,
@@ -68,7 +69,7 @@ class LearnerActor:
         checkpoint: str = "",
         lineage: Lineage = FIRST,
     ):
-        begin(Path(run_dir) / "logs" / "learner.log")
+        self.world, self._lock = world, begin(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir, self.lineage = run_id, model_path, Path(run_dir), lineage
         self.events = open_events(self.run_dir, "learner")
@@ -124,12 +125,12 @@ class LearnerActor:
         gpus = await self._in_torch(self.backend.gpus)
         self.events.info(
             "learner_started",
-            pid=os.getpid(),
+            pid=self.world.processes.pid,
             backend=self.config.learner.backend,
             step=self.steps,
             lineage=self.lineage.number,
         )
-        return {**whereabouts(), "gpus": gpus}
+        return {**whereabouts(self.world), "gpus": gpus}
 
     async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
         """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
@@ -273,7 +274,7 @@ class LearnerActor:
         `storing`: see `Spool.waits`."""
         schedule = self.config.schedule
         return {
-            **whereabouts(),
+            **whereabouts(self.world),
             "doing": self._doing,
             "steps": self.steps,
             "received": self.receiver.received,
@@ -286,7 +287,7 @@ class LearnerActor:
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/learner.txt`; its ranks write what they do to their logs."""
         for pid in self.backend.pids if self.backend else ():
-            ask_for_stacks(pid)
+            self.world.processes.ask_for_stacks(pid, self.world.processes.host)
         return str(dump_stacks(self.run_dir / "stacks" / "learner.txt", reason))
 
     def missing(self, group_indices: list[int]) -> dict[int, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.delivery import sender
-from actors.process import begin, environment
+from actors.process import begin
 from r3async.batching.packing import MicroBatch
 from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.transport import Publication, WeightSender
+from r3async.world import World
+from r3async.world.processes import environment
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerState
@@ -147,8 +149,8 @@ class LocalLearner:
 class RankActor:
     """One rank of several, in a process of its own."""
 
-    def __init__(self, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
-        begin(Path(run_dir) / "logs" / f"learner-rank-{rank}.log")
+    def __init__(self, world: World, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
+        self.world, self._lock = world, begin(world, Path(run_dir), f"learner-rank-{rank}")
         self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
         self._learner: LocalLearner | None = None
         self._store: Any = None
@@ -158,7 +160,7 @@ class RankActor:
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return os.getpid(), self._store.port
+        return self.world.processes.pid, self._store.port
 
     def load(self, port: int) -> tuple[int, int]:
         """Meet the other ranks and load the model; returns the vocabulary's size, and this process's id."""
@@ -176,7 +178,7 @@ class RankActor:
             timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
         )
         self._learner = LocalLearner(self._config, self._model_path)
-        return self._learner.vocab_size, os.getpid()
+        return self._learner.vocab_size, self.world.processes.pid
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A method of this rank's learner."""
@@ -215,7 +217,7 @@ class RankedLearner:
         )
         plain = to_dict(config)
         self._ranks = [
-            kind.remote(rank, plain, str(model_path), str(run_dir)) for rank in range(learner.parallel.world)
+            kind.remote(REAL, rank, plain, str(model_path), str(run_dir)) for rank in range(learner.parallel.world)
         ]
         (_, port), *_ = self._wait([self._ranks[0].whereabouts.remote()], learner.start_timeout)
         loaded = self._wait([r.load.remote(port) for r in self._ranks], learner.start_timeout)

@@ -16,12 +16,11 @@ from typing import Any
 
 from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import RPC_SECONDS, Fleet, Generator
-from actors.process import ask_for_stacks, end, here
 from r3async.config import Config
-from r3async.observe.stacks import dump_stacks
 from r3async.scheduling.admission import Admission
 from r3async.scheduling.health import HealthState
 from r3async.scheduling.watchdog import Stall, Watchdog
+from r3async.world import ActorRef, World
 
 LOOK_SECONDS = 2.0
 """Between two looks, at most."""
@@ -45,18 +44,19 @@ class Watch:
 
     def __init__(
         self,
+        world: World,
         config: Config,
         run_dir: Path,
         events: Any,
         *,
         fleet: Fleet,
         admission: Admission,
-        learner: Any,
+        learner: ActorRef,
         loads: Mapping[str, Mapping[str, float]],
         resting: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.config, self.run_dir, self.events = config, run_dir, events
+        self.world, self.config, self.run_dir, self.events = world, config, run_dir, events
         self._fleet, self._admission, self._learner, self._loads = fleet, admission, learner, loads
         self._resting, self._clock = resting, clock
         self._status: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Watch:
     async def _ask_learner(self) -> None:
         """Its status, if it answers soon; one question at a time."""
         if self._asked is None:
-            self._asked = asyncio.ensure_future(self._learner.status.remote())
+            self._asked = asyncio.ensure_future(self._learner.call("status"))
         await asyncio.wait([self._asked], timeout=self._period)
         if self._asked.done():
             answer, self._asked = self._asked, None
@@ -110,7 +110,7 @@ class Watch:
         """Its leases return, less what the learner has. It may play on: whose episode arrives first counts."""
         name = generator.generator_id
         with contextlib.suppress(Exception):  # of a learner that is lost the conductor hears elsewhere
-            missing = await self._learner.missing.remote(self._admission.leases(name))
+            missing = await self._learner.call("missing", self._admission.leases(name))
             if generator.state is HealthState.SUSPECT:
                 again = self._admission.lose(name, lambda group: missing.get(group, []))
                 silent = round(generator.health.silent_for, 1)
@@ -209,41 +209,36 @@ class Watch:
     async def _dump(self, reason: str) -> list[str]:
         """Every process writes its stacks. Returns who did not answer: those of this host write to their logs instead."""
         with contextlib.suppress(OSError):
-            dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
+            self.world.processes.dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
         status = self._status
         asked = {"learner": (self._learner, status.get("pid", 0), status.get("host", ""))}
         asked |= {g.generator_id: (g.handle, g.pid, g.host) for g in self._fleet if g.state is not HealthState.DEAD}
         answers = await asyncio.gather(
-            *(asyncio.wait_for(actor.dump_stacks.remote(reason), DUMP_SECONDS) for actor, _, _ in asked.values()),
+            *(actor.call("dump_stacks", reason, timeout=DUMP_SECONDS) for actor, _, _ in asked.values()),
             return_exceptions=True,
         )
         silent = [name for name, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)]
         for name in silent:
             _, pid, host = asked[name]
-            if pid and here(host):
-                ask_for_stacks(pid)
+            if pid:
+                self.world.processes.ask_for_stacks(pid, host)
         return silent
 
     async def _lose_learner(self, stall: Stall) -> None:
         """End the learner's process: the run restarts from its newest checkpoint, as for any loss of it."""
-        import ray
-
-        ray.kill(self._learner)
-        if here(self._status.get("host", "")):
-            end(self._status["pid"])
+        self.world.actors.kill(self._learner)
+        if pid := self._status.get("pid"):
+            self.world.processes.kill(pid, self._status["host"])
         raise ProcessDied(f"{describe(stall)}; its process was ended")
 
     async def _restart(self, generator: Generator) -> None:
         """End its process; its supervisor does the rest, as for any death."""
-        import ray
-
         pid = generator.pid
-        ray.kill(generator.handle, no_restart=False)
+        self.world.actors.kill(generator.handle, restart=True)
         deadline = self._clock() + KILL_SECONDS
         while generator.live and generator.pid == pid:
             if self._clock() > deadline:
-                if here(generator.host):
-                    end(pid)  # a process that was stopped does not hear Ray
+                self.world.processes.kill(pid, generator.host)  # one that was stopped hears nothing
                 return
             await asyncio.sleep(0.1)
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import sys
-import types
 
 import msgspec
 import numpy as np
@@ -23,7 +22,9 @@ from r3async.scheduling.seeds import evaluation_seed, training_seed
 from r3async.serving.agents import check_environment
 from r3async.serving.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
 from r3async.serving.tasks import evaluation_tasks
+from r3async.world.real import REAL
 from tests.helpers_serving import ready, renderer, said
+from tests.helpers_world import StandIn
 from tools.eval import Target, check_target, describe, find_target, run_evaluation
 
 EPISODE = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, retries=0)
@@ -295,13 +296,6 @@ def test_evaluation_poses_each_of_a_number_of_tasks_once_before_any_again(size, 
 # -- inside a run -------------------------------------------------------------------------------------------------
 
 
-class Remote:
-    """An actor's method, as its caller sees it."""
-
-    def __init__(self, function):
-        self.remote = function
-
-
 class Events:
     def __init__(self):
         self.said = []
@@ -313,7 +307,7 @@ class Events:
 def evaluator(tmp_path, answer, dead=False, **settings):
     config = config_from_dict({"evaluation": {"every": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
     events = Events()
-    fleet = Fleet(config, events, {"g": types.SimpleNamespace(evaluate=Remote(answer))})
+    fleet = Fleet(config, events, {"g": StandIn(evaluate=answer)})
     fleet["g"].health.loaded()
     fleet["g"].health.installed(0, 0)
     if dead:
@@ -361,7 +355,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
         async def whereabouts():
             await asyncio.sleep(60 if frozen else 0)
 
-        return types.SimpleNamespace(evaluate=Remote(evaluate), whereabouts=Remote(whereabouts))
+        return StandIn(evaluate=evaluate, whereabouts=whereabouts)
 
     it, events = evaluator(tmp_path, None)
     it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
@@ -452,11 +446,11 @@ class Learner:
 
 async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
     """What a generator delivers of `groups` leases at S = 0, with evaluations beside each or without."""
-    monkeypatch.setattr(actors.generator, "begin", lambda log: None)
+    monkeypatch.setattr(actors.generator, "begin", lambda *args: None)
     settings = {"every": 1 if evaluations else 0, "episodes": 6, "seed": 0}
     config = load_config("quickstart", ["schedule.samples_per_group=2", "schedule.max_staleness=0"])
     config = msgspec.structs.replace(config, evaluation=config_from_dict({"evaluation": settings}).evaluation)
-    actor = actors.generator.GeneratorActor("g", "run", to_dict(config), "nowhere", str(tmp_path))
+    actor = actors.generator.GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path))
     chat = renderer()
 
     def answer(request, index):  # of the request alone, as greedy sampling would be
@@ -475,7 +469,7 @@ async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
         return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
 
     lease.given = set()
-    await asyncio.wait_for(actor.run(types.SimpleNamespace(lease=Remote(lease))), 30)
+    await asyncio.wait_for(actor.run(StandIn(lease=lease)), 30)
     evaluated = await asyncio.gather(*results)
     await actor.stop()
     return actor.sender.got, evaluated, actor.engine
@@ -502,9 +496,9 @@ async def test_training_data_is_the_same_with_and_without_evaluation_and_no_eval
 
 
 async def test_a_generator_that_stops_gives_its_evaluations_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.generator, "begin", lambda log: None)
+    monkeypatch.setattr(actors.generator, "begin", lambda *args: None)
     config = load_config("quickstart", [])
-    actor = actors.generator.GeneratorActor("g", "run", to_dict(config), "nowhere", str(tmp_path))
+    actor = actors.generator.GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path))
     never = asyncio.Event()
     actor.engine, actor.renderer = await ready([[1]], pace=never.wait), renderer()
     evaluating = asyncio.create_task(actor.evaluate())

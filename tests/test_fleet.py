@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
 
 from actors.conductor import Conductor
-from actors.deaths import RunFailed, is_death
+from actors.deaths import ProcessDied, RunFailed
 from actors.delivery import Published, choose_backend
 from actors.fleet import Fleet
 from actors.process import NotLoaded
@@ -20,6 +18,9 @@ from r3async.engines.base import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.transport import Publication
+from r3async.world import ActorLost
+from r3async.world.real import REAL
+from tests.helpers_world import StandIn
 
 TOKENS = list(range(40))
 SETTINGS = [
@@ -64,7 +65,7 @@ def published(version: int) -> Published:
     return Published(Publication(WeightManifest(version, "", {}, 0)), np.stack([scores(version)] * 2))
 
 
-class Generator:
+class Generator(StandIn):
     """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead."""
 
     def __init__(self) -> None:
@@ -74,10 +75,7 @@ class Generator:
         self.may_install.set()
         self.wrong: dict = {}
 
-    def __getattr__(self, name: str):
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name, args)))
-
-    async def _answer(self, name: str, args: tuple):
+    async def answer(self, name: str, *args):
         if name == "install":
             version = args[0].manifest.version
             self.calls.append((name, version))
@@ -110,13 +108,7 @@ async def handles():
     return {"generator-0": Generator(), "generator-1": Generator()}
 
 
-class Replaced(Exception):
-    """As Ray hands over what an actor raised."""
-
-    cause = NotLoaded("generator-1 died")
-
-
-@pytest.mark.parametrize("death", [RayActorError(), Replaced()])
+@pytest.mark.parametrize("death", [ActorLost("it died"), NotLoaded("generator-1 died")])
 async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, death):
     fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
     await fleet.load()
@@ -131,10 +123,9 @@ async def test_if_all_die_before_they_have_weights_it_is_a_death():
     handles = {"generator-0": Generator()}
     fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
     await fleet.load()
-    handles["generator-0"].wrong["install"] = Replaced()
-    with pytest.raises(Exception, match="every generator died") as caught:
+    handles["generator-0"].wrong["install"] = NotLoaded("it died")
+    with pytest.raises(ProcessDied, match="every generator died"):
         await fleet.begin(published(0))
-    assert is_death(caught.value)
 
 
 async def test_a_failure_without_words_is_not_taken_for_silence(fleet, handles):
@@ -204,10 +195,10 @@ async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others
 
 
 async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(fleet, handles):
-    handles["generator-0"].wrong["install"] = RayActorError()
+    handles["generator-0"].wrong["install"] = ActorLost("it died")
     assert await deliver(fleet, 1) is not None
     assert fleet["generator-0"].state == "dead"
-    handles["generator-1"].wrong["score"] = RayActorError()
+    handles["generator-1"].wrong["score"] = ActorLost("it died")
     assert await deliver(fleet, 3) is None
 
 
@@ -431,8 +422,8 @@ async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_suc
 
 
 async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.conductor.begin", lambda path: None)
-    conductor = Conductor("run", to_dict(fleet.config), str(tmp_path))
+    monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
+    conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path))
     conductor.fleet, generator = fleet, fleet["generator-0"]
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
 

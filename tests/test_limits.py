@@ -6,7 +6,6 @@ import asyncio
 import io
 import os
 import signal
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -16,6 +15,8 @@ from actors.conductor import Conductor
 from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import Fleet
 from r3async.config import load_config, to_dict
+from r3async.world.real import REAL
+from tests.helpers_world import StandIn
 from tests.test_fleet import Events, Generator
 from tools.train import train
 
@@ -34,7 +35,7 @@ class Stub:
 
     made: ClassVar[list[Stub]]
 
-    def __init__(self, config, model_path, run_dir, resume):
+    def __init__(self, world, config, model_path, run_dir, resume):
         self.config, self.run_dir, self.ended = config, run_dir, False
         type(self).made.append(self)
 
@@ -89,25 +90,22 @@ def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untraine
     assert [pipeline.ended for pipeline in NeverEnds.made] == [True]
 
 
-class Silent:
+class Silent(StandIn):
     """An actor that never answers `silent`."""
 
     def __init__(self, *silent):
         self.silent = silent
 
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name)))
-
-    async def _answer(self, name):
+    async def answer(self, name, *args):
         if name in self.silent:
             await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("slow", ["learner", "generator"])
 async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
-    monkeypatch.setattr("actors.conductor.begin", lambda path: None)
+    monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
     config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
-    conductor = Conductor("run", to_dict(config), str(tmp_path))
+    conductor = Conductor(REAL, "run", to_dict(config), str(tmp_path))
     learner = Silent("start") if slow == "learner" else Silent()
     generator = Silent("start") if slow == "generator" else Generator()
     with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):

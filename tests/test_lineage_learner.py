@@ -22,6 +22,7 @@ from r3async.observe.events import read_events
 from r3async.records import Sample, TokenTable, Trajectory, trajectory_name
 from r3async.transport import wire
 from r3async.transport.keys import ClientKeys
+from r3async.world.real import REAL
 from tests.helpers_transport import LIMIT, sending
 from tests.test_buffer import make_trajectory
 
@@ -52,7 +53,7 @@ async def learning(
             "episode": {"max_total_tokens": 8192, "max_prompt_tokens": 4096},
         }
     )
-    actor = LearnerActor("run", to_dict(config), "", str(run_dir), lineage=lineage)
+    actor = LearnerActor(REAL, "run", to_dict(config), "", str(run_dir), lineage=lineage)
     actor.version, actor._vocab_size = version, 1000
     actor.buffer = GroupBuffer(2, 1, head=consumed)
     heard = await asyncio.wait_for(actor.listen(EXPERTS), LIMIT)
@@ -64,7 +65,7 @@ async def learning(
 
 @pytest.fixture(autouse=True)
 def no_log(monkeypatch):
-    monkeypatch.setattr(actors.learner, "begin", lambda path: None)
+    monkeypatch.setattr(actors.learner, "begin", lambda *args: None)
 
 
 def waiting(actor: LearnerActor) -> list[tuple[int, int, int]]:

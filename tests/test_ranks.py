@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.process import ask_for_stacks
 from actors.ranks import RANK_THREADS, LocalLearner, RankActor, RankedLearner
 from r3async.config import to_dict
 from r3async.learners.base import LearnerError
 from r3async.weights.publish import verify
+from r3async.world.real import REAL
 from tests import helpers_models as hm
 from tests.helpers_parity import LENGTHS, batch, config, of_rank
 
@@ -100,7 +100,7 @@ class ThreadsOfCalls(RankActor):
 
 @pytest.mark.ray
 def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, tmp_path):
-    actor = ray.remote(**RANK_THREADS)(ThreadsOfCalls).remote(0, to_dict(config()), "", str(tmp_path))
+    actor = ray.remote(**RANK_THREADS)(ThreadsOfCalls).remote(REAL, 0, to_dict(config()), "", str(tmp_path))
     try:
         calls, writes = [], []
         for _ in range(5):
@@ -116,7 +116,7 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, t
 @pytest.mark.ray
 def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_path):
     ranked = RankedLearner(config(dp=2), model_path, tmp_path)
-    assert ask_for_stacks(ranked.pids[0])  # as at a stall
+    assert REAL.processes.ask_for_stacks(ranked.pids[0], REAL.processes.host)  # as at a stall
     deadline = time.monotonic() + 30
     while "most recent call first" not in (tmp_path / "logs" / "learner-rank-0.log").read_text():
         assert time.monotonic() < deadline

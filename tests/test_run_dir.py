@@ -350,7 +350,8 @@ def test_every_actor_holds_the_lock_of_the_run_it_writes_to(tmp_path):
 import sys
 from pathlib import Path
 from actors.process import begin
-begin(Path(sys.argv[1]) / "logs" / "learner-rank-0.log")
+from r3async.world.real import REAL
+lock = begin(REAL, Path(sys.argv[1]), "learner-rank-0")
 sys.stdin.read()
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -364,7 +365,7 @@ sys.stdin.read()
         process.communicate(timeout=60)
         assert lock.alone(10)
     for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
-        assert "begin(Path(run_dir)" in inspect.getsource(actor.__init__)
+        assert "begin(world, Path(run_dir)" in inspect.getsource(actor.__init__)
 
 
 async def spool_put(directory):

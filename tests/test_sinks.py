@@ -192,10 +192,11 @@ def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_
 ACTOR = """
 import sys, time
 from pathlib import Path
-from actors.process import begin, show_figures
-begin(Path(sys.argv[1]) / "logs" / "generator-0.log")
+from actors.process import begin
+from r3async.world.real import REAL
+lock = begin(REAL, Path(sys.argv[1]), "generator-0")
 figures = [{"engine/running": 3, "odd": "text"}]
-show_figures(lambda: figures[0] if figures else 1 / 0)
+REAL.processes.show_figures(lambda: figures[0] if figures else 1 / 0)
 print("begun", flush=True)
 sys.stdin.readline()
 figures.clear()

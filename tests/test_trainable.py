@@ -21,6 +21,7 @@ from r3async.learners.prepare import prepare
 from r3async.learners.sound import sound
 from r3async.records import Sample, Trajectory, Turn
 from r3async.transport.wire import encode_trajectory
+from r3async.world.real import REAL
 from tests.test_buffer import ROUTING, make_trajectory
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -168,9 +169,9 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
 
 
 async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.generator, "begin", lambda path: None)
+    monkeypatch.setattr(actors.generator, "begin", lambda *args: None)
     config = to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
-    actor = GeneratorActor("g0", "run", config, "nowhere", str(tmp_path), 3)
+    actor = GeneratorActor(REAL, "g0", "run", config, "nowhere", str(tmp_path), 3)
     sent: list[Trajectory] = []
 
     async def send(trajectory: Trajectory) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.deaths import ProcessDied, RunFailed, is_death
+from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import Fleet
-from actors.process import ask_for_stacks, end
 from actors.watch import Watch
 from r3async.config import load_config
 from r3async.scheduling.admission import Admission
 from r3async.scheduling.watchdog import Stall
+from r3async.world.real import REAL, RealWorld
+from tests.helpers_world import StandIn
 
 STALL = 100.0
 LIMITS = {"training": 1000.0, "publishing": 230.0, "installing": 165.0}
@@ -32,12 +32,12 @@ class Clock:
         return self.now
 
 
-class Actor:
+class Actor(StandIn):
     """Answers `dump_stacks`, and `status` with what it is told; nothing at all while it is `deaf`."""
 
     def __init__(self):
         self.deaf, self.reasons = False, []
-        self.answer = {
+        self.says = {
             "doing": "between steps",
             "steps": 0,
             "writing": False,
@@ -46,14 +46,27 @@ class Actor:
             "host": "far",
         }
 
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name, args)))
-
-    async def _answer(self, name, args):
+    async def answer(self, name, *args):
         if self.deaf:
             await asyncio.sleep(60)
         self.reasons += args
-        return self.answer
+        return self.says
+
+
+class World(RealWorld):
+    """Whose processes and actors are not there: it remembers whom they were asked to end, and to write stacks."""
+
+    def __init__(self):
+        self.asked, self.killed = [], []
+        self.processes = SimpleNamespace(
+            dump_stacks=REAL.processes.dump_stacks,
+            ask_for_stacks=lambda *where: self.asked.append(where),
+            kill=lambda *where: self.killed.append(where),
+        )
+        self.actors = SimpleNamespace(kill=self.kill)
+
+    def kill(self, actor, *, restart=False):
+        self.killed.append((actor, restart))
 
 
 class Run:
@@ -76,7 +89,9 @@ class Run:
         self.admission = Admission(max_staleness=0, groups_per_step=1, samples_per_group=4, task_seed=lambda group: 0)
         self.loads = {name: self.load() for name in named}
         self.resting = False
+        self.world = World()
         self.watch = Watch(
+            self.world,
             self.config,
             tmp_path,
             logger,
@@ -87,7 +102,7 @@ class Run:
             resting=lambda: self.resting,
             clock=self.clock,
         )
-        self.watch._status = self.learner.answer
+        self.watch._status = self.learner.says
         self.first = self.fleet["generator-0"]
 
     @staticmethod
@@ -155,7 +170,7 @@ def test_a_generator_that_is_restarted_has_not_stalled(run, state):
     ]:
         getattr(run.first.health, step)()
     run.loads.pop("generator-0")  # as the conductor does
-    run.learner.answer["doing"] = "waiting"
+    run.learner.says["doing"] = "waiting"
     assert run.after(10 * STALL) == []
 
 
@@ -167,9 +182,9 @@ def test_trajectories_that_nobody_acknowledges_are_a_stall_of_sending(run):
 @pytest.mark.parametrize("stage", ["training", "publishing", "installing"])
 def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
     if stage == "training":
-        run.learner.answer["doing"] = "training"
+        run.learner.says["doing"] = "training"
     elif stage == "publishing":
-        run.learner.answer["writing"] = True
+        run.learner.says["writing"] = True
     else:
         run.first.asked = 1
     name = "installing/generator-0" if stage == "installing" else stage
@@ -178,7 +193,7 @@ def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
 
 
 def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
-    run.learner.answer["doing"] = "waiting"
+    run.learner.says["doing"] = "waiting"
     run.resting = True
     assert run.after(3 * STALL) == []  # an evaluation
     run.resting = False
@@ -191,7 +206,7 @@ def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
 async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
     assert run.admission.lease("generator-0", version=0, room=4)
-    run.learner.answer = {0: [1, 3]}
+    run.learner.says = {0: [1, 3]}
 
     async def look_after(seconds):
         run.clock.now += seconds
@@ -218,7 +233,7 @@ async def test_one_that_is_heard_while_the_learner_is_asked_keeps_its_groups(tmp
     assert run.admission.lease("generator-0", version=0, room=4)
     run.clock.now += 25
     run.fleet.tick()
-    run.learner.answer = {0: [1, 3]}
+    run.learner.says = {0: [1, 3]}
     run.watch._release_overdue()
     run.fleet.heard(run.first)
     await asyncio.sleep(0.01)
@@ -253,16 +268,10 @@ async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
     assert all(actor.reasons == ["training did nothing for 123 s"] for actor in (run.learner, *run.handles))
 
 
-async def test_a_stalled_generator_is_restarted_by_its_death(run, monkeypatch):
-    killed = []
-
-    def kill(handle, *, no_restart):
-        killed.append((handle, no_restart))
-        run.first.health.died()
-
-    monkeypatch.setattr("ray.kill", kill)
+async def test_a_stalled_generator_is_restarted_by_its_death(run):
+    run.world.actors.kill = lambda *args, **kwargs: (run.world.kill(*args, **kwargs), run.first.health.died())
     await run.watch._act(stall("playing/generator-0"))
-    assert killed == [(run.handles[0], False)]
+    assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
 
 
@@ -280,16 +289,10 @@ async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once
     assert [facts["stage"] for event, facts in run.events if event == "stalled"] == [stages[0], stages[2]]
 
 
-async def test_one_that_ray_can_not_end_is_killed_by_its_host_alone(run, monkeypatch):
-    ended = []
-    monkeypatch.setattr("ray.kill", lambda handle, no_restart: None)
+async def test_one_that_does_not_hear_is_killed_as_a_process(run, monkeypatch):
     monkeypatch.setattr("actors.watch.KILL_SECONDS", -1)
-    monkeypatch.setattr("actors.watch.end", ended.append)
     await run.watch._act(stall("playing/generator-0"))
-    assert ended == []
-    run.first.host = socket.gethostname()
-    await run.watch._act(stall("playing/generator-0"))
-    assert ended == [21]
+    assert run.world.killed == [(run.handles[0], True), (21, "far")]
 
 
 @pytest.mark.parametrize(
@@ -309,19 +312,10 @@ async def test_what_can_not_be_restarted_ends_the_run_and_is_named(tmp_path, act
     assert run.events[0][1]["action"] == "abort"
 
 
-async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(
-    run, monkeypatch
-):
-    killed = []
-    monkeypatch.setattr("ray.kill", killed.append)
-    monkeypatch.setattr("actors.watch.end", killed.append)
-    run.learner.answer["host"] = socket.gethostname()
-    with pytest.raises(
-        ProcessDied, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"
-    ) as caught:
+async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(run):
+    with pytest.raises(ProcessDied, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"):
         await run.watch._act(stall("answering/learner"))
-    assert is_death(caught.value)
-    assert killed == [run.learner, 11]
+    assert run.world.killed == [(run.learner, False), (11, "far")]
     assert run.events[0][1]["action"] == "restart"
 
 
@@ -329,7 +323,7 @@ async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from
 async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run, full):
     """It was `sending` that stalled, and generators were killed for it one after the other."""
     run.loads["generator-0"] = run.loads["generator-1"] = run.load(unacknowledged=3)
-    run.learner.answer |= {"doing": "waiting", "storing": {"why": "No space left", "seconds": 1.0, "full": full}}
+    run.learner.says |= {"doing": "waiting", "storing": {"why": "No space left", "seconds": 1.0, "full": full}}
     run.resting = full  # then a checkpoint is on its way
     assert run.after(STALL - 10) == []
     assert run.after(20) == ([] if full else ["storing"])
@@ -338,28 +332,27 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
         assert [(event, facts["stage"], facts["action"]) for event, facts in run.events] == [
             ("stalled", "storing", "warn")
         ]
-    run.learner.answer |= {"storing": None, "doing": "training"}
+    run.learner.says |= {"storing": None, "doing": "training"}
     assert run.after(STALL + 10) == ["sending/generator-0", "sending/generator-1"]
 
 
-async def test_who_does_not_answer_is_asked_by_signal_if_it_is_on_this_host(run, monkeypatch):
-    asked = []
+async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
     monkeypatch.setattr("actors.watch.DUMP_SECONDS", 0.01)
-    monkeypatch.setattr("actors.watch.ask_for_stacks", asked.append)
     run.handles[0].deaf = run.handles[1].deaf = True
-    run.first.host = socket.gethostname()
+    run.first.host = "near"
     assert await run.watch._dump("why") == ["generator-0", "generator-1"]
-    assert asked == [21]
+    assert run.world.asked == [(21, "near"), (21, "far")]
 
 
 BLOCKED = """
 import sys, time
 from pathlib import Path
 from actors.process import begin
+from r3async.world.real import REAL
 def held_up():
-    Path(sys.argv[1] + ".ready").touch()
+    Path(sys.argv[1], "ready").touch()
     time.sleep(60)
-begin(Path(sys.argv[1]))
+lock = begin(REAL, Path(sys.argv[1]), "generator-0")
 held_up()
 """
 
@@ -372,27 +365,30 @@ def until(condition):
 
 
 def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
-    log = tmp_path / "logs" / "generator-0.log"
+    log, processes = tmp_path / "logs" / "generator-0.log", REAL.processes
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = ["ray::GeneratorActor", "-c", BLOCKED, str(log)]
+    command = ["ray::GeneratorActor", "-c", BLOCKED, str(tmp_path)]
     with subprocess.Popen(command, executable=sys.executable, env=environment) as process:
         try:
-            until((tmp_path / "logs" / "generator-0.log.ready").exists)
-            assert ask_for_stacks(process.pid)
+            until((tmp_path / "ready").exists)
+            assert not processes.ask_for_stacks(process.pid, "far")
+            assert processes.ask_for_stacks(process.pid, processes.host)
             until(lambda: "in held_up" in log.read_text())
             assert process.poll() is None
-            assert end(process.pid)
+            assert not processes.kill(process.pid, "far")
+            assert processes.kill(process.pid, processes.host)
             assert process.wait(timeout=30) == -signal.SIGKILL
         finally:
             process.kill()
 
 
 def test_a_process_of_somebody_else_is_sent_nothing():
+    processes = REAL.processes
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
-            assert not ask_for_stacks(process.pid)
-            assert not end(process.pid)
+            assert not processes.ask_for_stacks(process.pid, processes.host)
+            assert not processes.kill(process.pid, processes.host)
             assert process.poll() is None
         finally:
             process.kill()
-    assert not end(process.pid)
+    assert not processes.kill(process.pid, processes.host)

@@ -23,8 +23,10 @@ from r3async.learners.base import LearnerError
 from r3async.observe.metrics import read_metrics
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.transport import Publication
+from r3async.world.real import REAL
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config
+from tests.helpers_world import StandIn
 
 LIMIT = 20.0
 
@@ -88,8 +90,8 @@ class Backend:
 @pytest.fixture
 def learner(tmp_path, monkeypatch):
     """A learner actor, in this process, whose steps train nothing and take no time."""
-    monkeypatch.setattr(actors.learner, "begin", lambda path: None)
-    actor = LearnerActor("run", to_dict(load_config("quickstart")), "", str(tmp_path))
+    monkeypatch.setattr(actors.learner, "begin", lambda *args: None)
+    actor = LearnerActor(REAL, "run", to_dict(load_config("quickstart")), "", str(tmp_path))
     actor.backend = Backend()
     actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, damaged=0, forget=lambda group: None)
     group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None)]
@@ -145,21 +147,15 @@ async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(l
         await asyncio.wait_for(learner.train_step(), LIMIT)
 
 
-def remote(call):
-    """As a method of a Ray actor: `call.remote(...)` gives an awaitable."""
-    return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(call(*args, **kwargs)))
-
-
-class RemoteLearner:
+class RemoteLearner(StandIn):
     """Makes steps as fast as it is asked. Writing takes longer than a step, and `fails` at that version."""
 
     def __init__(self, fails: int = -1):
         self.fails = fails
         self.steps = 0
         self.written: list[int] = []
-        self.train_step, self.write = remote(self._train_step), remote(self._write)
 
-    async def _train_step(self, last=False):
+    async def train_step(self, last=False):
         while len(self.written) < self.steps - 1:  # noqa: ASYNC110 - one copy waits
             await asyncio.sleep(0.005)
         self.steps += 1
@@ -168,7 +164,7 @@ class RemoteLearner:
         groups = [self.steps - 1]
         return {"version": self.steps, "metrics": metrics, "previews": [], "new_weights": True, "groups": groups}
 
-    async def _write(self, reading):
+    async def write(self, reading):
         version = len(self.written) + 1
         await asyncio.sleep(0.03)
         if version == self.fails:
@@ -179,9 +175,9 @@ class RemoteLearner:
 
 @pytest.fixture
 def conductor(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.conductor, "begin", lambda path: None)
+    monkeypatch.setattr(actors.conductor, "begin", lambda *args: None)
     settings = load_config("quickstart", ["steps=5"])
-    conductor = Conductor("run", to_dict(settings), str(tmp_path))
+    conductor = Conductor(REAL, "run", to_dict(settings), str(tmp_path))
     installed = []
 
     async def deliver():

@@ -9,9 +9,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from actors.process import find_user_modules
 from r3async.config import ConfigError, load_command
 from r3async.printable import printable
+from r3async.world.processes import find_user_modules
 from tools.bench.commands import app as bench
 from tools.inspect_command import inspect
 from tools.submit_commands import app as submit

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config, ConfigError, to_dict
+from r3async.world.real import REAL
 from tools.capacity import check_capacity, full_disk_is_named
 from tools.live import LiveView
 from tools.run_dir import RunDir, begin_again, open_run
@@ -172,7 +173,7 @@ def _run_on(
     restarts = 0
     while True:
         try:
-            return _run(kind(config, model_path, run.path, run.resume), view, outlets, request)
+            return _run(kind(REAL, config, model_path, run.path, run.resume), view, outlets, request)
         except ProcessDied as error:
             if request.requested or restarts == config.supervise.max_run_restarts:
                 raise

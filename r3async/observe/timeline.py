@@ -23,7 +23,8 @@ FILE = "timeline.jsonl"
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`start`, `end`: unix seconds."""
+    """`start`, `end`: unix seconds. Of an engine call: its `turn` in the episode (from 0), the `tokens` that were sampled, those
+    that its `prompt` had beyond what was fed before, and the requests `running` when it began, itself among them."""
 
     who: str
     what: str
@@ -31,6 +32,10 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     end: float
     step: int | None = None
     version: int | None = None
+    turn: int | None = None
+    tokens: int | None = None
+    prompt: int | None = None
+    running: int | None = None
 
 
 class Timeline:
@@ -63,12 +68,10 @@ class Timeline:
         finally:
             self.add(what, start, self._clock(), step=step, version=version)
 
-    def add(
-        self, what: str, start: float, end: float, *, who: str = "", step: int | None = None, version: int | None = None
-    ) -> None:
-        """What was measured elsewhere; `who`: somebody else than this process."""
+    def add(self, what: str, start: float, end: float, *, who: str = "", **facts: int | None) -> None:
+        """What was measured elsewhere; `who`: somebody else than this process. `facts`: further fields of `Span`."""
         if self._file is not None:
-            self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, step, version)))
+            self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, **facts)))
 
 
 def read_timeline(run_dir: Path) -> list[Span]:

@@ -1,0 +1,103 @@
+"""Durations measured from a run or worked out from sizes, and what is advised from them."""
+
+from __future__ import annotations
+
+import random
+import xml.etree.ElementTree as ET
+
+import msgspec
+import pytest
+
+from r3async.config import load_config
+from r3async.observe.timeline import Span
+from tools.simulate.calibrate import CalibrationError, engine_speed, fit, learner_speed, measured, turns_of
+from tools.simulate.capacity import best, lines, picture, sweep
+from tools.simulate.cluster import Distribution, EngineSpeed, LearnerSpeed
+from tools.simulate.estimate import HARDWARE, estimate
+
+
+def call(turn: int = 0, tokens: int = 10, prompt: int = 0, running: int = 1, seconds: float = 1.0) -> Span:
+    return Span("generator-0", "call", 5.0, 5.0 + seconds, None, None, turn, tokens, prompt, running)
+
+
+def test_an_engine_s_speed_is_found_again_from_its_calls() -> None:
+    rng = random.Random(3)
+    calls = []
+    for _ in range(400):
+        tokens, prompt, running = rng.randint(1, 60), rng.randint(0, 300), rng.randint(1, 64)
+        seconds = tokens * (0.01 + running * 0.0005) + prompt * 0.0002
+        calls.append(call(0, tokens, prompt, running, seconds * rng.uniform(0.9, 1.1)))
+    found = engine_speed(calls)
+    assert found.step_seconds == pytest.approx(0.01, rel=0.15)
+    assert found.request_seconds == pytest.approx(0.0005, rel=0.15)
+    assert found.prefill_seconds == pytest.approx(0.0002, rel=0.3)
+
+
+def test_no_rate_is_below_zero() -> None:
+    falling = [call(0, 10, prompt, 1, 1.0 - prompt / 1000) for prompt in (0, 100, 200)]
+    found = engine_speed(falling)
+    assert min(found.step_seconds, found.request_seconds, found.prefill_seconds) >= 0
+
+
+def test_turns_are_those_that_episodes_had() -> None:
+    # Three episodes: of one, two and two turns.
+    assert sorted(turns_of([call(0), call(0), call(0), call(1), call(1)])) == [1, 2, 2]
+
+
+def test_a_measured_distribution_keeps_its_quantiles() -> None:
+    values = [float(i) for i in range(100_000)]
+    kept = measured(values).values
+    assert len(kept) == 4096
+    assert sum(kept) / len(kept) == pytest.approx(sum(values) / len(values), rel=1e-3)
+    assert measured([]) == Distribution()
+
+
+def row(tokens: float, seconds: float) -> dict[str, float]:
+    return {
+        "learner/step_seconds": seconds,
+        "batch/trained_tokens": tokens,
+        "weights/pause_seconds": 0.1,
+        "weights/transfer_seconds": 0.2,
+        "weights/load_seconds": 0.15,
+        "weights/snapshot_seconds": 0.05,
+    }
+
+
+def test_a_step_costs_by_its_tokens_where_these_differ() -> None:
+    rows = [row(t, 0.5 + t * 0.002) for t in (100, 200, 300, 400, 500, 600, 700, 800)]
+    found = learner_speed(rows, [Span("learner", "write", 1.0, 1.3)])
+    assert (found.fixed, found.token_seconds) == (pytest.approx(0.5), pytest.approx(0.002))
+    assert (found.snapshot, found.pause, found.transfer) == (0.05, 0.1, pytest.approx(0.25))
+    assert found.write == pytest.approx(0.3)
+    same = learner_speed([row(300, 1.0), row(300, 1.2)], [])
+    assert (same.fixed, same.token_seconds) == (pytest.approx(1.1), 0.0)
+
+
+def test_a_run_without_calls_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(CalibrationError, match=r"observe\.timeline"):
+        fit(load_config("quickstart"), [row(1, 1)], [])
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "moe_30b_r3", "moe_235b_r3"])
+def test_a_preset_is_estimated_and_more_hardware_is_faster(preset: str) -> None:
+    config = load_config(preset)
+    small, large = (estimate(config, generators=n, ranks=n) for n in (8, 32))
+    assert large.learner.token_seconds == pytest.approx(small.learner.token_seconds / 4)
+    slow = estimate(config, generators=8, ranks=8, hardware=HARDWARE["a100"])
+    assert slow.engine.step_seconds > small.engine.step_seconds
+    assert slow.learner.token_seconds > small.learner.token_seconds
+
+
+def test_the_advice_is_the_smallest_cluster_that_is_as_fast_as_any() -> None:
+    model = estimate(load_config("quickstart"), generators=1, ranks=1, hardware=HARDWARE["cpu"])
+    model = msgspec.structs.replace(
+        model, engine=EngineSpeed(0.01), answer=Distribution(50), turns=Distribution(1), learner=LearnerSpeed(2.0)
+    )
+    report = sweep(model, staleness=[0, 1, 3], generators=[1, 2], steps=12, settle=4)
+    assert [(p.generators, p.max_staleness) for p in report.points] == [(g, s) for g in (1, 2) for s in (0, 1, 3)]
+    chosen = best(report.points)
+    assert (chosen.generators, chosen.max_staleness) == (1, 1)
+    assert "generator.count = 1 and schedule.max_staleness = 1" in report.advice
+    assert len(lines(report)) == len(report.points) + 3
+    drawn = ET.fromstring(picture(report))
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}polyline")) == 2

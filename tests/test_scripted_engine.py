@@ -193,6 +193,62 @@ async def test_failures_are_engine_errors():
         await engine.score(PROMPT)
 
 
+class Watch:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in_its_middle():
+    clock, loading = Watch(), asyncio.Event()
+
+    async def load(manifest):
+        clock.now += 5.0
+        await loading.wait()
+
+    engine = await started([list(range(1, 11))] * 2, seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    first = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    clock.now = 0.4
+    engine._before_install = load
+    installing = asyncio.create_task(engine.install(manifest(3), 5))
+    await asyncio.sleep(0.2)  # the loop's clock goes on, and the engine's stands
+    second = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    assert not first.done()
+    loading.set()
+    assert (await installing).pause_seconds == 5.0
+    await asyncio.sleep(0.2)
+    assert not first.done()
+    clock.now = 6.5
+    a, b = await asyncio.wait_for(asyncio.gather(first, second), 5)
+    assert [(s.version, s.start, s.stop) for s in a.version_spans] == [(-1, 0, 4), (3, 4, 10)]
+    assert a.routed_experts[0].tolist() == scripted_routes(0, -1, 5, SCRIPTED_ROUTING)
+    assert [(s.version, s.start, s.stop) for s in b.version_spans] == [(3, 0, 10)]
+    assert b.routed_experts[0].tolist() == scripted_routes(0, 3, 5, SCRIPTED_ROUTING)
+    assert engine.stats()["generated_tokens"] == 20
+
+
+async def test_an_answer_that_takes_time_is_aborted_with_what_was_sampled_and_ends_with_the_engine():
+    clock = Watch()
+    engine = await started([list(range(1, 11))] * 2, seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    first = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    clock.now = 0.3
+    await engine.abort("r")
+    generation = await asyncio.wait_for(first, 5)
+    assert (generation.token_ids.tolist(), generation.stop_reason) == ([1, 2, 3], "abort")
+    second = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await asyncio.wait_for(second, 5)
+
+
 async def test_a_run_can_have_an_engine_without_vllm_whose_routes_fit_the_model(tmp_path):
     geometry = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [0]}
     (tmp_path / "config.json").write_text(json.dumps(geometry))

@@ -52,8 +52,9 @@ Beta = Annotated[float, Range(0, 0.999999999)]
 
 
 class LearnerConfig(Section):
-    backend: Literal["megatron", "torch"] = "megatron"
-    """`megatron`: Qwen3-MoE on megatron-core. `torch`: any mixture of experts that transformers has, with FSDP2."""
+    backend: Literal["megatron", "torch", "scripted"] = "megatron"
+    """`megatron`: Qwen3-MoE on megatron-core. `torch`: any mixture of experts that transformers has, with FSDP2. `scripted`: no
+    model at all, for tests and simulation. Its weights are a digest of what it trained; nothing is learnt."""
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations made again in the backward pass: `selective` those of MoE layers, `full` those of whole layers."""
@@ -80,3 +81,5 @@ class LearnerConfig(Section):
             raise ValueError(
                 '`backend` = "torch" shards everything over `parallel.dp` (FSDP2); tp, pp and ep need backend = "megatron"'
             )
+        if self.backend == "scripted" and p.world > 1:
+            raise ValueError('`backend` = "scripted" is one process: it needs `parallel` of one rank')

@@ -89,7 +89,7 @@ class Config(Section):
             )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
-        if self.generator.engine == "scripted" and self.weights.probe:
+        if self.generator.engine == "scripted" and self.weights.probe and self.learner.backend != "scripted":
             raise ValueError('`generator.engine = "scripted"` has no weights to compare: set `weights.probe` = false')
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(

@@ -131,7 +131,8 @@ class GeneratorConfig(Section):
     the cache. Set it to `concurrency` to keep the number fixed."""
     engine: Literal["vllm", "scripted"] = "vllm"
     """`scripted`: no model at all. Answers are letters at random, and log-probs and routes are made up: for rehearsing how a run
-    fails and recovers where vLLM is not at hand, with `weights.probe=false`. Nothing is learnt."""
+    fails and recovers where vLLM is not at hand, with `weights.probe=false` or `learner.backend="scripted"`. Nothing is
+    learnt."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     threads: int = 1
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""

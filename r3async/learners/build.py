@@ -14,6 +14,10 @@ def build_learner(config: Config, model_path: Path) -> LearnerBackend:
         from r3async.learners.torch.backend import TorchLearner
 
         return TorchLearner(config, model_path)
+    if config.learner.backend == "scripted":
+        from r3async.learners.scripted import ScriptedLearner
+
+        return ScriptedLearner(config, model_path)
     from r3async.learners.megatron.backend import MegatronLearner
 
     return MegatronLearner(config, model_path)

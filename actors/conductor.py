@@ -358,7 +358,7 @@ class Conductor:
         self._due.done(self._steps)
         self._saved = self._steps
         books = Books(self.admission.snapshot(), {}, self.book.pending, self._elapsed, self._generated_tokens)
-        books = books.with_records(self.run_dir, CONDUCTOR_RECORDS)
+        books = books.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
         with self.timeline.span("checkpoint", step=self._steps):
             seconds = await self.learner.call("checkpoint", books)
         self.events.info("checkpoint_begun", step=self._steps, training_waited_seconds=round(seconds, 4))

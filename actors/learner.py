@@ -91,7 +91,7 @@ class LearnerActor:
         """Steps made, and groups consumed, since the last version was published."""
         self._checkpoint = Path(checkpoint) if checkpoint else None
         """Where a resumed run goes on from."""
-        self._saver = Saver(self.config, run_id, Path(model_path), self.run_dir, self.events)
+        self._saver = Saver(self.config, run_id, Path(model_path), self.run_dir, self.events, world=world)
         self._spool: Spool | None = None
         self._quarantine = Quarantine(
             self.run_dir / "quarantine", self.config.buffer.quarantine_bytes, self.events.error
@@ -173,7 +173,8 @@ class LearnerActor:
             self.backend = RankedLearner(self.config, path, self.run_dir, self._gpus_per_rank)
         self._vocab_size = self.backend.vocab_size
         if self._checkpoint is not None:
-            self._go_on(open_checkpoint(self._checkpoint, check_tensors=False).state)
+            opened = open_checkpoint(self._checkpoint, check_tensors=False, files=self.world.files)
+            self._go_on(opened.state)
             self.backend.restore(self._checkpoint)
 
     def _go_on(self, state: RunState) -> None:
@@ -412,22 +413,19 @@ class LearnerActor:
         """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step
         had to wait for that, in seconds. See `Saver.save`, also for what it raises."""
         assert self.backend is not None
-        began, loop, groups = time.monotonic(), asyncio.get_running_loop(), self._trained.now()
+        began, backend, groups = time.monotonic(), self.backend, self._trained.now()
         taken = self.buffer.taken
         progress = Progress(
             self.steps, self.version, taken.head, sorted(taken.beyond), (self._since[0], self._since[1]), self.lineage
         )
 
-        def commit() -> None:
-            task = loop.create_task(self._commit(groups))
+        def written() -> None:
+            task = asyncio.get_running_loop().create_task(self._commit(groups))
             self._committing.add(task)
             task.add_done_callback(self._committing.discard)
 
-        def written() -> None:  # in the writer's thread
-            loop.call_soon_threadsafe(commit)
-
-        books = books.with_records(self.run_dir, LEARNER_RECORDS)
-        await self._in_torch(self._saver.save, self.backend, books, progress, written)
+        books = books.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
+        await self._saver.save(lambda: self._in_torch(backend.hold), backend.write_state, books, progress, written)
         return time.monotonic() - began
 
     async def _commit(self, groups: list[int]) -> None:
@@ -437,7 +435,7 @@ class LearnerActor:
 
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""
-        await self._in_torch(self._saver.finish)
+        await self._saver.finish()
 
     async def save(self, directory: str) -> int:
         """Export the current weights as a Hugging Face model directory, if any update made them. Returns how many did."""

@@ -25,10 +25,11 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
     configuration sets `observe.prometheus_port`, serve this process's memory and CPU time.
 
     Returns the lock on the run's directory, shared and to be kept: nobody prepares it anew before this process has ended.
+    Raises `BlockingIOError` if somebody does already: this actor is of a start that is over.
     """
     find_user_modules()
-    make_directory(run_dir / "logs")
-    lock = RunLock(run_dir)
+    make_directory(run_dir / "logs", files=world.files)
+    lock = RunLock(run_dir, files=world.files)
     lock.shared()
     world.processes.redirect_output(run_dir / "logs" / f"{role}.log")
     world.processes.serve_figures(role, run_dir)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from actors.ranks import LocalLearner, RankedLearner
-from r3async.appending import KEEPER
+from r3async.appending import KEEPER, Keeper
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, RunState
 from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.writer import WriteParts
 from r3async.config import Config, to_dict
 from r3async.lineage import FIRST, Lineage
+from r3async.world import World
+from r3async.world.real import REAL
 
 CONDUCTOR_RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
 LEARNER_RECORDS = ("routing.jsonl", "trained.jsonl")
@@ -31,9 +33,9 @@ class Books(msgspec.Struct, frozen=True):
     generated_tokens: int
     record_kept: dict[str, list[str]] = {}
 
-    def with_records(self, run_dir: Path, names: Sequence[str]) -> Books:
+    def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper = KEEPER) -> Books:
         """And where these records of the run are now, to which this process alone appends."""
-        positions = {name: KEEPER.position(run_dir / name) for name in names}
+        positions = {name: keeper.position(run_dir / name) for name in names}
         kept = {name: [line.decode(errors="replace") for line in at.kept] for name, at in positions.items() if at.kept}
         return msgspec.structs.replace(
             self,
@@ -59,18 +61,23 @@ def checkpoint_directory(config: Config, run_dir: Path) -> Path:
 
 
 class Saver:
-    """Belongs to the thread that makes the backend's calls. `events`: a structlog logger."""
+    """Belongs to the learner's event loop. `events`: a structlog logger."""
 
-    def __init__(self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any):
+    def __init__(
+        self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any, *, world: World = REAL
+    ):
         settings = config.checkpoint
         self._checkpoints = Checkpoints(
             checkpoint_directory(config, run_dir),
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             report=self._say,
+            files=world.files,
         )
-        self._events = events
-        self._writer = CheckpointWriter(self._checkpoints, settings, report=self._say)
+        self._events, self._world = events, world
+        self._writer = CheckpointWriter(
+            self._checkpoints, settings, report=self._say, threads=world.threads, clock=world.clock
+        )
         self._run_id, self._config, self._model_path = run_id, to_dict(config), model_path
         self._fingerprint = ""
         self._failure: CheckpointError | None = None
@@ -82,17 +89,24 @@ class Saver:
         say = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
         say(event, **facts)
 
-    def save(
-        self, backend: LocalLearner | RankedLearner, books: Books, progress: Progress, then: Callable[[], object]
+    async def save(
+        self,
+        hold: Callable[[], Awaitable[object]],
+        write: WriteParts,
+        books: Books,
+        progress: Progress,
+        then: Callable[[], object],
     ) -> None:
-        """Copy the state between two steps, and begin to write it; one copy waits at most. `then`: see `CheckpointWriter.save`.
+        """Copy the state between two steps (`hold`), and begin to write it (`write`); one copy waits at most. `then`: see
+        `CheckpointWriter.save`.
 
         A writing that fails is reported, and training goes on: the next checkpoint is the next try. Raises `CheckpointError` if
         one does not end within `checkpoint.write_timeout`.
         """
-        self._let(self._writer.wait)
+        await self._let(self._writer.wait())
         if not self._fingerprint:
-            self._fingerprint = fingerprint_model(self._model_path)
+            files, threads = self._world.files, self._world.threads
+            self._fingerprint = await threads.run(fingerprint_model, self._model_path, files=files)
         state = RunState(
             run_id=self._run_id,
             config=self._config,
@@ -101,26 +115,26 @@ class Saver:
             **msgspec.structs.asdict(progress),
             **msgspec.structs.asdict(books),
         )
-        backend.hold()
+        await hold()
         self._begun = progress.steps
 
         def written() -> None:
             self._written = progress.steps
             then()
 
-        self._let(lambda: self._writer.save(state, backend.write_state, then=written))
+        await self._let(self._writer.save(state, write, written))
 
-    def _let(self, call: Callable[[], object]) -> None:
+    async def _let(self, call: Awaitable[None]) -> None:
         try:
-            call()
+            await call
         except CheckpointError as error:
             if self._writer.busy:
                 raise
             self._failure = error
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """Wait for what is being written. Raises `CheckpointError` if the last one failed."""
-        self._let(self._writer.wait)
+        await self._let(self._writer.wait())
         if self._failure is not None and self._written != self._begun:
             raise self._failure
 

@@ -40,6 +40,12 @@ def _is_directory(path: Path, files: Files) -> bool:
     return found is not None and found.directory
 
 
+def read_file(path: Path, *, files: Files = REAL.files) -> bytes:
+    """All of it. Raises `OSError`."""
+    with files.open(path) as file:
+        return file.read()
+
+
 def replace_file(path: Path, data: bytes, mode: int = 0o644, *, files: Files = REAL.files) -> None:
     """Write `path` aside and rename it there: whole, on the disk, or as it was. Raises `OSError`."""
     scratch, file = _scratch(path, mode, files)

@@ -112,8 +112,8 @@ def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: i
 
 def write_checkpoint(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
     partial = checkpoints.begin(step)
-    record = write_part(partial, tiny_state(step))
-    return checkpoints.commit(run_state(step, **changes), [record], {"config.toml": b"seed = 0\n"})
+    record = write_part(partial, tiny_state(step), files=checkpoints.files)
+    return checkpoints.commit(run_state(step, **changes), [record])
 
 
 def fresh(directory: Path) -> Path:

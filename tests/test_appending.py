@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors import saving
 from actors.saving import Books
 from r3async.appending import AppendFile, Keeper, whole_bytes
 from r3async.checkpoint.resume import rewind
@@ -103,15 +102,13 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     run_dir, name = tmp_path_factory.mktemp("a"), "metrics.jsonl"
     keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
     books = Books({}, {}, [], 0.0, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "KEEPER", keeper)
-        file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), keeper=keeper)
-        for index in range(count + 1):
-            if index == min(saved, count):
-                books = books.with_records(run_dir, [name])
-            file.append(b"%d" % index)
-            if index % 4 == 3:
-                keeper.retry()
+    file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), keeper=keeper)
+    for index in range(count + 1):
+        if index == min(saved, count):
+            books = books.with_records(run_dir, [name], keeper=keeper)
+        file.append(b"%d" % index)
+        if index % 4 == 3:
+            keeper.retry()
     # The process is killed: what waits in it is lost. A checkpoint was made before row `saved`.
     rewind(run_dir, books.record_bytes, books.record_kept)
     rows = (run_dir / name).read_bytes().splitlines() if (run_dir / name).exists() else []

@@ -33,14 +33,14 @@ def test_what_is_written_is_read_back(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     path = write_checkpoint(checkpoints, 10, admission={"waiting": [[3, [0, 2]]]})
     assert path == tmp_path / "checkpoints" / "step-00000010"
-    assert names(path) == ["config.toml", "learner-00000-of-00001.safetensors", "manifest.json", "run.json"]
+    assert names(path) == ["learner-00000-of-00001.safetensors", "manifest.json", "run.json"]
     opened = checkpoints.newest()
     assert opened.state == run_state(10, admission={"waiting": [[3, [0, 2]]]})
     assert value(opened) == 10
     assert opened.learner().facts.trust_region == {"coef": 0.5, "error": None}
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "run.json", "learner-00000-of-00001.safetensors", "config.toml"])
+@pytest.mark.parametrize("file", ["manifest.json", "run.json", "learner-00000-of-00001.safetensors"])
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "gone", "longer"])
 def test_a_damaged_newest_checkpoint_falls_back_and_says_why(tmp_path, file, damage):
     reported = Reported()

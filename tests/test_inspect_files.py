@@ -109,7 +109,7 @@ def test_a_checkpoint_shows_files_books_and_tensors(tmp_path, monkeypatch) -> No
     assert seen["state"]["version"] == 20
 
 
-@pytest.mark.parametrize("broken", ["learner-00000-of-00001.safetensors", STATE, "manifest.json", "config.toml"])
+@pytest.mark.parametrize("broken", ["learner-00000-of-00001.safetensors", STATE, "manifest.json"])
 @pytest.mark.parametrize("how", ["changed", "gone", "short"])
 def test_the_broken_file_of_a_checkpoint_is_named_and_the_rest_shown(tmp_path, monkeypatch, broken, how) -> None:
     path = write_checkpoint(Checkpoints(tmp_path / "checkpoints"), 20)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
 
 import msgspec
 import pytest
@@ -22,6 +22,7 @@ from r3async.checkpoint.resume import fingerprint_model, rewind
 from r3async.checkpoint.tensors import write_part
 from r3async.config import CheckpointConfig, ConfigError, config_from_dict, to_dict
 from r3async.scheduling.admission import Admission
+from r3async.world.disk import Disk
 from tests.helpers_checkpoint import run_state, tiny_state
 
 
@@ -186,38 +187,36 @@ def test_settings_of_checkpoints_are_checked(bad):
         config_from_dict({"resume": ""})
 
 
-@pytest.fixture
-def writer(tmp_path):
-    writer = CheckpointWriter(Checkpoints(tmp_path, keep_last=2), CheckpointConfig(write_timeout=20.0))
-    yield writer
-    writer._thread.shutdown(wait=False)
-
-
 def parts_of(state):
     return lambda directory: [write_part(directory, state)]
 
 
-def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(tmp_path, writer):
-    going = threading.Event()
+async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(tmp_path):
+    writer = CheckpointWriter(Checkpoints(tmp_path, keep_last=2), CheckpointConfig(write_timeout=20.0))
+    going, events = threading.Event(), []
 
     def slow(directory):
         assert going.wait(20)
         return [write_part(directory, tiny_state(1))]
 
-    assert writer.save(run_state(1), slow) < 5
+    await writer.save(run_state(1), slow, lambda: events.append("written"))
     assert writer.busy
-    writer.check()
     assert Checkpoints(tmp_path).steps() == [], "nothing is there before all of it is"
-    threading.Timer(0.3, going.set).start()
-    assert writer.save(run_state(2), parts_of(tiny_state(2))) > 0.2
+    next_one = asyncio.create_task(writer.save(run_state(2), parts_of(tiny_state(2)), lambda: events.append("next")))
+    await asyncio.sleep(0.2)
+    assert events == []
+    assert not next_one.done()
+    going.set()
+    await asyncio.wait_for(next_one, 20)
+    assert events[0] == "written"
     assert 1 in Checkpoints(tmp_path).steps()
     for step in (3, 4):
-        writer.save(run_state(step), parts_of(tiny_state(step)))
-    writer.close()
+        await writer.save(run_state(step), parts_of(tiny_state(step)))
+    await writer.wait()
     assert Checkpoints(tmp_path).steps() == [3, 4]
 
 
-def test_a_failure_is_raised_at_the_next_step_with_its_reason_and_leaves_what_was(tmp_path):
+async def test_a_failure_is_raised_at_the_next_step_with_its_reason_and_leaves_what_was(tmp_path):
     reported = []
     checkpoints = Checkpoints(tmp_path)
     writer = CheckpointWriter(
@@ -230,33 +229,49 @@ def test_a_failure_is_raised_at_the_next_step_with_its_reason_and_leaves_what_wa
         (directory / "learner-00000-of-00001.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    writer.save(run_state(1), parts_of(tiny_state(1)))
-    writer.wait()
-    writer.save(run_state(2), full)
-    while writer.busy:
-        time.sleep(0.01)
+    await writer.save(run_state(1), parts_of(tiny_state(1)))
+    await writer.wait()
+    await writer.save(run_state(2), full)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written: OSError: .*No space left"):
-        writer.check()
-    writer.check()
+        await writer.save(run_state(3), parts_of(tiny_state(3)))
+    assert not writer.busy
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert [event for event, _ in reported] == ["checkpoint_written", "checkpoint_failed"]
     assert "No space left" in reported[1][1]["error"]
-    writer.save(run_state(3), parts_of(tiny_state(3)))
-    writer.close()
+    await writer.save(run_state(3), parts_of(tiny_state(3)))
+    await writer.wait()
     assert checkpoints.steps() == [1, 3]
 
 
-def test_a_writing_that_never_ends_is_not_waited_for(tmp_path):
+async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_removed(tmp_path):
+    class Stuck(Disk):
+        def remove_tree(self, path):
+            if path.suffix == ".removing":
+                raise PermissionError(13, "Permission denied")
+            super().remove_tree(path)
+
+    reported = []
+    checkpoints = Checkpoints(tmp_path, keep_last=1, files=Stuck())
+    writer = CheckpointWriter(checkpoints, CheckpointConfig(), report=lambda event, /, **_: reported.append(event))
+    for step in (1, 2):
+        await writer.save(run_state(step), parts_of(tiny_state(step)))
+        await writer.wait()
+    assert reported == ["checkpoint_written", "checkpoint_written", "checkpoint_prune_failed"]
+    assert checkpoints.newest().state == run_state(2)
+
+
+async def test_a_writing_that_never_ends_is_not_waited_for(tmp_path):
     never = threading.Event()
     writer = CheckpointWriter(Checkpoints(tmp_path), CheckpointConfig(write_timeout=0.2))
-    writer.save(run_state(1), lambda directory: never.wait(30) and [])
+    await writer.save(run_state(1), lambda directory: never.wait(30) and [])
     with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
-        writer.wait()
+        await writer.wait()
+    assert writer.busy
     never.set()
+    await writer.wait()
 
 
-def test_without_asynchronous_it_is_there_when_the_call_returns(tmp_path):
+async def test_without_asynchronous_it_is_there_when_the_call_returns(tmp_path):
     writer = CheckpointWriter(Checkpoints(tmp_path), CheckpointConfig(asynchronous=False))
-    writer.save(run_state(1), parts_of(tiny_state(1)))
+    await writer.save(run_state(1), parts_of(tiny_state(1)))
     assert Checkpoints(tmp_path).newest().state == run_state(1)
-    writer.close()

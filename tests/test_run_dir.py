@@ -15,6 +15,7 @@ from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.ranks import RankActor
+from actors.run_dir import begin_again
 from r3async.appending import AppendFile
 from r3async.buffer.spool import Spool
 from r3async.checkpoint import CheckpointError, Checkpoints
@@ -28,7 +29,7 @@ from r3async.transport.wire import encode_trajectory
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_buffer import make_trajectory
 from tools.capacity import full_disk_is_named
-from tools.run_dir import begin_again, open_run
+from tools.run_dir import open_run
 from tools.train import train
 
 
@@ -94,6 +95,31 @@ def test_a_directory_that_is_of_no_run_is_refused(tmp_path, model, said):
     with pytest.raises(ConfigError, match="exists already"):
         open_run(configured(model), "quickstart", said.append, tmp_path)
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+
+
+def test_a_start_that_ended_before_there_was_anything_is_made_again_under_its_name(tmp_path, model, said):
+    (tmp_path / "a").mkdir()  # as a power failure leaves it
+    for name in (".lock", ".lineages.json.0"):
+        (tmp_path / "a" / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="/nowhere is neither"):
+        open_run(configured(model, "resume=/nowhere"), "quickstart", said.append, tmp_path)
+    run = open_run(configured(model), "quickstart", said.append, tmp_path)
+    assert (run.resume, run.began) == (None, False)
+    run.lock.close()
+    other = made(tmp_path, model, said, 10, name="other")
+    (other / "episodes.jsonl").mkdir()  # copying the other one's records fails midway
+    with pytest.raises(IsADirectoryError):
+        open_run(configured(model, "name=b", f"resume={other}"), "quickstart", said.append, tmp_path)
+    assert (tmp_path / "b" / "metrics.jsonl").exists()
+    (other / "episodes.jsonl").rmdir()
+    run = open_run(configured(model, "name=b", f"resume={other}"), "quickstart", said.append, tmp_path)
+    assert run.resume.state.steps == 10
+
+
+def test_the_remains_of_a_process_with_the_same_id_do_not_prevent_a_start(tmp_path, model, said):
+    (tmp_path / f".latest-{os.getpid()}").symlink_to("gone")
+    run = open_run(configured(model), "quickstart", said.append, tmp_path)
+    assert (tmp_path / "latest").resolve() == run.path.resolve()
 
 
 def crashed(root, model, said, *overrides):
@@ -192,7 +218,7 @@ def test_a_run_can_begin_where_another_one_was(tmp_path, model, said):
     assert Checkpoints(path / "checkpoints").steps() == [10, 20]  # The other one is as it was.
     assert (path / "metrics.jsonl").read_text().count("\n") == 3
     # Its own first checkpoint is not there yet when a process dies: it begins where it began.
-    assert begin_again(config, run, said.append).resume.state.steps == 10
+    assert asyncio.run(begin_again(config, run, said.append)).resume.state.steps == 10
 
 
 def test_another_runs_checkpoint_is_not_mixed_into_one_that_has_its_own(tmp_path, model, said):
@@ -216,7 +242,7 @@ def test_to_begin_anew_keeps_the_old_one_under_another_name(tmp_path, model, sai
 
 
 def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monkeypatch):
-    monkeypatch.setattr("tools.run_dir.LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("actors.run_dir.LOCK_SECONDS", 0.2)
     running = open_run(configured(model), "quickstart", said.append, tmp_path)
     with pytest.raises(ConfigError, match="is in use by another process"):
         open_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)
@@ -279,12 +305,12 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_taken(tmp_pat
 def test_after_a_death_the_run_begins_again_also_without_a_checkpoint(tmp_path, model, said):
     run = open_run(configured(model), "quickstart", said.append, tmp_path)
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
-    again = begin_again(configured(model), run, said.append)
+    again = asyncio.run(begin_again(configured(model), run, said.append))
     assert again.resume is None
     assert (run.path / "metrics.jsonl").read_text() == ""
     write_checkpoint(Checkpoints(run.path / "checkpoints"), 2)
     (run.path / "metrics.jsonl").write_text('{"step": 3}\n')
-    assert begin_again(configured(model), again, said.append).resume.state.steps == 2
+    assert asyncio.run(begin_again(configured(model), again, said.append)).resume.state.steps == 2
     assert (run.path / "metrics.jsonl").read_text() == ""
 
 
@@ -303,21 +329,32 @@ def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_dies
     try:
         assert process.stdout.readline() == "held\n"
         lock, waits = RunLock(tmp_path), []
-        assert not lock.alone(0.3, lambda: waits.append(1))
+        assert not asyncio.run(lock.alone(0.3, lambda: waits.append(1)))
         assert waits == [1]
         other = RunLock(tmp_path)
         other.shared()  # Beside the process.
         other.close()
         process.kill()
-        assert lock.alone(20, lambda: None)
+        assert asyncio.run(lock.alone(20, lambda: None))
         began = time.monotonic()
-        assert not RunLock(tmp_path).alone(0.2)
+        assert not asyncio.run(RunLock(tmp_path).alone(0.2))
         assert time.monotonic() - began < 10
         lock.shared()
-        assert not RunLock(tmp_path).alone(0.2)
+        assert not asyncio.run(RunLock(tmp_path).alone(0.2))
     finally:
         process.kill()
         process.wait(10)
+
+
+def test_nobody_joins_a_directory_that_is_prepared_for_another_start(tmp_path):
+    """An actor of the past that comes late is refused; it does not wait, and write into the records of the next start."""
+    driver, late = RunLock(tmp_path), RunLock(tmp_path)
+    assert asyncio.run(driver.alone(0.0))
+    with pytest.raises(BlockingIOError, match="another process prepares"):
+        late.shared()
+    driver.shared()
+    late.shared()
+    assert not asyncio.run(driver.alone(0.0))
 
 
 @pytest.mark.parametrize(
@@ -361,9 +398,9 @@ sys.stdin.read()
         while not (tmp_path / "logs" / "learner-rank-0.log").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert not lock.alone(0.2)
+        assert not asyncio.run(lock.alone(0.2))
         process.communicate(timeout=60)
-        assert lock.alone(10)
+        assert asyncio.run(lock.alone(10))
     for actor in (Conductor, GeneratorActor, LearnerActor, RankActor):
         assert "begin(world, Path(run_dir)" in inspect.getsource(actor.__init__)
 

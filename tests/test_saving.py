@@ -38,6 +38,12 @@ class Learner:
         held, self.held = self.held, None
         return [write_part(directory, held)]
 
+    async def save(self, saver, steps, then):
+        async def hold():
+            self.hold()
+
+        await saver.save(hold, self.write_state, BOOKS, progress(steps), then)
+
 
 @pytest.fixture
 def saver(tmp_path):
@@ -56,13 +62,13 @@ def progress(steps):
     return Progress(steps, steps, 4 * steps, [4 * steps + 2], (0, 0))
 
 
-def test_what_is_written_is_the_copy_and_both_sides_books(saver, tmp_path):
+async def test_what_is_written_is_the_copy_and_both_sides_books(saver, tmp_path):
     learner, written = Learner(), []
     learner.value = 3.0
     saver_ = saver()
-    saver_.save(learner, BOOKS, progress(3), lambda: written.append(Checkpoints(tmp_path / "checkpoints").steps()))
+    await learner.save(saver_, 3, lambda: written.append(Checkpoints(tmp_path / "checkpoints").steps()))
     learner.value = 4.0
-    saver_.finish()
+    await saver_.finish()
     assert written == [[3]]  # `then` is called when the checkpoint can be seen.
     opened = open_checkpoint(tmp_path / "checkpoints" / "step-00000003")
     assert opened.learner().facts.steps == 3
@@ -73,19 +79,21 @@ def test_what_is_written_is_the_copy_and_both_sides_books(saver, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_one_that_fails_is_told_and_training_goes_on_until_the_run_would_end_without_one(saver, tmp_path, asynchronous):
+async def test_one_that_fails_is_told_and_training_goes_on_until_the_run_would_end_without_one(
+    saver, tmp_path, asynchronous
+):
     learner, written = Learner(), []
     saver_ = saver(f"checkpoint.asynchronous={asynchronous}")
     learner.full = True
-    saver_.save(learner, BOOKS, progress(1), lambda: written.append(1))
+    await learner.save(saver_, 1, lambda: written.append(1))
     with pytest.raises(CheckpointError, match=r"step 1 could not be written.*No space left.*mend the cause"):
-        saver_.finish()
-    saver_.save(learner, BOOKS, progress(2), lambda: written.append(2))
+        await saver_.finish()
+    await learner.save(saver_, 2, lambda: written.append(2))
     with pytest.raises(CheckpointError, match="step 2"):
-        saver_.finish()
+        await saver_.finish()
     learner.full = False
-    saver_.save(learner, BOOKS, progress(3), lambda: written.append(3))
-    saver_.finish()
+    await learner.save(saver_, 3, lambda: written.append(3))
+    await saver_.finish()
     assert written == [3]
     assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
     events = [(e["event"], e["level"], e["step"]) for e in read_events(tmp_path / "events.jsonl")]
@@ -93,10 +101,10 @@ def test_one_that_fails_is_told_and_training_goes_on_until_the_run_would_end_wit
     assert events == [*failed, ("checkpoint_written", "info", 3)]
 
 
-def test_a_place_of_ones_own_for_checkpoints(saver, tmp_path):
+async def test_a_place_of_ones_own_for_checkpoints(saver, tmp_path):
     saver_ = saver(f"checkpoint.directory={tmp_path / 'elsewhere'}")
-    saver_.save(Learner(), BOOKS, progress(1), lambda: None)
-    saver_.finish()
+    await Learner().save(saver_, 1, lambda: None)
+    await saver_.finish()
     assert Checkpoints(tmp_path / "elsewhere").steps() == [1]
     assert not (tmp_path / "checkpoints").exists()
 

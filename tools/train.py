@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import sys
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from actors.run_dir import RunDir, begin_again
 from r3async.config import Config, ConfigError, to_dict
 from r3async.world.real import REAL
 from tools.capacity import check_capacity, full_disk_is_named
 from tools.live import LiveView
-from tools.run_dir import RunDir, begin_again, open_run
+from tools.run_dir import open_run
 from tools.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -181,7 +183,7 @@ def _run_on(
             request.loading = True
             allowed = config.supervise.max_run_restarts
             view.say(f"{error}; the run begins again ({restarts} of {allowed}, supervise.max_run_restarts)")
-            run = begin_again(config, run, view.say, _reporter(view))
+            run = asyncio.run(begin_again(config, run, view.say, _reporter(view)))
             step = run.resume.state.steps if run.resume else 0
             view.say(f"going on from step {step}")
             view.rewind(step)

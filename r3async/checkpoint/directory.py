@@ -9,8 +9,7 @@ them).
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,7 +25,9 @@ from r3async.checkpoint.manifest import (
     decode_manifest,
     write_file,
 )
-from r3async.files import make_directory, sync_directory
+from r3async.files import make_directory, read_file
+from r3async.world import Files
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerParts
@@ -61,27 +62,26 @@ class Opened:
         return LearnerParts([self.path / name for name in names])
 
 
-def open_checkpoint(path: Path, *, check_tensors: bool = True) -> Opened:
+def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = REAL.files) -> Opened:
     """Read and verify one. `check_tensors`: also the learner's files, which takes as long as reading them.
 
     Raises `CheckpointError` naming the file and what is wrong with it.
     """
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_file(path / MANIFEST, files=files)
     except OSError as error:
         raise CheckpointError(f"{MANIFEST}: {error.strerror or error}") from error
     manifest = decode_manifest(data)
     named = _STEP.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(f"{MANIFEST}: it is of step {manifest.step}, not of the step in the directory's name")
-    files = {f.name: f for f in manifest.files}
-    if STATE not in files:
+    if STATE not in (file.name for file in manifest.files):
         raise CheckpointError(f"{MANIFEST}: it lists no {STATE}")
     for file in manifest.files:
         if check_tensors or not file.name.startswith("learner-"):
-            check_file(path, file)
+            check_file(path, file, files=files)
     try:
-        state = decode_state((path / STATE).read_bytes())
+        state = decode_state(read_file(path / STATE, files=files))
     except OSError as error:
         raise CheckpointError(f"{STATE}: {error.strerror or error}") from error
     if state.steps != manifest.step:
@@ -92,16 +92,23 @@ def open_checkpoint(path: Path, *, check_tensors: bool = True) -> Opened:
 class Checkpoints:
     """A run's checkpoints. One process at a time writes, prunes or opens them for resuming."""
 
-    def __init__(self, directory: Path, *, keep_last: int = 3, keep_every: int = 0, report: Report = silent):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        report: Report = silent,
+        files: Files = REAL.files,
+    ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
-        self.directory, self._report = Path(directory), report
+        self.directory, self.files, self._report = Path(directory), files, report
         self._keep_last, self._keep_every = keep_last, keep_every
 
     def steps(self) -> list[int]:
         """Of the complete checkpoints, oldest first."""
-        names = [p.name for p in self.directory.iterdir()] if self.directory.is_dir() else []
-        return sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
+        return sorted(int(m[1]) for name in self.files.list(self.directory) if (m := _STEP.fullmatch(name)))
 
     @property
     def empty(self) -> bool:
@@ -113,37 +120,42 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what a process that was killed left behind. At the start of a run, before anything else."""
-        if not self.directory.is_dir():
-            return
-        for path in sorted(self.directory.iterdir()):
+        for path in (self.directory / name for name in self.files.list(self.directory)):
             if path.suffix in (".partial", ".removing") and _STEP.fullmatch(path.stem):
-                shutil.rmtree(path)
+                self.files.remove_tree(path)
                 self._report("checkpoint_remains_removed", path=str(path))
 
     def begin(self, step: int) -> Path:
         """An empty directory, in which all files of that step's checkpoint are to be written."""
-        make_directory(self.directory)
-        partial = self.directory / f"step-{step:08d}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        make_directory(self.directory, files=self.files)
+        partial = self.abandon(step)
+        self.files.make(partial)
         return partial
 
-    def commit(self, state: RunState, files: Iterable[FileRecord], texts: Mapping[str, bytes] | None = None) -> Path:
+    def abandon(self, step: int) -> Path:
+        """Remove what has been written of a checkpoint that was begun. Returns where that was."""
+        partial = self.directory / f"step-{step:08d}.partial"
+        self.files.remove_tree(partial)
+        return partial
+
+    def commit(self, state: RunState, parts: Iterable[FileRecord]) -> Path:
         """Make the checkpoint that was begun visible. When this returns it outlives a power failure.
 
-        `files`: what has been written to it, and is on the disk. `texts`: further small files. One of the same step, from
-        before a resume, is superseded.
+        `parts`: what has been written to it, and is on the disk. One of the same step, from before a resume, is superseded.
         """
         partial, final = self.directory / f"step-{state.steps:08d}.partial", self.path(state.steps)
-        records = [*files, write_file(partial / STATE, encode_state(state))]
-        records += [write_file(partial / name, data) for name, data in (texts or {}).items()]
-        write_file(partial / MANIFEST, Manifest(SCHEMA, state.steps, records).encode())
-        sync_directory(partial)
-        if final.exists():
+        records = [*parts, write_file(partial / STATE, encode_state(state), files=self.files)]
+        write_file(partial / MANIFEST, Manifest(SCHEMA, state.steps, records).encode(), files=self.files)
+        self.files.sync_directory(partial)
+        if self.files.stat(final) is not None:
             self._set_aside(final, "superseded")
-        partial.rename(final)
-        sync_directory(self.directory)
+        self.files.rename(partial, final)
+        self.files.sync_directory(self.directory)
         return final
+
+    def open(self, step: int) -> Opened:
+        """That of `step`, verified. Raises `CheckpointError`."""
+        return open_checkpoint(self.path(step), files=self.files)
 
     def newest(self) -> Opened | None:
         """The newest checkpoint that is intact; None if there never was one. Those that are not are set aside and reported.
@@ -154,7 +166,7 @@ class Checkpoints:
         reasons = []
         for step in reversed(steps):
             try:
-                return open_checkpoint(self.path(step))
+                return self.open(step)
             except CheckpointError as error:
                 aside = self._set_aside(self.path(step), "bad")
                 reasons.append(f"step {step}: {error}")
@@ -169,7 +181,8 @@ class Checkpoints:
 
     def _bad(self) -> list[Path]:
         """Those set aside because they could not be read."""
-        return sorted(self.directory.glob("step-*.bad*")) if self.directory.is_dir() else []
+        names = self.files.list(self.directory)
+        return [self.directory / name for name in names if name.startswith("step-") and ".bad" in name]
 
     def supersede(self, step: int) -> None:
         """Set aside all checkpoints of later steps: the run goes on from `step`, and will make them anew. Before step 0, where
@@ -183,11 +196,11 @@ class Checkpoints:
 
     def _set_aside(self, path: Path, why: str) -> Path:
         aside, count = path.with_suffix(f".{why}"), 1
-        while aside.exists():
+        while self.files.stat(aside) is not None:
             count += 1
             aside = path.with_suffix(f".{why}-{count}")
-        path.rename(aside)
-        sync_directory(self.directory)
+        self.files.rename(path, aside)
+        self.files.sync_directory(self.directory)
         return aside
 
     def prune(self) -> list[int]:
@@ -203,7 +216,7 @@ class Checkpoints:
             return []
         for step in reversed(steps):
             try:
-                open_checkpoint(self.path(step))
+                self.open(step)
             except CheckpointError as error:
                 self._report("checkpoint_bad", step=step, reason=str(error))
                 continue
@@ -214,28 +227,29 @@ class Checkpoints:
         for step in removed:
             # Renamed first: a directory half removed must not pass for a checkpoint.
             going = self.path(step).with_suffix(".removing")
-            shutil.rmtree(going, ignore_errors=True)
-            self.path(step).rename(going)
-            sync_directory(self.directory)
-            shutil.rmtree(going)
+            self.files.remove_tree(going)
+            self.files.rename(self.path(step), going)
+            self.files.sync_directory(self.directory)
+            self.files.remove_tree(going)
         return removed
 
 
-def find_checkpoint(path: Path) -> Opened:
+def find_checkpoint(path: Path, *, files: Files = REAL.files) -> Opened:
     """The checkpoint at `path`, or the newest intact one of the run at `path`. Changes nothing.
 
     Raises `CheckpointError` if there is none.
     """
-    if (path / MANIFEST).exists():
+    if files.stat(path / MANIFEST) is not None:
         try:
-            return open_checkpoint(path)
+            return open_checkpoint(path, files=files)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-    inside = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    within = path / "checkpoints"
+    inside = Checkpoints(within if files.stat(within) is not None else path, files=files)
     reasons = []
     for step in reversed(inside.steps()):
         try:
-            return open_checkpoint(inside.path(step))
+            return inside.open(step)
         except CheckpointError as error:
             reasons.append(f"step {step}: {error}")
     if reasons:

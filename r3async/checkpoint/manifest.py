@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from pathlib import Path
 
 import msgspec
 
 from r3async.checkpoint.error import CheckpointError
+from r3async.world import Files
+from r3async.world.real import REAL
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -63,29 +64,28 @@ def decode_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-def check_file(directory: Path, file: FileRecord) -> None:
+def check_file(directory: Path, file: FileRecord, *, files: Files = REAL.files) -> None:
     """Raises `CheckpointError` if the file is not there, or not as it was written."""
     path = directory / file.name
     try:
-        with path.open("rb", buffering=0) as stream:
-            size = os.fstat(stream.fileno()).st_size
+        with files.open(path) as stream:
+            size = stream.size()
             if size != file.size:
                 raise CheckpointError(
                     f"{file.name}: {size} bytes, not {file.size}: cut off, or changed after it was written"
                 )
             digest = hashlib.sha256()
-            while block := stream.read(_BLOCK):
-                digest.update(block)
+            for at in range(0, size, _BLOCK):
+                digest.update(stream.read(at, _BLOCK))
     except OSError as error:
         raise CheckpointError(f"{file.name}: {error.strerror or error}") from error
     if digest.hexdigest() != file.sha256:
         raise CheckpointError(f"{file.name}: its checksum is wrong: changed after it was written")
 
 
-def write_file(path: Path, data: bytes) -> FileRecord:
+def write_file(path: Path, data: bytes, *, files: Files = REAL.files) -> FileRecord:
     """Write a new file, to the disk."""
-    with path.open("xb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with files.open(path, new=True) as stream:
+        stream.append([data])
+        stream.sync()
     return FileRecord(path.name, len(data), hashlib.sha256(data).hexdigest())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkp
 from r3async.checkpoint.error import CheckpointError
 from r3async.config import HIDDEN, Config, to_dict
 from r3async.scheduling.admission import Admission
+from r3async.world import Files
+from r3async.world.real import REAL
 
 FIXED = (
     "seed",
@@ -78,9 +79,9 @@ def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[
     return changed
 
 
-def check_model(state: RunState, model_path: Path) -> None:
+def check_model(state: RunState, model_path: Path, *, files: Files = REAL.files) -> None:
     """Raises `CheckpointError` if the start model is not the one that the run began with, which is its reference model."""
-    fingerprint = fingerprint_model(model_path)
+    fingerprint = fingerprint_model(model_path, files=files)
     if fingerprint != state.model_fingerprint:
         raise CheckpointError(
             f"the model in {model_path} is not the one that the run began with (in {state.model_path}): its fingerprint is "
@@ -91,24 +92,25 @@ def check_model(state: RunState, model_path: Path) -> None:
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
 
 
-def fingerprint_model(directory: Path) -> str:
+def fingerprint_model(directory: Path, *, files: Files = REAL.files) -> str:
     """SHA-256 over the names and sizes of the model's files, all of `config.json`, and a sample of each weight file.
 
     A sample: 64 blocks of 64 KiB spread evenly, the header among them. All of a small file, and of a large one enough to tell
     trained weights from others, without reading hundreds of gigabytes at every start.
     """
     digest = hashlib.sha256()
-    paths = sorted(p for p in directory.glob("*") if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
-    if not any(p.name == "config.json" for p in paths):
+    names = files.list(directory)
+    if "config.json" not in names:
         raise CheckpointError(f"{directory} is not a model directory: it has no config.json")
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as stream:
+    for name in names:
+        if name != "config.json" and Path(name).suffix not in (".safetensors", ".bin"):
+            continue
+        with files.open(directory / name) as file:
+            size = file.size()
+            digest.update(f"{name}\0{size}\0".encode())
             step = max(_SAMPLE_BYTES, -(-max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1)))
             for at in range(0, size, step):
-                stream.seek(at)
-                digest.update(stream.read(_SAMPLE_BYTES))
+                digest.update(file.read(at, _SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -124,13 +126,17 @@ def resume_from(setting: str, checkpoints: Checkpoints) -> Opened | None:
     if setting == "none":
         checkpoints.supersede(-1)
         return None
-    opened = find_checkpoint(Path(setting))
+    opened = find_checkpoint(Path(setting), files=checkpoints.files)
     checkpoints.supersede(opened.state.steps)
     return opened
 
 
 def rewind(
-    run_dir: Path, record_bytes: Mapping[str, int], kept: Mapping[str, Sequence[str]] | None = None
+    run_dir: Path,
+    record_bytes: Mapping[str, int],
+    kept: Mapping[str, Sequence[str]] | None = None,
+    *,
+    files: Files = REAL.files,
 ) -> dict[str, int]:
     """Cut the run's records back to the lengths they had, and write the lines behind them that were `kept` in memory then.
     Returns the bytes cut off, by file. Raises `OSError`.
@@ -138,15 +144,16 @@ def rewind(
     A record that is shorter than it was, or lost, stays as it is: figures are lost, but training is not.
     """
     cut = {}
-    for path in sorted(run_dir.iterdir()):
-        length = record_bytes.get(path.name)
-        if length is not None and path.is_file() and path.stat().st_size > length:
-            cut[path.name] = path.stat().st_size - length
-            os.truncate(path, length)
+    for name in files.list(run_dir):
+        length, found = record_bytes.get(name), files.stat(run_dir / name)
+        if length is not None and found is not None and not found.directory and found.size > length:
+            with files.open(run_dir / name, create=True) as file:
+                file.truncate(length)
+            cut[name] = found.size - length
     for name, lines in (kept or {}).items():
-        with (run_dir / name).open("ab") as file:
-            file.truncate(whole_bytes(run_dir / name))
-            file.write("".join(lines).encode())
+        with files.open(run_dir / name, create=True) as file:
+            file.truncate(whole_bytes(run_dir / name, files=files))
+            file.append(["".join(lines).encode()])
     return cut
 
 

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,15 @@ from torch import Tensor
 from r3async.algorithms.trust_region import TrustRegionState
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import FileRecord
+from r3async.world import Files
+from r3async.world.real import REAL
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _OURS = "r3async"
+_BLOCK = 2**26
+"""Bytes written at once."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def part_name(rank: int, world: int) -> str:
     return f"learner-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def write_part(directory: Path, state: LearnerState) -> FileRecord:
+def write_part(directory: Path, state: LearnerState, *, files: Files = REAL.files) -> FileRecord:
     """Write one rank's file into `directory`, to the disk. From any thread; most of its time it holds no lock."""
     pieces = sorted(
         (p for p in state.pieces if p.tensor.numel()), key=lambda p: (-p.tensor.element_size(), p.place.name)
@@ -106,16 +109,16 @@ def write_part(directory: Path, state: LearnerState) -> FileRecord:
     text += b" " * (-len(text) % 8)
     digest, path = hashlib.sha256(), directory / part_name(state.rank, state.facts.world)
     size = 0
-    with path.open("xb", buffering=0) as stream:
+    with files.open(path, new=True) as file:
         blocks = itertools.chain(
             [memoryview(len(text).to_bytes(8, "little") + text)], (_memory(p.tensor) for p in pieces)
         )
         for view in blocks:
             digest.update(view)
             size += len(view)
-            while view:  # one call writes 2 GiB at most
-                view = view[stream.write(view) :]
-        os.fsync(stream.fileno())
+            for start in range(0, len(view), _BLOCK):
+                file.append([view[start : start + _BLOCK]])
+        file.sync()
     return FileRecord(path.name, size, digest.hexdigest())
 
 

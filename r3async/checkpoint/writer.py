@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from r3async.checkpoint.books import RunState
@@ -13,6 +12,8 @@ from r3async.checkpoint.directory import Checkpoints, Report, silent
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import FileRecord
 from r3async.config import CheckpointConfig
+from r3async.world import Clock, Threads
+from r3async.world.real import REAL
 
 WriteParts = Callable[[Path], Sequence[FileRecord]]
 """Writes what the learner's ranks copied into a directory, to the disk, and says what that was. It may raise."""
@@ -21,7 +22,7 @@ WriteParts = Callable[[Path], Sequence[FileRecord]]
 class Due:
     """Whether a step is followed by a checkpoint. Pure but for the clock (seconds, monotonic) that it is given."""
 
-    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = REAL.clock.monotonic):
         self._config, self._clock = config, clock
         self._step, self._time = 0, clock()
 
@@ -37,97 +38,83 @@ class Due:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, one at a time. Belongs to one thread, which makes every call.
+    """Writes checkpoints in a thread of its own, one at a time. Belongs to one event loop, where every call is made.
 
     A writing that fails is reported at once and raised at the next call, with its reason; it leaves nothing behind that could
     be taken for a checkpoint, and those that are there stay.
     """
 
-    def __init__(self, checkpoints: Checkpoints, config: CheckpointConfig, *, report: Report = silent):
-        self._checkpoints, self._report = checkpoints, report
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        config: CheckpointConfig,
+        *,
+        report: Report = silent,
+        threads: Threads = REAL.threads,
+        clock: Clock = REAL.clock,
+    ):
+        self._checkpoints, self._report, self._clock = checkpoints, report, clock
         self._asynchronous, self._timeout = config.asynchronous, config.write_timeout
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[int, Future[None]] | None = None
+        self._lane = threads.lane("checkpoint")
+        self._pending: tuple[int, asyncio.Task[CheckpointError | None]] | None = None
 
     @property
     def busy(self) -> bool:
         """A checkpoint is being written."""
         return self._pending is not None and not self._pending[1].done()
 
-    def check(self) -> None:
-        """Raises `CheckpointError` with what the last writing failed with, once. Does not wait."""
-        if self._pending is not None and self._pending[1].done():
-            self.wait()
-
-    def wait(self) -> None:
+    async def wait(self) -> None:
         """Until what is being written is there. Raises `CheckpointError` if that failed, or takes `checkpoint.write_timeout`."""
         if self._pending is None:
             return
         step, writing = self._pending
-        try:
-            writing.result(self._timeout)
-        except Exception as error:
-            if not writing.done():
-                raise CheckpointError(
-                    f"the checkpoint of step {step} was not written within {self._timeout:g} s (checkpoint.write_timeout)"
-                ) from error
-            self._pending = None
-            raise _failure(step, error) from error
+        await asyncio.wait([writing], timeout=self._timeout)
+        if not writing.done():
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written within {self._timeout:g} s (checkpoint.write_timeout)"
+            )
         self._pending = None
+        if (error := writing.result()) is not None:
+            raise error
 
-    def save(
-        self,
-        state: RunState,
-        parts: WriteParts,
-        texts: Mapping[str, bytes] | None = None,
-        then: Callable[[], object] = lambda: None,
-    ) -> float:
-        """Begin to write the checkpoint of `state.steps`; returns the seconds that it had to wait for the one before.
+    async def save(self, state: RunState, parts: WriteParts, then: Callable[[], object] = lambda: None) -> None:
+        """Begin to write the checkpoint of `state.steps`, as soon as the one before is written.
 
         `parts` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
-        `checkpoint.asynchronous` off it has been written when this returns. `then` is called in that thread too, once the
+        `checkpoint.asynchronous` off it has been written when this returns. `then` is called on the event loop, once the
         checkpoint is visible and on the disk.
         """
-        began = time.monotonic()
-        self.wait()
-        waited = time.monotonic() - began
-        self._pending = state.steps, self._thread.submit(self._write, state, parts, texts, then)
+        await self.wait()
+        self._pending = state.steps, asyncio.get_running_loop().create_task(self._write(state, parts, then))
         if not self._asynchronous:
-            self.wait()
-        return waited
+            await self.wait()
 
-    def _write(
-        self, state: RunState, parts: WriteParts, texts: Mapping[str, bytes] | None, then: Callable[[], object]
-    ) -> None:
-        began = time.monotonic()
+    async def _write(self, state: RunState, parts: WriteParts, then: Callable[[], object]) -> CheckpointError | None:
+        began = self._clock.monotonic()
         try:
-            partial = self._checkpoints.begin(state.steps)
-            try:
-                records = parts(partial)
-                path = self._checkpoints.commit(state, records, texts)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-        except BaseException as error:
+            path, nbytes = await self._lane.run(self._commit, state, parts)
+        except Exception as error:
             self._report("checkpoint_failed", step=state.steps, error=f"{type(error).__name__}: {error}")
-            raise
+            return _failure(state.steps, error)
+        seconds = self._clock.monotonic() - began
         then()
-        self._report(
-            "checkpoint_written",
-            step=state.steps,
-            path=str(path),
-            bytes=sum(r.size for r in records),
-            seconds=time.monotonic() - began,
-        )
-        if removed := self._checkpoints.prune():
-            self._report("checkpoints_pruned", steps=removed)
-
-    def close(self) -> None:
-        """Finish what is being written; see `wait`."""
+        self._report("checkpoint_written", step=state.steps, path=str(path), bytes=nbytes, seconds=seconds)
         try:
-            self.wait()
-        finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            if removed := await self._lane.run(self._checkpoints.prune):
+                self._report("checkpoints_pruned", steps=removed)
+        except OSError as error:  # the one that was written is there all the same; the next one prunes again
+            self._report("checkpoint_prune_failed", error=str(error))
+        return None
+
+    def _commit(self, state: RunState, parts: WriteParts) -> tuple[Path, int]:
+        partial = self._checkpoints.begin(state.steps)
+        try:
+            records = parts(partial)
+            return self._checkpoints.commit(state, records), sum(r.size for r in records)
+        except BaseException:
+            with contextlib.suppress(OSError):  # else at the next start
+                self._checkpoints.abandon(state.steps)
+            raise
 
 
 def _failure(step: int, error: BaseException) -> CheckpointError:

@@ -64,7 +64,7 @@ class TinyRun:
         for saved in self._ranks:
             saved.trust_region.update(0.1)
         records = [write_part(partial, take(saved)) for saved in self._ranks]
-        return self.checkpoints.commit(self._books(step), records, {"config.toml": b"seed = 0\n"})
+        return self.checkpoints.commit(self._books(step), records)
 
     def _books(self, step: int) -> RunState:
         admission = self._admission()

@@ -1,0 +1,136 @@
+"""One seed, one story: streams, clocks, processes, and the log that is the same in every Python process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from r3async.world.simulated.log import EventLog
+from r3async.world.simulated.world import Simulation
+
+
+def test_streams_do_not_shift_each_other():
+    one, two = Simulation(7), Simulation(7)
+    one.rng("another").random()
+    assert [one.rng("a").random(), one.rng("b").random()] == [two.rng("a").random(), two.rng("b").random()]
+    assert one.rng("a").random() != one.rng("b").random()
+    assert one.rng("a").random() != Simulation(8).rng("a").random()
+
+
+def test_clocks_of_hosts():
+    simulation = Simulation(1, hosts=("a", "b"))
+    a, b = (simulation.begin_process(name, simulation.hosts[name]).world for name in "ab")
+    assert a.clock.time() == b.clock.time()
+    assert a.clock.monotonic() != b.clock.monotonic()  # nobody may compare them
+    before = a.clock.monotonic()
+    simulation.step_clock(simulation.hosts["a"], -3600.0)
+    assert a.clock.time() == b.clock.time() - 3600.0
+    assert a.clock.monotonic() == before
+    simulation.close()
+
+
+def test_unique_names_are_unique_and_come_from_the_seed():
+    def names(seed: int) -> list[str]:
+        simulation = Simulation(seed)
+        worlds = [simulation.begin_process(name, simulation.hosts["host-0"]).world for name in ("a", "b", "a")]
+        found = [world.unique() for world in worlds for _ in range(3)]
+        simulation.close()
+        return found
+
+    assert names(1) == names(1)
+    assert len(set(names(1) + names(2))) == 18
+    assert {len(name) for name in names(1)} == {32}
+
+
+def test_a_line_is_stable_and_the_hash_is_of_all_lines():
+    log, heard = EventLog(lambda: 1.5), []
+    log.listeners.append(lambda *event: heard.append(event))
+    log.event("learner", "step", number=3, seconds=0.1 + 0.2, groups=[1, 2], text="two words", empty="")
+    assert log.lines == ['1.500000 learner step number=3 seconds=0.3 groups=[1,2] text="two words" empty=""']
+    assert heard[0][1:3] == ("learner", "step")
+    before = log.digest()
+    log.detail("a calls b")
+    assert len(log.lines) == 1
+    assert log.digest() != before
+    again = EventLog(lambda: 1.5, details=True)
+    again.event("learner", "step", number=3, seconds=0.3, groups=[1, 2], text="two words", empty="")
+    again.detail("a calls b")
+    assert again.digest() == log.digest()
+    assert len(again.lines) == 2
+
+
+STORY = """
+import asyncio, sys
+from r3async.world import ActorLost, Placement
+from r3async.world.simulated.world import Simulation
+
+class Worker:
+    def __init__(self, world):
+        self.world, self.names = world, {world.unique() for _ in range(5)}
+    async def work(self, other, n):
+        await asyncio.sleep(0.01 * n)
+        await self.world.threads.run(len, ())
+        return await other.call("add", n) if other else n
+    def add(self, n): return n + 1
+
+async def main(world, simulation):
+    workers = [world.actors.spawn(Worker, name=f"worker-{i}", placement=Placement(restarts=5)) for i in range(4)]
+    rng = simulation.rng("main")
+    async def ask(n):
+        try:
+            simulation.log.event("driver", "got", n=await workers[n % 4].call("work", workers[(n + 1) % 4], n, timeout=9.0))
+        except (ActorLost, TimeoutError) as error:
+            simulation.log.event("driver", "missed", n=n, error=str(error))
+    tasks = set()
+    for n in range(200):
+        tasks.add(asyncio.create_task(ask(n)))
+        await asyncio.sleep(rng.random() / 10)
+        process = simulation.find(f"worker-{rng.randrange(4)}")
+        if process and n % 9 == 0: simulation.end(process, "a fault")
+        if process and n % 7 == 0:
+            simulation.freeze(process); simulation.loop.call_later(0.5, simulation.thaw, process)
+        done, tasks = await asyncio.wait(tasks, timeout=0) if tasks else (set(), set())
+        for task in done: simulation.log.event("driver", "done", task=task.get_name())
+    await asyncio.gather(*tasks)
+
+simulation = Simulation(sys.argv[1], hosts=("a", "b", "c"), seconds=10000.0, details=True)
+driver = simulation.begin_process("driver", simulation.hosts["a"])
+simulation.run(driver, main(driver.world, simulation))
+simulation.close()
+assert simulation.loop.failures == [], simulation.loop.failures
+print("\\n".join(simulation.log.lines))
+print(simulation.log.digest(), simulation.loop.ran)
+"""
+
+
+def story(seed: str, hash_seed: str) -> str:
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-c", STORY, seed], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_same_seed_is_the_same_story_in_every_python_process():
+    first = story("1", "1")
+    assert first == story("1", "2")
+    assert "process_ended" in first
+    assert "missed" in first
+    assert first.count(" got ") > 20
+    assert first.splitlines()[-1] != story("2", "1").splitlines()[-1]
+
+
+def test_a_world_is_not_sent():
+    simulation = Simulation(1)
+    world = simulation.begin_process("a", simulation.hosts["host-0"]).world
+    with pytest.raises(TypeError, match="belongs to its process"):
+        simulation.run(world.process, spawn_with(world))
+    simulation.close()
+
+
+async def spawn_with(world):
+    world.actors.spawn(list, world, name="x")

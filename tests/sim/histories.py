@@ -1,0 +1,124 @@
+"""A small history of a run that keeps every invariant, to be spoiled: two steps, a checkpoint, a step that a crash takes back,
+and from the checkpoint on to the end. Steps of one group of two episodes, window 2, one slot a staleness, a spool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from r3async.records import trajectory_name
+from tools.simulate.history import (
+    Acknowledged,
+    Asked,
+    Began,
+    Event,
+    Facts,
+    Finished,
+    Installed,
+    Leased,
+    Lost,
+    Published,
+    Quiet,
+    Saved,
+    Sent,
+    Stored,
+    Taken,
+    Trained,
+    Unlinked,
+)
+from tools.simulate.known import Rules
+
+RULES = Rules(
+    steps=4,
+    groups_per_step=1,
+    samples_per_group=2,
+    slots=3,
+    age_bound=3,
+    window=2,
+    urgent=2,
+    durable="process",
+    silence_seconds=10.0,
+    first_seconds=100.0,
+    step_seconds=50.0,
+)
+
+
+def playing(group: int, episode: int, lineage: int, *versions: int, take: int = 0, nbytes: int = 100) -> Facts:
+    """`take`: tells playings of one episode apart."""
+    content = hash((group, episode, lineage, versions, take))
+    return Facts(trajectory_name(group, episode), group, episode, lineage, versions, content, nbytes)
+
+
+class Writer:
+    """Writes events, each a second after the one before."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.lineage = 0
+
+    def add(self, kind: type[Event], *args: object, **facts: object) -> None:
+        self.events.append(kind(float(len(self.events)), *args, **facts))
+
+    def begin(self, lineage: int, parent: int = 0, version: int = 0, step: int = 0, consumed: int = 0) -> None:
+        self.lineage = lineage
+        self.add(Began, lineage, parent, version, step, consumed)
+
+    def publish(self, version: int, weights: int, *engines: str) -> None:
+        self.add(Published, self.lineage, version, weights)
+        for engine in engines:
+            self.add(Installed, engine, self.lineage, version, weights)
+
+    def play(self, engine: str, group: int, *versions: int, episodes: Sequence[int] = (0, 1)) -> None:
+        self.add(Leased, engine, ((group, tuple(episodes)),))
+        self.deliver(engine, group, *versions, episodes=episodes)
+
+    def deliver(self, engine: str, group: int, *versions: int, episodes: Sequence[int] = (0, 1)) -> None:
+        for episode in episodes:
+            self.add(Sent, engine, playing(group, episode, self.lineage, *versions))
+        self.add(Stored, group, f"{group}-{self.lineage}", 100 * len(episodes))
+        self.add(Acknowledged, engine, tuple(trajectory_name(group, episode) for episode in episodes))
+
+    def train(self, step: int, version: int, *members: Facts) -> None:
+        self.add(Taken, self.lineage, step, version, (members[0].group,))
+        self.add(Trained, self.lineage, step, version, (members,))
+
+
+def pair(group: int, lineage: int, *versions: int) -> tuple[Facts, Facts]:
+    return playing(group, 0, lineage, *versions), playing(group, 1, lineage, *versions)
+
+
+def good() -> list[Event]:
+    """See above. Group 3 is acknowledged in the first lineage, and trained in the second, which did not play it again."""
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a", "b")
+    w.play("a", 0, 0)
+    w.play("b", 1, 0)
+    w.train(1, 0, *pair(0, 1, 0))
+    w.publish(1, 101, "a", "b")
+    w.play("a", 2, 1)
+    w.train(2, 1, *pair(1, 1, 0))
+    w.add(Saved, 2)
+    w.add(Unlinked, 0, "0-1")
+    w.publish(2, 102, "a", "b")
+    w.play("b", 3, 2)
+    w.train(3, 2, *pair(2, 1, 1))
+    w.add(Lost, "learner")
+    w.begin(2, 1, 2, 2, 2)
+    w.add(Asked, {2: [], 3: [], 4: [0, 1]})
+    w.publish(2, 102, "a", "b")
+    w.train(3, 2, *pair(2, 1, 1))
+    w.add(Quiet)
+    w.publish(3, 103, "a", "b")
+    w.train(4, 3, *pair(3, 1, 2))
+    w.add(Saved, 4)
+    for group, file in ((1, "1-1"), (2, "2-1"), (3, "3-1")):
+        w.add(Unlinked, group, file)
+    w.add(Finished, 4)
+    return w.events
+
+
+def changed(events: Sequence[Event], index: int, **facts: object) -> list[Event]:
+    """With other facts in one of them."""
+    return [msgspec.structs.replace(e, **facts) if i == index else e for i, e in enumerate(events)]

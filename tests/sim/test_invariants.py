@@ -1,0 +1,259 @@
+"""The checker of simulated runs: it passes what is right, and names what is not at the first event that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from r3async.records import trajectory_name
+from tests.sim.histories import RULES, Writer, good, pair, playing
+from tools.simulate.branches import Branch, leads_to, same_weights
+from tools.simulate.history import (
+    Acknowledged,
+    Asked,
+    Began,
+    Event,
+    Finished,
+    Installed,
+    Leased,
+    Lost,
+    Passed,
+    PowerFailed,
+    Published,
+    Refused,
+    Saved,
+    Sent,
+    Slots,
+    Stored,
+    Taken,
+    Trained,
+    Unlinked,
+)
+from tools.simulate.invariants import RULES as ALL
+from tools.simulate.invariants import Checker, Rules, Violated
+
+
+def see(events: Sequence[Event], rules: Rules = RULES) -> Checker:
+    checker = Checker(rules)
+    for event in events:
+        checker.see(event)
+    return checker
+
+
+def broken(events: Sequence[Event], rules: Rules = RULES) -> Violated:
+    with pytest.raises(Violated) as found:
+        see(events, rules)
+    return found.value
+
+
+def of(events: Sequence[Event], kind: type[Event], number: int = 0) -> int:
+    """Index of the event of that kind; of several, that number of them."""
+    return [i for i, event in enumerate(events) if isinstance(event, kind)][number]
+
+
+def edited(kind: type[Event], number: int = 0, **facts: object) -> list[Event]:
+    events = good()
+    at = of(events, kind, number)
+    return [*events[:at], msgspec.structs.replace(events[at], **facts), *events[at + 1 :]]
+
+
+def inserted(kind: type[Event], number: int, *new: Callable[[float], Event]) -> list[Event]:
+    """Before that event."""
+    events = good()
+    at = of(events, kind, number)
+    return [*events[:at], *(make(events[at].at) for make in new), *events[at:]]
+
+
+def test_a_run_that_resumes_and_trains_what_it_kept_keeps_every_invariant():
+    checker = see(good())
+    assert checker.seen == len(good())
+    assert len(checker.known.branch.steps) == 4
+    assert checker.known.branch.steps[1] is checker.known.branches[1].steps[1]
+    assert checker.known.branch.steps[2] is not checker.known.branches[1].steps[2]
+
+
+SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
+    "a number is taken twice": ("lineage", lambda: edited(Began, 1, lineage=1)),
+    "a parent that never began": ("lineage", lambda: edited(Began, 1, parent=7)),
+    "a checkpoint of steps that were not made": ("lineage", lambda: edited(Began, 1, step=4)),
+    "a checkpoint with other groups": ("lineage", lambda: edited(Began, 1, consumed=3)),
+    "a checkpoint with another version": ("lineage", lambda: edited(Began, 1, version=1)),
+    "the learner of an old start trains on": ("lineage", lambda: edited(Taken, 3, lineage=1)),
+    "a step is left out": ("lineage", lambda: edited(Taken, 1, step=3)),
+    "a safe checkpoint is passed over": ("checkpoint", lambda: edited(Began, 1, step=1, version=1, consumed=1)),
+    "weights of a checkpoint are other weights": ("checkpoint", lambda: edited(Published, 3, weights=7)),
+    "a group is trained twice": ("twice", lambda: edited(Taken, 1, groups=(0,))),
+    "a group is twice in a step": ("twice", lambda: edited(Taken, 0, groups=(0, 0))),
+    "an episode is missing": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0)[:1],))),
+    "a step of two groups": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
+    "beyond the window": ("window", lambda: edited(Taken, 0, groups=(2,))),
+    "an older one is complete": ("window", lambda: edited(Taken, 0, groups=(1,))),
+    "weights that were taken back": ("weights", lambda: edited(Trained, 4, groups=(pair(3, 1, 3),))),
+    "a lineage that never was": ("weights", lambda: edited(Trained, 4, groups=(pair(3, 9, 2),))),
+    "other log-probs": (
+        "weights",
+        lambda: edited(Trained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], wrong="no"), pair(0, 1, 0)[1]),)),
+    ),
+    "as nobody sent it": (
+        "content",
+        lambda: edited(Trained, 0, groups=((playing(0, 0, 1, 0, take=1), pair(0, 1, 0)[1]),)),
+    ),
+    "acknowledged, and never sent": (
+        "content",
+        lambda: inserted(Taken, 0, lambda at: Acknowledged(at, "a", (trajectory_name(9, 0),))),
+    ),
+    "too old": ("age", good),
+    "a version is counted twice": ("version", lambda: edited(Taken, 1, version=2)),
+    "published before it is made": ("version", lambda: edited(Published, 1, version=2)),
+    "published again": ("version", lambda: edited(Published, 1, version=0)),
+    "old weights under a new number": ("version", lambda: edited(Published, 1, weights=100)),
+    "installed from another lineage": ("version", lambda: edited(Installed, 6, lineage=1)),
+    "installed backwards": (
+        "version",
+        lambda: inserted(Taken, 1, lambda at: Installed(at, "a", 1, 0, 100)),
+    ),
+    "installed, not published": ("version", lambda: edited(Installed, 2, version=9)),
+    "other weights installed": ("version", lambda: edited(Installed, 2, weights=9)),
+    "sampled by weights that it had not": ("generator", lambda: edited(Sent, 0, trajectory=playing(0, 0, 1, 1))),
+    "named of another lineage": ("generator", lambda: edited(Sent, 0, trajectory=playing(0, 0, 2, 0))),
+    "acknowledged and lost": ("lost", lambda: edited(Asked, 0, missing={2: [1]})),
+    "what was kept is played again": (
+        "again",
+        lambda: inserted(Taken, 3, lambda at: Leased(at, "a", ((3, (1,)),))),
+    ),
+    "what is here is played again": ("again", lambda: inserted(Taken, 0, lambda at: Leased(at, "a", ((1, (0,)),)))),
+    "what was trained is played again": ("again", lambda: inserted(Taken, 1, lambda at: Leased(at, "a", ((0, (0,)),)))),
+    "two generators have it": ("again", lambda: inserted(Sent, 0, lambda at: Leased(at, "b", ((0, (1,)),)))),
+    "a slot is freed early": (
+        "slots",
+        lambda: inserted(Published, 1, *(lambda at, g=g: Leased(at, "a", ((g, (0, 1)),)) for g in (2, 3))),
+    ),
+    "a group is passed over": ("slots", lambda: inserted(Taken, 0, lambda at: Leased(at, "a", ((3, (0, 1)),)))),
+    "more slots than there are": ("slots", lambda: inserted(Taken, 0, lambda at: Slots(at, 4, 3))),
+    "something sound is refused": (
+        "refused",
+        lambda: inserted(Acknowledged, 0, lambda at: Refused(at, "a", trajectory_name(0, 0), "no")),
+    ),
+    "removed before a checkpoint": ("store", lambda: inserted(Saved, 0, lambda at: Unlinked(at, 1, "1-1"))),
+    "the run fails": ("ended", lambda: edited(Finished, 0, failed="no")),
+    "steps are missing at the end": ("ended", lambda: edited(Finished, 0, steps=3)),
+    "no step after the last fault": ("stuck", lambda: inserted(Published, 4, lambda at: Passed(at + 101.0))),
+    "no step after a step": ("stuck", lambda: inserted(Saved, 1, lambda at: Passed(at + 51.0))),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_must_not_be_is_named(what: str):
+    name, make = SPOILED[what]
+    rules = msgspec.structs.replace(RULES, age_bound=0) if name == "age" else RULES
+    assert broken(make(), rules).name == name
+
+
+def test_every_rule_has_a_history_that_breaks_it():
+    assert {rule.name for rule in ALL} | {"stuck"} == {name for name, _ in SPOILED.values()} | {"memory", "disk"}
+    assert all(rule.means for rule in ALL)
+
+
+def test_without_a_spool_what_was_acknowledged_goes_with_the_learner_and_may_be_played_again():
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a")
+    w.play("a", 0, 0)
+    w.add(Lost, "learner")
+    w.begin(2)
+    w.publish(0, 100, "a")
+    w.add(Asked, {0: [0, 1]})
+    w.play("a", 0, 0)
+    see(w.events, msgspec.structs.replace(RULES, durable="nothing"))
+    assert broken(w.events).name == "lost"
+
+
+def test_without_fsync_a_power_failure_takes_what_was_acknowledged():
+    events = good()
+    at = of(events, Began, 1)
+    events[at : at + 2] = [
+        PowerFailed(events[at].at),
+        events[at],
+        msgspec.structs.replace(events[at + 1], missing={3: [0]}),
+    ]
+    see(events[: at + 3])
+    assert broken(events, msgspec.structs.replace(RULES, durable="power")).name == "lost"
+
+
+def test_a_name_that_was_not_synced_does_not_let_the_spool_go_where_power_may_fail():
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a")
+    w.play("a", 0, 0)
+    w.train(1, 0, *pair(0, 1, 0))
+    w.begin(2, 1, 1, 1, 1)  # from a checkpoint that has its name, and nobody synced it
+    w.add(Unlinked, 0, "0-1")
+    see(w.events)
+    assert broken(w.events, msgspec.structs.replace(RULES, durable="power")).name == "store"
+
+
+def test_what_came_after_the_learner_was_asked_may_be_leased_again():
+    events = inserted(
+        Sent,
+        0,
+        lambda at: Lost(at, "a"),
+        lambda at: Asked(at, {0: [0, 1]}),
+        lambda at: Installed(at, "a", 1, 0, 100),
+    )
+    at = of(events, Acknowledged, 0)
+    events.insert(at + 1, Leased(events[at].at, "b", ((0, (0, 1)),)))
+    see(events[: at + 2])
+    again = [*events[: at + 2], Asked(events[at].at, {0: []}), Lost(events[at].at, "b"), events[at + 1]]
+    assert broken(again).name == "again"
+
+
+def test_leases_of_a_generator_that_was_silent_may_be_given_to_another():
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a", "b")
+    w.add(Leased, "a", ((0, (0, 1)),))
+    late = Leased(20.0, "b", ((0, (0, 1)),))
+    see([*w.events, late])
+    awake = Leased(19.0, "a")
+    see([*w.events, awake, late])  # it was silent for long enough before it woke
+    steady = [Leased(float(at), "a") for at in range(5, 20)]
+    assert broken([*w.events, *steady, late]).name == "again"
+
+
+def test_rows_beyond_the_window_are_within_the_credit():
+    rules = msgspec.structs.replace(RULES, durable="nothing", credit_bytes=150, slots=9)
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a")
+    for group in range(3):
+        w.add(Leased, "a", ((group, (0, 1)),))
+    w.deliver("a", 0, 0, episodes=[0])  # the window: as much as comes
+    w.deliver("a", 1, 0)
+    w.deliver("a", 2, 0, episodes=[0])
+    see(w.events, rules)
+    w.deliver("a", 2, 0, episodes=[1])
+    assert broken(w.events, rules).name == "memory"
+
+
+def test_files_beyond_the_window_are_within_the_disk():
+    rules = msgspec.structs.replace(RULES, disk_bytes=1000)
+    w = Writer()
+    w.begin(1)
+    w.add(Stored, 0, "0-1", 5000)
+    w.add(Stored, 2, "2-1", 1000)
+    see(w.events, rules)
+    w.add(Stored, 3, "3-1", 2000)
+    assert broken(w.events, rules).name == "disk"
+
+
+def test_a_start_in_the_middle_of_a_version_has_all_steps_in_its_weights():
+    first = Branch(1)
+    for group in range(3):
+        first.add((group,), makes_version=group == 1)
+    second = Branch(2, first, step=3, version=1)
+    assert second.since == 1
+    assert not same_weights(first, 1, second, 1)
+    assert leads_to(first, 1, second)
+    assert not leads_to(second, 1, Branch(3, first, step=2, version=1))

@@ -1,0 +1,200 @@
+"""What is seen of a simulated run, at the seam and nowhere else. Plain data, in the order of virtual time.
+
+Observers make these of calls between actors, frames on the wire, operations on files, and of what the scripted learner is given
+to train (`tools.simulate.observe`). `invariants.Checker` judges them, `story` prints them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True):
+    """One playing of an episode, as it was sent or trained.
+
+    `versions`: of the weights that sampled its trained tokens, ascending; empty for a stand-in. `content`: checksum of all
+    that is trained of it. `nbytes`: what it takes in memory. `wrong`: why its tokens cannot be of the weights, or have the
+    routes, that it says; "" if they can."""
+
+    trajectory_id: str
+    group: int
+    episode: int
+    lineage: int
+    versions: tuple[int, ...]
+    content: int
+    nbytes: int = 0
+    wrong: str = ""
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
+    """`at`: virtual seconds since the simulation began."""
+
+    at: float
+
+
+class Began(Event, frozen=True):
+    """A start of the run took `lineage`. It has its parent's first `step` steps behind it, and version `version` of the weights;
+    the checkpoint says that it has consumed all groups before `consumed` and those of `beyond`. `parent`: 0 for none."""
+
+    lineage: int
+    parent: int = 0
+    version: int = 0
+    step: int = 0
+    consumed: int = 0
+    beyond: tuple[int, ...] = ()
+
+
+class Lost(Event, frozen=True):
+    """A process ended. `who`: a generator's name, `learner`, `conductor` or `driver`."""
+
+    who: str
+
+
+class PowerFailed(Event, frozen=True):
+    """A host lost what it had not synced, and all its processes."""
+
+    host: str = ""
+
+
+class Leased(Event, frozen=True):
+    """The conductor answered a generator's question for work. `leases`: groups with their episodes, maybe none."""
+
+    generator: str
+    leases: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class Asked(Event, frozen=True):
+    """The learner said which episodes it lacks, by group."""
+
+    missing: dict[int, list[int]]
+
+
+class Installed(Event, frozen=True):
+    """An engine has new weights. `weights`: what tells them from others."""
+
+    generator: str
+    lineage: int
+    version: int
+    weights: int
+
+
+class Sent(Event, frozen=True):
+    """A trajectory's payload left its generator."""
+
+    generator: str
+    trajectory: Facts
+
+
+class Acknowledged(Event, frozen=True):
+    """The learner said to a generator that it has these."""
+
+    generator: str
+    ids: tuple[str, ...]
+
+
+class Refused(Event, frozen=True):
+    """The learner said that it will never take this one. Not of a delivery that changed on its way."""
+
+    generator: str
+    trajectory_id: str
+    reason: str
+
+
+class Taken(Event, frozen=True):
+    """A step begins with these groups, in this order."""
+
+    lineage: int
+    step: int
+    version: int
+    groups: tuple[int, ...]
+
+
+class Trained(Event, frozen=True):
+    """It has ended. `groups`: what was trained, by group. `updates`: of the weights."""
+
+    lineage: int
+    step: int
+    version: int
+    groups: tuple[tuple[Facts, ...], ...]
+    updates: int = 1
+
+
+class Published(Event, frozen=True):
+    """Weights that engines may install."""
+
+    lineage: int
+    version: int
+    weights: int
+
+
+class Saved(Event, frozen=True):
+    """A checkpoint has its name, and outlives a power failure."""
+
+    step: int
+
+
+class Stored(Event, frozen=True):
+    """A file of the spool is `nbytes` long."""
+
+    group: int
+    file: str
+    nbytes: int
+
+
+class Unlinked(Event, frozen=True):
+    """A file of the spool is removed."""
+
+    group: int
+    file: str
+
+
+class Slots(Event, frozen=True):
+    """What the conductor says of its slots."""
+
+    taken: int
+    total: int
+
+
+class Injected(Event, frozen=True):
+    """A fault begins, or ends; for the story. `what`: in words."""
+
+    what: str
+
+
+class Quiet(Event, frozen=True):
+    """The last fault is over."""
+
+
+class Passed(Event, frozen=True):
+    """Time has passed."""
+
+
+class Finished(Event, frozen=True):
+    """The run has ended: with so many steps, or with what it failed with."""
+
+    steps: int
+    failed: str = ""
+
+
+History = (
+    Began
+    | Lost
+    | PowerFailed
+    | Leased
+    | Asked
+    | Installed
+    | Sent
+    | Acknowledged
+    | Refused
+    | Taken
+    | Trained
+    | Published
+    | Saved
+    | Stored
+    | Unlinked
+    | Slots
+    | Injected
+    | Quiet
+    | Passed
+    | Finished
+)

@@ -1,0 +1,45 @@
+"""What must hold of a run whatever happens to it, checked at every event. Pure.
+
+A **branch** is a lineage with the steps that it has behind it (`branches`). An episode is **here** in a lineage if the
+learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its name and its
+directory is synced. Each rule's docstring (`rules_training`, `rules_delivery`) says what it means across crashes, resumes and
+lineages; `RULES` has them all, by name."""
+
+from __future__ import annotations
+
+from tools.simulate.history import Event
+from tools.simulate.known import Known, Rules
+from tools.simulate.rules import Rule, Violated
+from tools.simulate.rules_delivery import DELIVERY
+from tools.simulate.rules_training import TRAINING
+
+__all__ = ["RULES", "Checker", "Rules", "Violated"]
+
+RULES = [*TRAINING, *DELIVERY]
+
+
+class Checker:
+    """Judges one event after the other. `seen`: how many."""
+
+    def __init__(self, rules: Rules):
+        self.known = Known(rules)
+        self.seen = 0
+        self._judges: dict[type[Event], list[Rule]] = {}
+        for each in RULES:
+            for kind in each.events:
+                self._judges.setdefault(kind, []).append(each)
+
+    def see(self, event: Event) -> None:
+        """Raises `Violated` at the first event that must not be."""
+        self.seen += 1
+        known = self.known
+        if event.at > known.deadline:
+            made = len(known.branch.steps) if known.branches else 0
+            raise Violated(
+                "stuck",
+                f"the step after step {made} had to be made by {known.deadline:.1f} s, and it is {event.at:.1f} s",
+            )
+        for each in self._judges.get(type(event), ()):
+            if reason := each.judge(known, event):
+                raise Violated(each.name, reason)
+        known.apply(event)

@@ -1,0 +1,278 @@
+"""What is known of a run after the events that were seen, for the invariants to judge the next one by. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from r3async.records import trajectory_name
+from tools.simulate.branches import Branch, leads_to
+from tools.simulate.history import (
+    Acknowledged,
+    Asked,
+    Began,
+    Event,
+    Facts,
+    Finished,
+    Installed,
+    Leased,
+    Lost,
+    PowerFailed,
+    Published,
+    Quiet,
+    Saved,
+    Sent,
+    Stored,
+    Trained,
+    Unlinked,
+)
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What the run's configuration promises. `window`: `schedule.window`. `urgent`: groups from the oldest that credit and disk
+    always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a failure of
+    `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later one."""
+
+    steps: int
+    groups_per_step: int
+    samples_per_group: int
+    slots: int
+    age_bound: int
+    steps_per_publication: int = 1
+    window: int = 1
+    urgent: int = 1
+    more_groups: bool = False
+    durable: Literal["nothing", "process", "power"] = "nothing"
+    credit_bytes: float = math.inf
+    disk_bytes: float = math.inf
+    silence_seconds: float = math.inf
+    first_seconds: float = math.inf
+    step_seconds: float = math.inf
+
+
+class Lease(NamedTuple):
+    """`process`: how many of its owner's processes had ended."""
+
+    owner: str
+    process: int
+    at: float
+
+
+class Engine:
+    """One generator."""
+
+    def __init__(self) -> None:
+        self.process = 0
+        """How many processes of it have ended."""
+        self.versions: list[int] = []
+        """That its present process installed."""
+        self.newest = -1
+        """That any process of it installed, in this lineage."""
+        self.heard = -math.inf
+        """When it last was answered a question for work."""
+        self.loose = -math.inf
+        """What it was leased before then may have returned: it was silent."""
+
+    def ended(self) -> None:
+        self.process += 1
+        self.versions = []
+
+    def begins(self) -> None:
+        """A new lineage."""
+        self.ended()
+        self.newest, self.heard, self.loose = -1, -math.inf, -math.inf
+
+
+class Known:
+    """`apply` each event after it was judged."""
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.branches: dict[int, Branch] = {}
+        self.lineage = 0
+        """Of the newest start."""
+        self.safe = 0
+        """Steps of the newest checkpoint that outlives whatever this run promises to outlive."""
+        self.ever_head = 0
+        """The newest head of any branch."""
+        self.engines: dict[str, Engine] = defaultdict(Engine)
+        self.published: dict[tuple[int, int], int] = {}
+        """By lineage and version: what tells these weights from others."""
+        self.sent: dict[str, dict[int, Facts]] = defaultdict(dict)
+        """By name, and by content: all that was ever sent."""
+        self.kept: dict[str, list[Facts]] = {}
+        """By name: what is acknowledged, and not in a checkpoint that is safe; all that was sent under that name."""
+        self.here: dict[str, float] = {}
+        """By name: since when it is here in this lineage, and not trained."""
+        self.held: dict[str, int] = {}
+        """By name: bytes of what this learner acknowledged and has not trained."""
+        self.leases: dict[tuple[int, int], Lease] = {}
+        """By group and episode: who was leased it last, in this lineage."""
+        self.leased_to = -1
+        """The newest group that has, or had, a slot."""
+        self.asked: dict[int, float] = {}
+        """By group: when the learner last said what it lacks."""
+        self.files: dict[int, dict[str, int]] = defaultdict(dict)
+        """Of the spool, by group: their sizes."""
+        self.quiet = False
+        """The last fault is over."""
+        self.deadline = math.inf
+        """For the next step."""
+        self._sent_here: dict[str, dict[int, Facts]] = defaultdict(dict)
+        """What was sent to this learner."""
+        self._apply = {
+            Began: self._began,
+            Lost: self._lost,
+            PowerFailed: self._power_failed,
+            Leased: self._leased,
+            Asked: self._asked,
+            Installed: self._installed,
+            Sent: self._was_sent,
+            Acknowledged: self._acknowledged,
+            Trained: self._trained,
+            Published: self._published,
+            Saved: self._saved,
+            Stored: self._stored,
+            Unlinked: self._unlinked,
+            Quiet: self._quiet,
+            Finished: self._finished,
+        }
+
+    def apply(self, event: Event) -> None:
+        """It has happened."""
+        if (change := self._apply.get(type(event))) is not None:
+            change(event)  # type: ignore[operator]
+
+    @property
+    def branch(self) -> Branch:
+        """Of the newest start."""
+        return self.branches[self.lineage]
+
+    @property
+    def horizon(self) -> int:
+        """The first group that credit and disk have never let through for being urgent."""
+        return self.ever_head + self.rules.urgent
+
+    def size(self, name: str) -> int:
+        """Bytes that this learner holds of it once it is acknowledged: of its shortest playing."""
+        return min((f.nbytes for f in self._sent_here[name].values()), default=0)
+
+    def is_complete(self, group: int) -> bool:
+        """All its episodes were acknowledged, and none is trained."""
+        return all(trajectory_name(group, i) in self.here for i in range(self.rules.samples_per_group))
+
+    def may_train(self, playings: Iterable[Facts], branch: Branch) -> bool:
+        """Whether a learner that begins with this branch takes what was kept, whichever of the `playings` it was."""
+        return all(self._may_train(playing, branch) for playing in playings)
+
+    def _may_train(self, f: Facts, branch: Branch) -> bool:
+        oldest, newest = (f.versions[0], f.versions[-1]) if f.versions else (branch.version, -1)
+        of = self.branches[f.lineage]
+        return (
+            f.group not in branch.trained
+            and f.group < len(branch.trained) + self.rules.slots
+            and branch.version - oldest <= self.rules.age_bound
+            and newest <= branch.version
+            and leads_to(of, newest if f.versions else min(of.made), branch)
+        )
+
+    # -- what each event changes ---------------------------------------------------------------------------------------
+
+    def _began(self, event: Began) -> None:
+        branch = Branch(event.lineage, self.branches.get(event.parent), event.step, event.version)
+        self.branches[event.lineage], self.lineage = branch, event.lineage
+        if self.rules.durable != "power":  # a process that ends takes no name back
+            self.safe = max(self.safe, event.step)
+        for engine in self.engines.values():
+            engine.begins()
+        for of_the_past in (self.leases, self.asked, self.held, self._sent_here):
+            of_the_past.clear()
+        if self.rules.durable == "nothing":
+            self.kept.clear()
+        taken = [name for name, playings in self.kept.items() if self.may_train(playings, branch)]
+        self.here = dict.fromkeys(taken, -math.inf)
+        # What only a checkpoint has trained that is not safe: it may be taken back once more.
+        held = [name for name, playings in self.kept.items() if branch.trained.get(playings[0].group, 0) > self.safe]
+        self.kept = {name: self.kept[name] for name in (*taken, *held)}
+        self.leased_to = max([-1, *branch.trained, *(playings[0].group for playings in self.kept.values())])
+
+    def _lost(self, event: Lost) -> None:
+        if event.who in self.engines:
+            self.engines[event.who].ended()
+        if event.who == "learner" and self.rules.durable == "nothing":
+            self.kept.clear()
+            self.here.clear()
+
+    def _power_failed(self, event: PowerFailed) -> None:
+        if self.rules.durable != "power":
+            self.kept.clear()
+            self.here.clear()
+            self.files.clear()
+
+    def _leased(self, event: Leased) -> None:
+        engine = self.engines[event.generator]
+        if event.at - engine.heard > self.rules.silence_seconds:
+            engine.loose = event.at
+        engine.heard = event.at
+        for group, episodes in event.leases:
+            self.leased_to = max(self.leased_to, group)
+            for episode in episodes:
+                self.leases[group, episode] = Lease(event.generator, engine.process, event.at)
+
+    def _asked(self, event: Asked) -> None:
+        self.asked |= dict.fromkeys(event.missing, event.at)
+
+    def _installed(self, event: Installed) -> None:
+        engine = self.engines[event.generator]
+        engine.versions.append(event.version)
+        engine.newest = max(engine.newest, event.version)
+
+    def _was_sent(self, event: Sent) -> None:
+        f = event.trajectory
+        self.sent[f.trajectory_id].setdefault(f.content, f)
+        self._sent_here[f.trajectory_id].setdefault(f.content, f)
+
+    def _acknowledged(self, event: Acknowledged) -> None:
+        for name in event.ids:
+            playings = list(self._sent_here[name].values())
+            if playings and playings[0].group not in self.branch.trained and name not in self.here:
+                self.here[name] = event.at
+                self.kept[name] = playings
+                self.held[name] = self.size(name)
+
+    def _trained(self, event: Trained) -> None:
+        rules, branch = self.rules, self.branch
+        groups = tuple(members[0].group for members in event.groups)
+        publishes = branch.since + 1 == rules.steps_per_publication or len(branch.steps) + 1 == rules.steps
+        branch.add(groups, event.updates, makes_version=publishes)
+        self.ever_head = max(self.ever_head, branch.head)
+        for members in event.groups:
+            for f in members:
+                self.here.pop(f.trajectory_id, None)
+                self.held.pop(f.trajectory_id, None)
+        if self.quiet:
+            self.deadline = event.at + rules.step_seconds
+
+    def _published(self, event: Published) -> None:
+        self.published[event.lineage, event.version] = event.weights
+
+    def _saved(self, event: Saved) -> None:
+        self.safe = max(self.safe, event.step)
+        over = {group for group, step in self.branch.trained.items() if step <= event.step}
+        self.kept = {name: playings for name, playings in self.kept.items() if playings[0].group not in over}
+
+    def _stored(self, event: Stored) -> None:
+        self.files[event.group][event.file] = event.nbytes
+
+    def _unlinked(self, event: Unlinked) -> None:
+        self.files[event.group].pop(event.file, None)
+
+    def _quiet(self, event: Quiet) -> None:
+        self.quiet, self.deadline = True, event.at + self.rules.first_seconds
+
+    def _finished(self, event: Finished) -> None:
+        self.deadline = math.inf

@@ -168,7 +168,7 @@ class LearnerActor:
         path = Path(self.model_path)
         self._cost = cost_model(json.loads((path / "config.json").read_text()))
         if self.config.learner.parallel.world == 1:
-            self.backend = LocalLearner(self.config, path)
+            self.backend = LocalLearner(self.config, path, files=self.world.files)
         else:
             self.backend = RankedLearner(self.config, path, self.run_dir, self._gpus_per_rank)
         self._vocab_size = self.backend.vocab_size

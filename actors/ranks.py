@@ -18,7 +18,7 @@ from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.transport import Publication, WeightSender
-from r3async.world import World
+from r3async.world import Files, World
 from r3async.world.processes import environment
 from r3async.world.real import REAL
 
@@ -41,13 +41,13 @@ class LocalLearner:
     pids: Sequence[int] = ()
     """Of further processes, which compute for this one."""
 
-    def __init__(self, config: Config, model_path: Path):
+    def __init__(self, config: Config, model_path: Path, *, files: Files = REAL.files):
         import torch
 
         torch.set_num_threads(config.learner.threads)
         from r3async.learners.build import build_learner
 
-        self._config = config
+        self._config, self._files = config, files
         self._backend = build_learner(config, model_path)
         self._sender: WeightSender | None = None
         self._dtype = getattr(torch, config.generator.dtype)
@@ -128,11 +128,12 @@ class LocalLearner:
         held, self._held = self._held, None
         if held is None:
             raise LearnerError("nothing is held for a checkpoint")
-        return [write_part(directory, held)]
+        return [write_part(directory, held, files=self._files)]
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint that has been verified; see `LearnerBackend.restore`."""
-        self._backend.restore(open_checkpoint(checkpoint, check_tensors=False).learner())
+        opened = open_checkpoint(checkpoint, check_tensors=False, files=self._files)
+        self._backend.restore(opened.learner())
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
@@ -177,7 +178,7 @@ class RankActor:
             world_size=world,
             timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
         )
-        self._learner = LocalLearner(self._config, self._model_path)
+        self._learner = LocalLearner(self._config, self._model_path, files=self.world.files)
         return self._learner.vocab_size, self.world.processes.pid
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -53,13 +53,14 @@ class Opened:
     path: Path
     state: RunState
     manifest: Manifest
+    files: Files = REAL.files
 
     def learner(self) -> LearnerParts:
         """What the ranks wrote, for `LearnerBackend.restore`. Raises `CheckpointError`."""
         from r3async.checkpoint.tensors import LearnerParts
 
         names = [f.name for f in self.manifest.files if f.name.startswith("learner-")]
-        return LearnerParts([self.path / name for name in names])
+        return LearnerParts([self.path / name for name in names], files=self.files)
 
 
 def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = REAL.files) -> Opened:
@@ -86,7 +87,7 @@ def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = RE
         raise CheckpointError(f"{STATE}: {error.strerror or error}") from error
     if state.steps != manifest.step:
         raise CheckpointError(f"{STATE}: it is of step {state.steps}, and {MANIFEST} of step {manifest.step}")
-    return Opened(path, state, manifest)
+    return Opened(path, state, manifest, files)
 
 
 class Checkpoints:

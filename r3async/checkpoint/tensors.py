@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from r3async.algorithms.trust_region import TrustRegionState
@@ -30,6 +30,8 @@ from r3async.world.real import REAL
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_BITS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
+"""By size: as what values are copied, so that NumPy need not know their dtype."""
 _OURS = "r3async"
 _BLOCK = 2**26
 """Bytes written at once."""
@@ -152,17 +154,52 @@ class _Offsets(msgspec.Struct, forbid_unknown_fields=True):
     saved_offsets: tuple[int, ...]
 
 
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor, in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Part:
+    """One safetensors file. Raises `OSError`, `msgspec.MsgspecError`, and `CheckpointError` for a header that cannot be."""
+
+    def __init__(self, path: Path, files: Files):
+        with files.open(path) as file:
+            data = file.map()
+        length = int.from_bytes(data[:8], "little")
+        header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
+        self.metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
+        self.tensors = {name: msgspec.json.decode(text, type=_Described) for name, text in header.items()}
+        self._data = data[8 + length :]
+        for name, tensor in self.tensors.items():
+            begin, end = tensor.data_offsets
+            nbytes = math.prod(tensor.shape) * _DTYPES[tensor.dtype].itemsize if tensor.dtype in _DTYPES else -1
+            if min(tensor.shape, default=0) < 0 or not 0 <= begin <= end <= len(self._data) or end - begin != nbytes:
+                raise CheckpointError(f"{name}: {tensor.dtype} {tensor.shape} at bytes {begin} to {end} cannot be")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self.tensors[name].dtype]
+
+    def bits(self, name: str) -> np.ndarray:
+        """Its values, as integers of their size; not copied."""
+        tensor = self.tensors[name]
+        kind, _ = _BITS[self.dtype(name).itemsize]
+        return np.frombuffer(self._data[slice(*tensor.data_offsets)], kind).reshape(tensor.shape)
+
+
 class LearnerParts:
     """The learner's files of a checkpoint, whatever ranks wrote them. Reads what is asked for, and nothing twice.
 
     `paths`: those that the manifest lists; their checksums have been compared. Every method raises `CheckpointError`.
     """
 
-    def __init__(self, paths: Sequence[Path]):
-        self._pieces: dict[str, list[tuple[Any, Place]]] = {}
+    def __init__(self, paths: Sequence[Path], *, files: Files = REAL.files):
+        self._pieces: dict[str, list[tuple[_Part, Place]]] = {}
         facts: dict[str, LearnerFacts] = {}
         for path in sorted(paths):
-            facts[path.name] = self._index(path)
+            facts[path.name] = self._index(path, files)
         if not facts:
             raise CheckpointError("it has no file of the learner (learner-*.safetensors)")
         self.facts = next(iter(facts.values()))
@@ -177,23 +214,21 @@ class LearnerParts:
                 if a.shape != b.shape or _overlap(a, b):
                     raise CheckpointError(f"{name}: two of its pieces contradict each other")
 
-    def _index(self, path: Path) -> LearnerFacts:
+    def _index(self, path: Path, files: Files) -> LearnerFacts:
         try:
-            file = safe_open(path, framework="pt")
-            metadata = file.metadata() or {}
-            saved = msgspec.json.decode(metadata[_OURS], type=_Saved)
-            offsets = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
-            for name in file.keys():  # noqa: SIM118
-                size = tuple(file.get_slice(name).get_shape())
-                place = Place(name, saved.shapes.get(name, size), offsets[name].saved_offsets, size)
+            part = _Part(path, files)
+            saved = msgspec.json.decode(part.metadata[_OURS], type=_Saved)
+            offsets = msgspec.json.decode(part.metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
+            for name, tensor in part.tensors.items():
+                place = Place(name, saved.shapes.get(name, tensor.shape), offsets[name].saved_offsets, tensor.shape)
                 _check(place)
-                self._pieces.setdefault(name, []).append((file, place))
+                self._pieces.setdefault(name, []).append((part, place))
             return saved.facts
         except CheckpointError as error:
             raise CheckpointError(f"{path.name}: {error}") from error
         except KeyError as error:
             raise CheckpointError(f"{path.name}: it says nothing of {error}") from error
-        except (OSError, SafetensorError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path.name}: {error}") from error
 
     def __contains__(self, name: str) -> bool:
@@ -207,7 +242,7 @@ class LearnerParts:
         """Of the whole tensor."""
         return self._found(name)[0][1].shape
 
-    def _found(self, name: str) -> list[tuple[Any, Place]]:
+    def _found(self, name: str) -> list[tuple[_Part, Place]]:
         if name not in self._pieces:
             raise CheckpointError(f"it has no {name}: it is of another model, or of another backend")
         return self._pieces[name]
@@ -217,8 +252,9 @@ class LearnerParts:
         name = wanted.name
         found = self._found(name)
         out = torch.empty(wanted.size, dtype=dtype)
+        bits = out.view(_BITS[dtype.itemsize][1]).numpy()
         filled = 0
-        for file, place in found:
+        for part, place in found:
             if place.shape != wanted.shape:
                 raise CheckpointError(f"{name}: shape {place.shape}, but the model's is {wanted.shape}")
             box = _overlap(place, wanted)
@@ -227,14 +263,11 @@ class LearnerParts:
             begin, end = box
             theirs = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, place.offset, strict=True))
             ours = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, wanted.offset, strict=True))
-            try:
-                values = file.get_slice(name)[theirs] if theirs else file.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{name}: {error}") from error
-            if values.dtype != dtype:
-                raise CheckpointError(f"{name}: {values.dtype}, not {dtype}")
-            out[ours] = values
-            filled += values.numel()
+            if part.dtype(name) != dtype:
+                raise CheckpointError(f"{name}: {part.dtype(name)}, not {dtype}")
+            values = part.bits(name)[theirs]
+            bits[ours] = values
+            filled += values.size
         if filled != out.numel():
             raise CheckpointError(f"{name}: {filled} of {out.numel()} values are there")
         return out

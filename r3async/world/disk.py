@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -50,7 +51,8 @@ class DiskFile:
         return b"".join(blocks)
 
     def map(self, start: int = 0, length: int | None = None) -> memoryview:
-        length = self.size() - start if length is None else length
+        left = self.size() - start
+        length = left if length is None else min(length, left)
         if length <= 0:
             return memoryview(b"")
         first = start - start % mmap.ALLOCATIONGRANULARITY
@@ -128,7 +130,7 @@ class Disk:
 
     def rename(self, path: Path, to: Path) -> None:
         if os.path.isdir(to):  # an empty one would be replaced
-            raise FileExistsError(f"{to} is there already")
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to))
         os.rename(path, to)
 
     def remove(self, path: Path) -> None:

@@ -31,24 +31,24 @@ def run(untrained, root, pipeline, *overrides):
 
 
 class Stub:
-    """A pipeline without actors."""
+    """A pipeline, and what it starts, without actors."""
 
     made: ClassVar[list[Stub]]
 
     def __init__(self, world, config, model_path, run_dir, resume):
-        self.config, self.run_dir, self.ended = config, run_dir, False
+        self.world, self.config, self.run_dir, self.ended = world, config, run_dir, False
         type(self).made.append(self)
 
     def start(self):
-        pass
+        return self
 
-    def status(self, since, timeout=0.0):
+    async def status(self, since, timeout=0.0):
         return None
 
-    def check(self, say):
+    async def check(self, say):
         pass
 
-    def shutdown(self):
+    async def end(self):
         self.ended = True
 
 
@@ -56,7 +56,7 @@ def test_a_run_restarts_as_often_as_it_may_and_then_fails(untrained, tmp_path):
     class Dies(Stub):
         made: ClassVar[list[Stub]] = []
 
-        def finished(self, timeout):
+        async def finished(self, timeout):
             return True
 
         def result(self):
@@ -74,7 +74,7 @@ def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untraine
         made: ClassVar[list[Stub]] = []
         stopping = False
 
-        def finished(self, timeout):
+        async def finished(self, timeout):
             os.kill(os.getpid(), signal.SIGTERM) if not self.stopping else None
             return False
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from actors.run_dir import RunDir, begin_again
 from r3async.config import Config, ConfigError, to_dict
 from r3async.world.real import REAL
 from tools.capacity import check_capacity, full_disk_is_named
@@ -26,8 +24,7 @@ from tools.terminal import Terminal
 
 if TYPE_CHECKING:
     from actors.pipeline import Pipeline
-
-POLL_SECONDS = 0.5
+    from r3async.checkpoint.directory import Report
 
 
 class Outlets:
@@ -78,19 +75,53 @@ class StopRequest:
         if self.loading:
             raise StoppedWhileLoading
 
+    def install(self) -> dict[int, Any]:
+        """Obey SIGINT and SIGTERM, if this is the main thread. Returns who did before."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+
 
 @contextmanager
 def stop_signals(request: StopRequest) -> Iterator[None]:
-    """Install the handlers. Ray installs its own for SIGTERM when it starts: enter this again after that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Have it obey signals meanwhile."""
+    old = request.install()
     try:
         yield
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+class Front:
+    """The terminal, the outlets and the signals: what a run's driver knows of the person; see `actors.supervise.Person`."""
+
+    def __init__(self, view: LiveView, outlets: Outlets, request: StopRequest):
+        self.view, self.outlets, self.request = view, outlets, request
+        self.say, self.phase, self.rewind, self.report = view.say, view.phase, view.rewind, _reporter(view)
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.request.requested
+
+    @property
+    def step(self) -> int:
+        return self.view.step
+
+    def loading(self) -> None:
+        """A stop is obeyed at once."""
+        self.request.loading = True
+
+    def started(self) -> None:
+        """Raises `StoppedWhileLoading` if a stop was requested meanwhile."""
+        self.request.install()  # Ray installed its own handlers when it started
+        self.request.loading = False
+        if self.request.requested:
+            raise StoppedWhileLoading
+
+    def show(self, status: dict[str, Any]) -> None:
+        self.outlets.show(status)
+        self.view.show(status)
 
 
 def train(
@@ -120,6 +151,7 @@ def _train(
     config: Config, preset: str, view: LiveView, root: Path, pipeline: type[Pipeline] | None, request: StopRequest
 ) -> Path:
     from actors.pipeline import Pipeline
+    from actors.supervise import supervise
     from r3async.observe.sinks import check_sinks
     from r3async.serving.agents import check_environment
 
@@ -136,14 +168,19 @@ def _train(
         with full_disk_is_named(run.path):
             model_path = run.model_path(config) or _model(config, run.path, view)
         with Outlets(config, run.path, view.say) as outlets:
-            _run_on(config, model_path, run, view, outlets, pipeline or Pipeline, request)
+            front = Front(view, outlets, request)
+            asyncio.run(supervise(REAL, config, model_path, run, front, pipeline or Pipeline))
+    except SystemExit as error:  # of the handlers that Ray installs while it starts: it has ended its processes
+        if not request.loading:
+            raise
+        raise StoppedWhileLoading from error
     finally:
         run.lock.close()
         _report(run.path, view)
     return run.path
 
 
-def _reporter(view: LiveView) -> Callable[..., None]:
+def _reporter(view: LiveView) -> Report:
     """Tells the person what was found among the checkpoints."""
 
     def report(event: str, /, **facts: object) -> None:
@@ -158,95 +195,6 @@ def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
     directory = run_dir / "init"
     init_model(directory, config, progress=view.phase)
     return directory.absolute()
-
-
-def _run_on(
-    config: Config,
-    model_path: Path,
-    run: RunDir,
-    view: LiveView,
-    outlets: Outlets,
-    kind: type[Pipeline],
-    request: StopRequest,
-) -> None:
-    """The run, and again from its newest checkpoint if a process that it can not do without dies."""
-    from actors.deaths import ProcessDied
-
-    restarts = 0
-    while True:
-        try:
-            return _run(kind(REAL, config, model_path, run.path, run.resume), view, outlets, request)
-        except ProcessDied as error:
-            if request.requested or restarts == config.supervise.max_run_restarts:
-                raise
-            restarts += 1
-            request.loading = True
-            allowed = config.supervise.max_run_restarts
-            view.say(f"{error}; the run begins again ({restarts} of {allowed}, supervise.max_run_restarts)")
-            run = asyncio.run(begin_again(config, run, view.say, _reporter(view)))
-            step = run.resume.state.steps if run.resume else 0
-            view.say(f"going on from step {step}")
-            view.rewind(step)
-
-
-def _run(pipeline: Pipeline, view: LiveView, outlets: Outlets, request: StopRequest) -> None:
-    from actors.deaths import NotTrained, RunFailed
-    from actors.pipeline import RESULT_SECONDS
-
-    config, run_dir = pipeline.config, pipeline.run_dir
-    view.phase("starting Ray and the actors")
-    try:
-        _start(pipeline, request)
-        with stop_signals(request):
-            request.loading = False
-            told = 0.0
-            while not pipeline.finished(POLL_SECONDS):
-                status = pipeline.status(view.step)
-                if status is not None:
-                    outlets.show(status)
-                    view.show(status)
-                pipeline.check(view.say)
-                if request.requested and not told:
-                    told = time.monotonic()
-                    view.say("stopping: the running step is finished and a checkpoint written (again to stop at once)")
-                    pipeline.stop()
-                limit = 4 * config.supervise.stop_grace_seconds
-                if told and time.monotonic() - told > limit:
-                    raise RunFailed(
-                        f"the actors did not end within {limit:g} s (4 x supervise.stop_grace_seconds) and are ended now; "
-                        f"the same command with name={run_dir.name} resumes from the newest checkpoint"
-                    )
-            status = pipeline.status(view.step, RESULT_SECONDS)
-            if status is not None:
-                outlets.show(status)
-                view.show(status)
-            result = pipeline.result()
-            if result["model"]:
-                view.say(f"trained model: {run_dir / 'model'}")
-            if result["stopped"] and result["steps"]:
-                done = f"{result['steps']} of {config.steps} steps" + (
-                    "" if result["updates"] else " without an update"
-                )
-                view.say(f"stopped after {done}; to go on: the same command with name={run_dir.name}")
-            elif result["stopped"]:
-                view.say(f"stopped before a step was made; to resume: the same command with name={run_dir.name}")
-            elif result["steps"] and not result["updates"]:
-                raise NotTrained(
-                    f"none of {result['steps']} steps made an update ({result['without_update']}); the "
-                    "weights are those that the run began with, so no model is saved"
-                )
-    finally:
-        pipeline.shutdown()
-
-
-def _start(pipeline: Pipeline, request: StopRequest) -> None:
-    try:
-        pipeline.start()
-    except SystemExit as error:  # of the handlers that Ray installs while it starts: it has ended its processes
-        request.requested = True
-        raise StoppedWhileLoading from error
-    if request.requested:
-        raise StoppedWhileLoading
 
 
 def _report(run_dir: Path, view: LiveView) -> None:

@@ -286,7 +286,8 @@ class Actors(Protocol):
     """Starting, calling and ending actors."""
 
     def connect(self, address: str | None, actors: int) -> None:
-        """Join the cluster at `address`, or start one on this host with capacity for so many actors. Blocking; idempotent."""
+        """Join the cluster at `address`, or that which the environment names, or start one on this host with capacity for so many
+        actors. Blocking; idempotent."""
         ...
 
     def gpus(self) -> float:

@@ -58,7 +58,7 @@ class RayActors:
 
         if ray.is_initialized():
             return
-        if address:
+        if address := address or os.environ.get("RAY_ADDRESS"):
             ray.init(address=address, log_to_driver=True, logging_level="error")
         else:
             # Local actors share few cores on purpose: logical CPUs only count actors.
@@ -126,9 +126,9 @@ class RayActors:
         return ray.wait(list(calls), timeout=timeout)
 
     def disconnect(self) -> None:
-        import ray
+        if self._owns:  # else an import of Ray may just have been interrupted, and it cannot be imported twice
+            import ray
 
-        if self._owns and ray.is_initialized():
             ray.shutdown()
             time.sleep(0.1)
         self._owns = False

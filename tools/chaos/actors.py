@@ -15,7 +15,7 @@ import msgspec
 
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
-from actors.pipeline import Pipeline
+from actors.pipeline import Pipeline, Running
 from r3async.appending import AppendFile
 from r3async.buffer.groups import GroupBuffer
 from r3async.observe.trained import checksum
@@ -166,8 +166,9 @@ def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[Pipeline]:
         learner = FAULTS[fault] if fault else LearnerActor
         generator = ChaosGenerator
 
-        def start(self) -> None:
-            super().start()
+        def start(self) -> Running:
+            running = super().start()
             begun()
+            return running
 
     return ChaosPipeline

@@ -1,0 +1,147 @@
+"""What is done to a simulated run, and when: a schedule of faults as plain data, drawn from a seed.
+
+The last fault is over well before the run could end, so that whether the run moves again can be judged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from tools.simulate.workload import Workload
+
+Kind = Literal[
+    "cut",
+    "half_open",
+    "delay",
+    "damage",
+    "reorder",
+    "duplicate",
+    "disk_full",
+    "disk_error",
+    "short_write",
+    "slow_disk",
+    "power",
+    "kill",
+    "freeze",
+    "slow_start",
+    "failing_start",
+    "clock",
+    "stop",
+]
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From `at` on, for `seconds`, of virtual time.
+
+    `cut`             nothing passes between generator `target` and the learner; connections are lost
+    `half_open`       what generator `target` is sent never arrives, and nobody is told
+    `delay`           messages of `target` take up to `amount` seconds longer
+    `damage`          of the messages of `target` a share of `amount` arrives with a changed bit
+    `reorder`         messages of different peers overtake each other, by up to `amount` seconds
+    `duplicate`       a share of `amount` of the messages of `target` comes twice
+    `disk_full`       the disk of host `target` takes nothing more (ENOSPC)
+    `disk_error`      a share of `amount` of what is done on the disk of host `target` fails (EIO)
+    `short_write`     a share of `amount` of what is appended there fails half-way
+    `slow_disk`       what is done there takes up to `amount` seconds
+    `power`           host `target` ends with all its processes; what was not synced is lost, or torn. Back after `seconds`
+    `kill`            the process `target` ends
+    `freeze`          it is stopped, and goes on after `seconds`
+    `slow_start`      processes that start take `amount` seconds longer
+    `failing_start`   a share of `amount` of processes that start end at once
+    `clock`           the clock of host `target` jumps by `amount` seconds
+    `stop`            the person stops the run, and begins it again when it has ended
+    """
+
+    at: float
+    kind: Kind
+    target: str = ""
+    seconds: float = 0.0
+    amount: float = 0.0
+
+    @property
+    def end(self) -> float:
+        return self.at + self.seconds
+
+    def describe(self) -> str:
+        """For the story."""
+        words = [self.kind.replace("_", " "), self.target]
+        words += [f"for {self.seconds:g} s"] if self.seconds else []
+        words += [f"({self.amount:g})"] if self.amount else []
+        return " ".join(word for word in words if word)
+
+
+class _Shape(NamedTuple):
+    """How often a fault is drawn, whom it hits, how long it lasts and how much."""
+
+    weight: float
+    target: Literal["generator", "role", "host", "none"]
+    seconds: tuple[float, float] = (0.0, 0.0)
+    amount: tuple[float, float] = (0.0, 0.0)
+
+
+SHAPES: dict[Kind, _Shape] = {
+    "cut": _Shape(3, "generator", (0.5, 40)),
+    "half_open": _Shape(2, "generator", (1, 40)),
+    "delay": _Shape(1, "generator", (5, 40), (0.5, 8)),
+    "damage": _Shape(2, "generator", (5, 40), (0.01, 0.3)),
+    "reorder": _Shape(1, "none", (5, 40), (0.1, 3)),
+    "duplicate": _Shape(1, "generator", (5, 40), (0.05, 0.5)),
+    "disk_full": _Shape(2, "host", (0.5, 40)),
+    "disk_error": _Shape(2, "host", (0.5, 20), (0.05, 0.7)),
+    "short_write": _Shape(2, "host", (0.5, 20), (0.05, 0.7)),
+    "slow_disk": _Shape(1, "host", (5, 40), (0.05, 2)),
+    "power": _Shape(3, "host", (0.5, 20)),
+    "kill": _Shape(8, "role"),
+    "freeze": _Shape(3, "role", (0.5, 100)),
+    "slow_start": _Shape(1, "none", (10, 60), (2, 30)),
+    "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
+    "clock": _Shape(1, "host", amount=(-3600, 3600)),
+    "stop": _Shape(1, "none"),
+}
+MOST = 8
+"""Faults of one run."""
+LOADED_SECONDS = 8.0
+"""Until a run begins to play; some faults come before."""
+
+
+def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> list[Fault]:
+    """In the order of their beginning. The same for the same workload, on every machine. One run in twenty has none."""
+    rng = random.Random(f"faults/{workload.seed}")
+    if rng.randrange(20) == 0:
+        return []
+    last = LOADED_SECONDS + max(10.0, 0.8 * workload.expected_seconds)
+    faults: list[Fault] = []
+    for _ in range(rng.randint(1, MOST)):
+        at = rng.uniform(0, last)
+        if faults and rng.randrange(4) == 0:  # several at once
+            at = faults[-1].at + rng.choice([0.0, rng.uniform(0, 2)])
+        kind = rng.choices(list(kinds), [SHAPES[k].weight for k in kinds])[0]
+        faults.append(_draw(rng, kind, round(at, 3), workload))
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Fault:
+    shape = SHAPES[kind]
+    targets = {
+        "generator": [role for role in workload.roles if role.startswith("generator-")],
+        "role": workload.roles,
+        "host": workload.host_names,
+        "none": [""],
+    }[shape.target]
+    return Fault(at, kind, rng.choice(targets), _between(rng, shape.seconds), _between(rng, shape.amount))
+
+
+def _between(rng: random.Random, bounds: tuple[float, float]) -> float:
+    """Mostly near the lower one."""
+    low, high = bounds
+    share = rng.random()
+    return round(low + (high - low) * share * share, 3)
+
+
+def quiet_after(faults: Sequence[Fault]) -> float:
+    """When the last one is over."""
+    return max((fault.end for fault in faults), default=0.0)

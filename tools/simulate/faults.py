@@ -16,16 +16,17 @@ from tools.simulate.workload import Workload
 Kind = Literal[
     "cut",
     "half_open",
+    "stall",
     "delay",
     "damage",
-    "reorder",
-    "duplicate",
     "disk_full",
     "disk_error",
     "short_write",
     "slow_disk",
     "power",
+    "power_writing",
     "kill",
+    "kill_writing",
     "freeze",
     "slow_start",
     "failing_start",
@@ -37,22 +38,24 @@ Kind = Literal[
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     """From `at` on, for `seconds`, of virtual time.
 
-    `cut`             nothing passes between generator `target` and the learner; connections are lost
-    `half_open`       what generator `target` is sent never arrives, and nobody is told
-    `delay`           messages of `target` take up to `amount` seconds longer
-    `damage`          of the messages of `target` a share of `amount` arrives with a changed bit
-    `reorder`         messages of different peers overtake each other, by up to `amount` seconds
-    `duplicate`       a share of `amount` of the messages of `target` comes twice
-    `disk_full`       the disk of host `target` takes nothing more (ENOSPC)
-    `disk_error`      a share of `amount` of what is done on the disk of host `target` fails (EIO)
-    `short_write`     a share of `amount` of what is appended there fails half-way
-    `slow_disk`       what is done there takes up to `amount` seconds
-    `power`           host `target` ends with all its processes; what was not synced is lost, or torn. Back after `seconds`
+    `cut`             nothing passes between generator `target` and the learner, and connections are lost
+    `half_open`       what goes from `target` over connections of now never arrives, and nobody notices
+    `stall`           nothing passes between generator `target` and the learner; afterwards everything arrives
+    `delay`           messages take up to `amount` seconds longer, each its own time: those of different peers overtake each other
+    `damage`          a share of `amount` of the messages arrives with a changed bit
+    `disk_full`       the disk takes nothing more (ENOSPC)
+    `disk_error`      whatever writes fails (EIO)
+    `short_write`     a share of `amount` of what is appended fails half-way
+    `slow_disk`       each operation on files takes `amount` seconds
+    `power`           host `target` ends with all its processes, and is back after `seconds`; if it has the disk, all hosts do,
+                      and what was not synced is lost, or torn
+    `power_writing`   the same, in the `amount`th operation from then on that changes the disk
     `kill`            the process `target` ends
+    `kill_writing`    it ends in its `amount`th operation from then on that changes the disk
     `freeze`          it is stopped, and goes on after `seconds`
     `slow_start`      processes that start take `amount` seconds longer
     `failing_start`   a share of `amount` of processes that start end at once
-    `clock`           the clock of host `target` jumps by `amount` seconds
+    `clock`           the wall clock of host `target` jumps by `amount` seconds
     `stop`            the person stops the run, and begins it again when it has ended
     """
 
@@ -78,24 +81,25 @@ class _Shape(NamedTuple):
     """How often a fault is drawn, whom it hits, how long it lasts and how much."""
 
     weight: float
-    target: Literal["generator", "role", "host", "none"]
+    target: Literal["generator", "peer", "role", "host", "disk", "none"]
     seconds: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
 
 
 SHAPES: dict[Kind, _Shape] = {
     "cut": _Shape(3, "generator", (0.5, 40)),
-    "half_open": _Shape(2, "generator", (1, 40)),
-    "delay": _Shape(1, "generator", (5, 40), (0.5, 8)),
-    "damage": _Shape(2, "generator", (5, 40), (0.01, 0.3)),
-    "reorder": _Shape(1, "none", (5, 40), (0.1, 3)),
-    "duplicate": _Shape(1, "generator", (5, 40), (0.05, 0.5)),
-    "disk_full": _Shape(2, "host", (0.5, 40)),
-    "disk_error": _Shape(2, "host", (0.5, 20), (0.05, 0.7)),
-    "short_write": _Shape(2, "host", (0.5, 20), (0.05, 0.7)),
-    "slow_disk": _Shape(1, "host", (5, 40), (0.05, 2)),
-    "power": _Shape(3, "host", (0.5, 20)),
+    "half_open": _Shape(2, "peer", (1, 40)),
+    "stall": _Shape(2, "generator", (0.5, 40)),
+    "delay": _Shape(1, "none", (5, 40), (0.1, 5)),
+    "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
+    "disk_full": _Shape(2, "none", (0.5, 40)),
+    "disk_error": _Shape(2, "none", (0.5, 20)),
+    "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
+    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1)),
+    "power": _Shape(2, "host", (0.5, 20)),
+    "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
     "kill": _Shape(8, "role"),
+    "kill_writing": _Shape(6, "role", (5, 5), (1, 60)),
     "freeze": _Shape(3, "role", (0.5, 100)),
     "slow_start": _Shape(1, "none", (10, 60), (2, 30)),
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
@@ -126,10 +130,13 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
 
 def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Fault:
     shape = SHAPES[kind]
+    generators = [role for role in workload.roles if role.startswith("generator-")]
     targets = {
-        "generator": [role for role in workload.roles if role.startswith("generator-")],
+        "generator": generators,
+        "peer": [*generators, "learner"],
         "role": workload.roles,
         "host": workload.host_names,
+        "disk": workload.host_names[:1],
         "none": [""],
     }[shape.target]
     return Fault(at, kind, rng.choice(targets), _between(rng, shape.seconds), _between(rng, shape.amount))

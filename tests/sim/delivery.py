@@ -1,0 +1,287 @@
+"""Generators that send trajectories to a learner, whole, through whatever may happen to either end and to the way between them.
+
+`Sender` and `Receiver` are the production classes; the store and the trainer are as small as they may be. What must hold is
+checked at every message (`Delivery.violations`), and `finish` adds what must hold in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from r3async.config import TransportConfig
+from r3async.records import Trajectory
+from r3async.transport import Ledger, Receiver, Sender, decode_trajectory, wire
+from r3async.world import World
+from r3async.world.simulated.delays import draw
+from r3async.world.simulated.loop import Deadlock, LimitReached
+from r3async.world.simulated.network import SimulatedNetwork
+from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.sockets import Frames, Route
+from r3async.world.simulated.world import Simulation
+from tests.helpers_transport import CLIENT_KEYS, SERVER_KEYS, make_trajectory
+
+GROUPS, SAMPLES = 20, 2
+GENERATORS = ("g0", "g1", "g2")
+WINDOW = 2
+LARGE = 20_000
+"""Tokens: encoded in a thread, sent in pieces."""
+LIVELY_SECONDS = 300.0
+"""So long after the last fault everything is trained."""
+
+
+@dataclass
+class Kept:
+    trajectory: Trajectory
+    nbytes: int
+
+
+class Shelf:
+    """A store whose content, `disk`, outlives the process."""
+
+    memory_bytes = 10**9
+
+    def __init__(self, world: World, disk: dict[str, tuple[int, list[bytes]]], size: int):
+        self._world, self._disk, self._size = world, disk, size
+
+    @property
+    def room(self) -> int:
+        return self._size - sum(sum(map(len, frames)) for _, frames in self._disk.values())
+
+    def note_waiting(self, waiting: bool) -> None:
+        pass
+
+    async def recover(self) -> list[Kept]:
+        kept = [decode_trajectory(frames) for _, frames in self._disk.values()]
+        return [Kept(trajectory, 100) for trajectory in kept]
+
+    async def put(self, trajectory: Trajectory, frames: Sequence[Any], *, spill: bool) -> None:
+        copied = [bytes(frame) for frame in frames]
+        await self._world.threads.run(
+            self._disk.__setitem__, trajectory.trajectory_id, (trajectory.group_index, copied)
+        )
+        await asyncio.sleep(0.01)
+
+    async def commit(self, groups: Iterable[int]) -> int:
+        over = set(groups)
+        gone = [name for name, (group, _) in self._disk.items() if group in over]
+        for name in gone:
+            del self._disk[name]
+        return len(gone)
+
+    async def remove(self, refused: Mapping[tuple[int, str], str]) -> int:
+        for _, name in refused:
+            self._disk.pop(name, None)
+        return len(refused)
+
+
+class Learner:
+    """Of one process: receives, and trains the next group when it is complete."""
+
+    def __init__(self, delivery: Delivery, process: HostProcess):
+        self.delivery, self.process = delivery, process
+        self.arrived: dict[int, dict[str, Trajectory]] = {}
+        self.store = Shelf(process.world, delivery.disk, delivery.disk_bytes)
+        self.receiver = delivery.receiver_kind(
+            "run",
+            delivery.settings,
+            self._take,
+            keys=SERVER_KEYS,
+            claims=lambda group, name: name in delivery.work and delivery.work[name].group_index == group,
+            largest=delivery.largest,
+            store=self.store,
+            window=WINDOW,
+            port=5555,
+            ledger=delivery.ledger_kind.over(len(delivery.trained)),
+            on_reject=lambda name, reason: name and delivery.violate(f"{name} was rejected: {reason}"),
+            world=process.world,
+        )
+
+    async def run(self) -> None:
+        await self.receiver.start()
+        delivery = self.delivery
+        while True:
+            await asyncio.sleep(0.2 * delivery.rng.random())
+            group = len(delivery.trained)
+            if len(self.arrived.get(group, ())) == SAMPLES:
+                delivery.trained.append(sorted(self.arrived.pop(group)))
+                self.receiver.forget(group)
+                await self.store.commit([group])
+
+    def _take(self, trajectory: Trajectory, nbytes: int) -> None:
+        name, group = trajectory.trajectory_id, trajectory.group_index
+        there = self.arrived.setdefault(group, {})
+        if name in there or group < len(self.delivery.trained):
+            self.delivery.violate(f"{name} was taken twice")
+        if trajectory != self.delivery.work[name]:
+            self.delivery.violate(f"{name} is not what was sent")
+        there[name] = trajectory
+
+
+class Generator:
+    """Of one process: sends what is its own, and was not acknowledged to it or to the one before."""
+
+    def __init__(self, delivery: Delivery, process: HostProcess):
+        self.delivery, self.process = delivery, process
+        self.sender = Sender(
+            "tcp://learner:5555",
+            process.name,
+            "run",
+            delivery.settings,
+            keys=CLIENT_KEYS,
+            on_reject=lambda trajectory, reason: delivery.violate(f"{trajectory.trajectory_id}: {reason}"),
+            world=process.world,
+        )
+
+    async def run(self) -> None:
+        await self.sender.start()
+        await asyncio.gather(*(self._play(name) for name in self.delivery.left[self.process.name]))
+
+    async def _play(self, name: str) -> None:
+        trajectory = self.delivery.work[name]
+        await asyncio.sleep(2 * self.delivery.rng.random() * (1 + trajectory.group_index / 2))
+        await self.sender.send(trajectory)
+        while name in self.sender:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        self.delivery.left[self.process.name].remove(name)
+
+
+class Delivery:
+    """One seed: the work, its ends, and `run` with a schedule of faults."""
+
+    def __init__(self, seed: int, *, receiver: type[Receiver] = Receiver, ledger: type[Ledger] = Ledger):
+        self.simulation = sim = Networked(seed, hosts=("learner", *GENERATORS), callbacks=2_000_000, seconds=10_000.0)
+        sim.network.observe = self._observe
+        self.rng = rng = sim.rng("delivery")
+        self.receiver_kind, self.ledger_kind = receiver, ledger
+        self.violations: list[str] = []
+        self.faults: list[str] = []
+        self.messages: Counter[str] = Counter()
+        self.digest = hashlib.sha256()
+        self.work: dict[str, Trajectory] = {}
+        self.left: dict[str, list[str]] = {name: [] for name in GENERATORS}
+        """What each generator has not had acknowledged."""
+        for i in range(GROUPS * SAMPLES):
+            length = LARGE if rng.random() < 0.05 else rng.randrange(1, 200)
+            trajectory = make_trajectory(i, length, group=i // SAMPLES)
+            self.work[trajectory.trajectory_id] = trajectory
+            self.left[rng.choice(GENERATORS)].append(trajectory.trajectory_id)
+        self.largest = max(wire.decoded_bytes(wire.encode_trajectory(t), t) for t in self.work.values())
+        self.settings = TransportConfig(ack_timeout=1.0, credit_bytes=rng.choice([3_000, 20_000, 10**7]), host="*")
+        self.disk: dict[str, tuple[int, list[bytes]]] = {}
+        self.disk_bytes = rng.choice([10_000, 10**9])
+        self.trained: list[list[str]] = []
+        self.ends: dict[str, Learner | Generator] = {name: self._begin(name) for name in sim.hosts}
+
+    @property
+    def learner(self) -> Learner:
+        found = self.ends["learner"]
+        assert isinstance(found, Learner)
+        return found
+
+    def violate(self, what: str) -> None:
+        self.violations.append(f"{self.simulation.loop.now:.3f} {what}")
+
+    def run(self, faults: int = 15) -> Delivery:
+        """So many faults, and then until all is trained and answered, or it takes too long."""
+        sim = self.simulation
+        try:
+            sim.loop.run_until_complete(self._story(faults))
+            self.violations += sim.loop.failures
+        except (Deadlock, LimitReached) as error:
+            self.violate(f"it does not end: {error}")
+        finally:
+            sim.close()
+        return self
+
+    async def _story(self, faults: int) -> None:
+        for _ in range(faults):
+            await asyncio.sleep(2 * self.rng.random())
+            await self._fault()
+        network = self.simulation.network
+        network.damage, network.delay = 0.0, lambda rng: draw((0.001, 0.01), rng)
+        try:
+            async with asyncio.timeout(LIVELY_SECONDS):
+                while self._unfinished():  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            pool, left = self.learner.receiver._pool, sum(map(len, self.left.values()))
+            self.violate(
+                f"{len(self.trained)} groups trained, {left} unanswered, {pool.held} held, {pool.reserved} reserved"
+            )
+
+    def _unfinished(self) -> bool:
+        return len(self.trained) < GROUPS or any(self.left.values()) or self.learner.receiver._pool.used > 0
+
+    async def _fault(self) -> None:
+        sim, network, rng = self.simulation, self.simulation.network, self.rng
+        generator, seconds = rng.choice(GENERATORS), 4 * rng.random()
+        name = rng.choice(["learner", generator])
+        fault = rng.choice(["cut", "stall", "half_open", "damage", "delay", "kill", "kill", "freeze", "power"])
+        self.faults.append(f"{sim.loop.now:.3f} {fault} {name} {seconds:.3f}")
+        if fault in ("cut", "stall"):
+            getattr(network, fault)(generator, "learner", seconds)
+        elif fault == "half_open":
+            network.half_open(name, "learner" if name == generator else generator, seconds)
+        elif fault == "damage":
+            network.damage = rng.choice([0.0, 0.02, 0.1])
+        elif fault == "delay":
+            most = rng.choice([0.01, 0.1, 1.0])
+            network.delay = lambda rng: draw((0.0, most), rng)
+        elif fault == "freeze":
+            process = self.ends[name].process
+            sim.freeze(process)
+            await asyncio.sleep(seconds)
+            sim.thaw(process)
+        else:
+            if fault == "power":
+                network.vanish(name)
+            sim.end(self.ends[name].process, fault)
+            await asyncio.sleep(seconds)
+            self.ends[name] = self._begin(name)
+
+    def _begin(self, name: str) -> Learner | Generator:
+        sim = self.simulation
+        process = sim.begin_process(name, sim.hosts[name])
+        end = process.context.copy().run(Learner if name == "learner" else Generator, self, process)
+        sim.loop.create_task(end.run(), name=name, context=process.context.copy())
+        return end
+
+    def _observe(self, event: str, route: Route, frames: Frames) -> None:
+        self.digest.update(f"{self.simulation.loop.now} {event} {route} {[zlib.crc32(f) for f in frames]}".encode())
+        if event == "sent":
+            message = wire.decode_control(frames[0])
+            self.messages[type(message).__name__] += 1
+            if isinstance(message, wire.Ack):
+                for name in message.ids:
+                    if name not in self.disk and self.work[name].group_index >= len(self.trained):
+                        self.violate(f"{name} is acknowledged, and not on the disk")
+        self._check_credit()
+
+    def _check_credit(self) -> None:
+        pool = self.learner.receiver._pool
+        bound = max(pool.total, self.largest) + WINDOW * SAMPLES * self.largest
+        if pool.used > bound:
+            self.violate(f"{pool.used} bytes are held or reserved, more than {bound}")
+        granted = sum(pool._offers[sender][name].nbytes for sender in pool._offers for name in pool.granted(sender))
+        if pool.reserved != granted:
+            self.violate(f"{pool.reserved} bytes are reserved, and {granted} granted")
+        here = {name for group in self.learner.arrived.values() for name in group}
+        if stray := sorted(pool._held.keys() - here - self.learner.receiver._intake._in_hand.keys()):
+            self.violate(f"{stray[0]} holds credit, and is not here")
+
+
+class Networked(Simulation):
+    """With its network alone."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.network = SimulatedNetwork(self.loop, self.rng("network"))
+
+    def sockets(self, process: HostProcess) -> Any:
+        return self.network.sockets(process.host.name, process)

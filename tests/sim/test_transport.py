@@ -1,0 +1,92 @@
+"""Sender and receiver in one process, in virtual time, through faults of the network and the ends of both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from r3async.transport import Ledger, Receiver
+from r3async.transport.wire import Ack
+from tests.sim.delivery import GROUPS, SAMPLES, Delivery
+
+SEEDS = int(os.environ.get("R3ASYNC_SEEDS", "30"))
+MUTANT_SEEDS = 40
+
+
+class AckBeforeStore(Receiver):
+    def _deliver(self, identity: bytes, message: Any, frames: Any) -> None:
+        super()._deliver(identity, message, frames)
+        if message.trajectory_id in self._intake:
+            self._send(identity, Ack([message.trajectory_id]))
+
+
+class NoDedupe(Ledger):
+    """Knows the groups that are over, and no trajectory."""
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return self.is_forgotten(key[0])
+
+
+class CreditNotReturned(Receiver):
+    """What a lost sender was granted stays reserved."""
+
+    def _drop(self, identity: bytes) -> None:
+        reserved = self._pool.reserved
+        super()._drop(identity)
+        self._pool.reserved = reserved
+
+
+class HeldForEver(Receiver):
+    """What a consumed group holds is not released."""
+
+    def forget(self, group_index: int) -> None:
+        self.ledger.forget(group_index)
+        self._pool.advance(self.ledger.oldest)
+        self._grant()
+
+
+def test_without_faults_everything_arrives_once_and_nothing_is_sent_twice():
+    done = Delivery(0).run(faults=0)
+    assert not done.violations
+    assert len(done.trained) == GROUPS
+    assert done.messages["Deliver"] == GROUPS * SAMPLES
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_through_faults_every_trajectory_arrives_once_and_credit_is_conserved(seed):
+    done = Delivery(seed).run()
+    assert not done.violations, "\n".join([f"seed {seed}", *done.faults, *done.violations])
+    assert sorted(name for group in done.trained for name in group) == sorted(done.work)
+    assert all(len(group) == SAMPLES for group in done.trained)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "violation"),
+    [
+        ({"receiver": AckBeforeStore}, "is acknowledged, and not on the disk"),
+        ({"ledger": NoDedupe}, "was taken twice"),
+        ({"receiver": CreditNotReturned}, "bytes are reserved, and"),
+        ({"receiver": HeldForEver}, "holds credit, and is not here"),
+    ],
+    ids=["ack before store", "no dedupe", "credit not returned", "held for ever"],
+)
+def test_planted_faults_are_found(mutant, violation):
+    assert any(
+        violation in found for seed in range(MUTANT_SEEDS) for found in Delivery(seed, **mutant).run().violations
+    )
+
+
+def test_one_seed_is_one_history_whatever_the_hash_seed():
+    script = "from tests.sim.delivery import Delivery; print(Delivery(3).run().digest.hexdigest())"
+    found = set()
+    for hash_seed in ("0", "1"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        found.add(done.stdout)
+    assert len(found) == 1

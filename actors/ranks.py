@@ -1,10 +1,9 @@
-"""The learner's ranks: one in this process, or several, each a Ray actor of its own, driven as one."""
+"""The learner's ranks: one in this process, or several, each an actor of its own, driven as one."""
 
 from __future__ import annotations
 
 import datetime
-import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,26 +11,40 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.delivery import sender
-from actors.process import begin
+from actors.process import NotLoaded, begin
 from r3async.batching.packing import MicroBatch
 from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.base import LearnerError, StepResult
 from r3async.weights.transport import Publication, WeightSender
-from r3async.world import Files, World
-from r3async.world.processes import environment
+from r3async.world import Placement, World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerState
 
-RANK_THREADS: dict[str, Any] = {"max_concurrency": 1, "concurrency_groups": {"write": 1, "checkpoint": 1}}
-"""Options of a rank's actor: one thread makes every call but `write` and `write_state`, which have their own."""
+WRITE, CHECKPOINT = "write", "checkpoint"
+"""The threads of a rank's own for `write` and `write_state`. Another one makes every other call."""
+
+
+def placement(threads: int, gpus: float = 0.0) -> Placement:
+    """Of a rank."""
+    return Placement(threads=threads, gpus=gpus, concurrency=1, lanes=(WRITE, CHECKPOINT), beside=True)
 
 
 def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence[np.ndarray]) -> list[MicroBatch]:
     """The micro-batches with a column more."""
     return [replace(m, table=m.table.with_columns(**{name: v})) for m, v in zip(micro_batches, values, strict=True)]
+
+
+class NoSender:
+    """The `WeightSender` before `publish_through`."""
+
+    def send(self, version: int, tensors: Mapping[str, Any], dtype: Any, reading: Collection[int] = ()) -> Publication:
+        raise LearnerError(f"version {version} cannot be written: nobody has said by which transport")
+
+    def close(self) -> None:
+        pass
 
 
 class LocalLearner:
@@ -41,18 +54,17 @@ class LocalLearner:
     pids: Sequence[int] = ()
     """Of further processes, which compute for this one."""
 
-    def __init__(self, config: Config, model_path: Path, *, files: Files = REAL.files):
+    def __init__(self, config: Config, model_path: Path, world: World = REAL):
         import torch
 
         torch.set_num_threads(config.learner.threads)
         from r3async.learners.build import build_learner
 
-        self._config, self._files = config, files
+        self._config, self._world = config, world
         self._backend = build_learner(config, model_path)
-        self._sender: WeightSender | None = None
+        self._sender: WeightSender = NoSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
-        self._writing = threading.Lock()
         self._held: LearnerState | None = None
 
     @property
@@ -94,7 +106,7 @@ class LocalLearner:
 
     def publish_through(self, backend: str) -> None:
         """Which transport `write` gives the weights to; see `delivery.sender`."""
-        self._sender = sender(self._config, backend)
+        self._sender = sender(self._config, backend, self._world)
 
     def snapshot(self, version: int) -> None:
         """Copy the weights to host memory as `version`, for `write`. Collective; later steps do not change the copy."""
@@ -108,14 +120,12 @@ class LocalLearner:
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""
-        with self._writing:
-            if self._snapshot is None:
-                raise LearnerError("there is no snapshot to write")
-            assert self._sender is not None
-            try:
-                return self._sender.send(*self._snapshot, self._dtype, reading)
-            finally:
-                self._snapshot = None
+        if self._snapshot is None:
+            raise LearnerError("there is no snapshot to write")
+        try:
+            return self._sender.send(*self._snapshot, self._dtype, reading)
+        finally:
+            self._snapshot = None
 
     def hold(self) -> None:
         """Copy what a checkpoint needs to host memory, for `write_state`; see `LearnerBackend.state`."""
@@ -128,22 +138,19 @@ class LocalLearner:
         held, self._held = self._held, None
         if held is None:
             raise LearnerError("nothing is held for a checkpoint")
-        return [write_part(directory, held, files=self._files)]
+        return [write_part(directory, held, files=self._world.files)]
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint that has been verified; see `LearnerBackend.restore`."""
-        opened = open_checkpoint(checkpoint, check_tensors=False, files=self._files)
-        self._backend.restore(opened.learner())
+        self._backend.restore(open_checkpoint(checkpoint, check_tensors=False, files=self._world.files).learner())
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
         self._backend.save(directory)
 
     def close(self) -> None:
-        """Release groups, and the published weights, as soon as nothing is written any more."""
-        with self._writing:
-            if self._sender is not None:
-                self._sender.close()
+        """Release groups, and the published weights. Nothing must be being written."""
+        self._sender.close()
         self._backend.close()
 
 
@@ -153,15 +160,22 @@ class RankActor:
     def __init__(self, world: World, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
         self.world, self._lock = world, begin(world, Path(run_dir), f"learner-rank-{rank}")
         self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
-        self._learner: LocalLearner | None = None
-        self._store: Any = None
+        self._stores: list[Any] = []
+        """Over which the ranks meet, if it was made here."""
+        self._loaded: LocalLearner | None = None
+
+    @property
+    def _learner(self) -> LocalLearner:
+        if self._loaded is None:
+            raise NotLoaded(f"rank {self._rank} of the learner has no model yet")
+        return self._loaded
 
     def whereabouts(self) -> tuple[int, int]:
         """Process id, and the port of the store over which the ranks meet, which is made here."""
         import torch.distributed as dist
 
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self.world.processes.pid, self._store.port
+        self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return self.world.processes.pid, self._stores[0].port
 
     def load(self, port: int) -> tuple[int, int]:
         """Meet the other ranks and load the model; returns the vocabulary's size, and this process's id."""
@@ -170,7 +184,7 @@ class RankActor:
 
         cuda = torch.cuda.is_available()
         world = self._config.learner.parallel.world
-        store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = self._stores[0] if self._stores else dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=store,
@@ -178,7 +192,7 @@ class RankActor:
             world_size=world,
             timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
         )
-        self._learner = LocalLearner(self._config, self._model_path, files=self.world.files)
+        self._loaded = LocalLearner(self._config, self._model_path, self.world)
         return self._learner.vocab_size, self.world.processes.pid
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -186,13 +200,11 @@ class RankActor:
         return getattr(self._learner, name)(*args, **kwargs)
 
     def write(self, reading: Sequence[int]) -> Publication:
-        """See `LocalLearner.write`. Belongs to the concurrency group `write`, which has a thread of its own."""
-        assert self._learner is not None
+        """See `LocalLearner.write`. Begun in the lane `WRITE`."""
         return self._learner.write(reading)
 
     def write_state(self, directory: Path) -> list[FileRecord]:
-        """See `LocalLearner.write_state`. Belongs to the concurrency group `checkpoint`."""
-        assert self._learner is not None
+        """See `LocalLearner.write_state`. Begun in the lane `CHECKPOINT`."""
         return self._learner.write_state(directory)
 
 
@@ -203,47 +215,45 @@ class RankedLearner:
     is raised as `LearnerError`.
     """
 
-    def __init__(self, config: Config, model_path: Path, run_dir: Path, gpus: float = 0.0):
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        self._config, self._ray = config, ray
-        learner = config.learner
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        kind = ray.remote(**RANK_THREADS)(RankActor).options(
-            num_cpus=0 if not learner.threads else 1,
-            num_gpus=gpus,
-            scheduling_strategy=here,
-            runtime_env={"env_vars": environment(learner.threads)},
-        )
-        plain = to_dict(config)
+    def __init__(self, config: Config, model_path: Path, run_dir: Path, gpus: float = 0.0, world: World = REAL):
+        self._config, self._actors = config, world.actors
+        learner, plain = config.learner, to_dict(config)
         self._ranks = [
-            kind.remote(REAL, rank, plain, str(model_path), str(run_dir)) for rank in range(learner.parallel.world)
+            self._actors.spawn(
+                RankActor,
+                rank,
+                plain,
+                str(model_path),
+                str(run_dir),
+                name=f"learner-rank-{rank}",
+                placement=placement(learner.threads, gpus),
+            )
+            for rank in range(learner.parallel.world)
         ]
-        (_, port), *_ = self._wait([self._ranks[0].whereabouts.remote()], learner.start_timeout)
-        loaded = self._wait([r.load.remote(port) for r in self._ranks], learner.start_timeout)
+        met = self._actors.begin(self._ranks[0], "whereabouts")
+        ((_, port),) = self._wait([met], learner.start_timeout)
+        loaded = self._wait([self._actors.begin(rank, "load", port) for rank in self._ranks], learner.start_timeout)
         self.vocab_size: int = loaded[0][0]
         self.pids: Sequence[int] = [pid for _, pid in loaded]
         """Of the ranks' processes, which are on this host."""
 
-    def _wait(self, calls: list[Any], timeout: float | None = None) -> list[Any]:
-        ray, waiting = self._ray, list(calls)
+    def _wait(self, calls: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        waiting = list(calls)
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=timeout)
+            ready, waiting = self._actors.wait(waiting, timeout)
             if not ready:
                 self.close()
                 raise LearnerError(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
-            try:
-                ray.get(ready)
-            except ray.exceptions.RayError as error:
-                rank = calls.index(ready[0])
-                self.close()
-                reason = getattr(error, "cause", None) or error
-                raise LearnerError(f"rank {rank} of the learner failed: {reason}") from error
-        return ray.get(calls)
+            for call in ready:
+                try:
+                    self._actors.get(call)
+                except Exception as error:
+                    self.close()
+                    raise LearnerError(f"rank {calls.index(call)} of the learner failed: {error}") from error
+        return [self._actors.get(call) for call in calls]
 
     def _all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._wait([rank.call.remote(name, *args, **kwargs) for rank in self._ranks])
+        return self._wait([self._actors.begin(rank, "call", name, *args, **kwargs) for rank in self._ranks])
 
     def gpus(self) -> list[str]:
         """See `LocalLearner.gpus`: the first rank sends."""
@@ -255,10 +265,10 @@ class RankedLearner:
         """See `LocalLearner.train`; each minibatch has micro-batches for every data-parallel rank, as many for one as for
         another, and the traces are those of all ranks."""
         p = self._config.learner.parallel
-        given = [self._ray.put([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
+        given = [self._actors.put([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
         # Megatron's order of ranks: tp varies fastest, then dp, then pp.
         calls = [
-            actor.call.remote("train", given[rank // p.tp % p.dp], version=version, trace=trace)
+            self._actors.begin(actor, "call", "train", given[rank // p.tp % p.dp], version=version, trace=trace)
             for rank, actor in enumerate(self._ranks)
         ]
         answers: list[list[StepResult]] = self._wait(calls)
@@ -285,8 +295,8 @@ class RankedLearner:
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: the first rank does it, on this host."""
-        write = self._ranks[0].write.options(concurrency_group="write")
-        return self._wait([write.remote(reading)], self._config.weights.write_timeout)[0]
+        call = self._actors.begin(self._ranks[0], "write", reading, lane=WRITE)
+        return self._wait([call], self._config.weights.write_timeout)[0]
 
     def hold(self) -> None:
         """See `LocalLearner.hold`."""
@@ -294,7 +304,7 @@ class RankedLearner:
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """See `LocalLearner.write_state`: each rank writes its own file."""
-        calls = [r.write_state.options(concurrency_group="checkpoint").remote(directory) for r in self._ranks]
+        calls = [self._actors.begin(rank, "write_state", directory, lane=CHECKPOINT) for rank in self._ranks]
         return [record for records in self._wait(calls, self._config.checkpoint.write_timeout) for record in records]
 
     def restore(self, checkpoint: Path) -> None:
@@ -308,4 +318,4 @@ class RankedLearner:
     def close(self) -> None:
         """End the ranks' processes."""
         for rank in self._ranks:
-            self._ray.kill(rank)
+            self._actors.kill(rank)

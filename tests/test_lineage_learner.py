@@ -10,15 +10,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
-import actors.learner
-from actors.learner import LearnerActor
+from actors.reception import Reception
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.spool import Spool
-from r3async.config import BufferConfig, config_from_dict, to_dict
+from r3async.config import BufferConfig, config_from_dict
+from r3async.engines.base import RoutingShape
 from r3async.lineage import Lineage
-from r3async.observe.events import read_events
+from r3async.observe.events import open_events, read_events
 from r3async.records import Sample, TokenTable, Trajectory, trajectory_name
 from r3async.transport import wire
 from r3async.transport.keys import ClientKeys
@@ -28,7 +27,7 @@ from tests.test_buffer import make_trajectory
 
 Way = tuple[str, ClientKeys]
 """To a learner: its endpoint, and the keys for it."""
-EXPERTS = {"layers": 2, "top_k": 2, "num_experts": 8}
+EXPERTS = RoutingShape(layers=2, top_k=2, num_experts=8)
 
 
 def played(group: int, episode: int, version: int, lineage: int) -> Trajectory:
@@ -40,35 +39,52 @@ def played(group: int, episode: int, version: int, lineage: int) -> Trajectory:
     return msgspec.structs.replace(made, trajectory_id=trajectory_name(group, episode), lineage=lineage)
 
 
+class Heard(Reception):
+    """What a learner receives that has no model, and trains nothing."""
+
+    version = 0
+
+    @classmethod
+    def at(cls, run_dir: Path, lineage: Lineage, version: int, consumed: int, **buffer: Any) -> Heard:
+        config = config_from_dict(
+            {
+                "buffer": {"durability": "disk", **buffer},
+                "schedule": {"groups_per_step": 1, "samples_per_group": 2, "max_staleness": 3},
+                "transport": {"ack_timeout": 0.5},
+                "episode": {"max_total_tokens": 8192, "max_prompt_tokens": 4096},
+            }
+        )
+        made = cls(
+            REAL,
+            "run",
+            config,
+            run_dir,
+            lineage,
+            open_events(run_dir, "learner"),
+            buffer=GroupBuffer(2, 1, head=consumed),
+            routing=EXPERTS,
+            vocab_size=1000,
+            version=lambda: made.version,
+        )
+        made.version = version
+        return made
+
+
 @asynccontextmanager
 async def learning(
     run_dir: Path, lineage: Lineage, version: int, consumed: int = 0, **buffer: Any
-) -> AsyncIterator[tuple[LearnerActor, Way]]:
-    """A learner that has no model, at that version: it receives and keeps, and trains nothing."""
-    config = config_from_dict(
-        {
-            "buffer": {"durability": "disk", **buffer},
-            "schedule": {"groups_per_step": 1, "samples_per_group": 2, "max_staleness": 3},
-            "transport": {"ack_timeout": 0.5},
-            "episode": {"max_total_tokens": 8192, "max_prompt_tokens": 4096},
-        }
-    )
-    actor = LearnerActor(REAL, "run", to_dict(config), "", str(run_dir), lineage=lineage)
-    actor.version, actor._vocab_size = version, 1000
-    actor.buffer = GroupBuffer(2, 1, head=consumed)
-    heard = await asyncio.wait_for(actor.listen(EXPERTS), LIMIT)
+) -> AsyncIterator[tuple[Heard, Way]]:
+    """What a learner of that version receives."""
+    reception = Heard.at(run_dir, lineage, version, consumed, **buffer)
+    endpoint = await asyncio.wait_for(reception.open(), LIMIT)
+    assert reception.keys_for_generators is not None
     try:
-        yield actor, (heard["endpoint"], heard["keys"])
+        yield reception, (endpoint, reception.keys_for_generators)
     finally:
-        await asyncio.wait_for(actor.stop(), LIMIT)
+        await asyncio.wait_for(reception.close(), LIMIT)
 
 
-@pytest.fixture(autouse=True)
-def no_log(monkeypatch):
-    monkeypatch.setattr(actors.learner, "begin", lambda *args: None)
-
-
-def waiting(actor: LearnerActor) -> list[tuple[int, int, int]]:
+def waiting(actor: Heard) -> list[tuple[int, int, int]]:
     """Group, lineage and version of what is to be trained."""
     held = (t for group in actor.buffer._groups.values() for t, _ in group.values())
     return sorted((t.group_index, t.lineage, t.newest_version) for t in held)
@@ -130,8 +146,8 @@ async def test_what_recovery_refuses_frees_its_disk_and_is_not_met_again(tmp_pat
     kept = spooled(tmp_path)
     async with learning(tmp_path, Lineage(2, 1, 4, {1: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == []
-        assert actor._spool is not None
-        assert (actor._spool.nbytes, spooled(tmp_path)) == (0, 0)
+        assert actor.spool is not None
+        assert (actor.spool.nbytes, spooled(tmp_path)) == (0, 0)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
         assert actor.receiver.recovered == 0
     assert kept > 0
@@ -149,8 +165,8 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
     async with learning(tmp_path, second, 4, consumed=2) as (actor, way):
         assert waiting(actor) == [(2, 1, 4)]
         assert await send(way, [played(2, 1, 4, 2)]) == []
-        assert actor._spool is not None
-        assert actor._spool.nbytes == spooled(tmp_path)
+        assert actor.spool is not None
+        assert actor.spool.nbytes == spooled(tmp_path)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == [(2, 1, 4), (2, 2, 4)]
         assert [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take([2])[0][0]] == [
@@ -178,13 +194,13 @@ async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(t
     bad += [large(g, e, 9) for g in (2, 3, 4, 5) for e in range(2)]  # a lineage that there is not
     bad += [large(g, e, 1, reward=1e39) for g in (2, 3, 4, 5) for e in range(2)]
     async with learning(tmp_path, Lineage(1), 5, consumed=2, disk_bytes=1_000_000) as (actor, way):
-        assert actor._spool is not None
+        assert actor.spool is not None
         refused = [await send(way, [trajectory]) for trajectory in [*bad, *bad[16:24]]]
         assert [len(each) for each in refused] == [1] * 40
-        assert actor._spool.nbytes == spooled(tmp_path) == 0
+        assert actor.spool.nbytes == spooled(tmp_path) == 0
         assert await send(way, [large(2, e, 1) for e in range(2)]) == []
         assert actor.buffer.batch(1, 1, 0) == [2]
-        one = actor._spool.nbytes
+        one = actor.spool.nbytes
         assert 0 < one == spooled(tmp_path) < 1_000_000
     reasons = [why for ((_, why),) in refused]
     assert sum("cannot have a slot" in why for why in reasons) == 16

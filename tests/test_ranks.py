@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.ranks import RANK_THREADS, LocalLearner, RankActor, RankedLearner
+from actors.ranks import WRITE, LocalLearner, RankActor, RankedLearner, placement
 from r3async.config import to_dict
 from r3async.learners.base import LearnerError
 from r3async.weights.publish import verify
@@ -100,15 +100,16 @@ class ThreadsOfCalls(RankActor):
 
 @pytest.mark.ray
 def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, tmp_path):
-    actor = ray.remote(**RANK_THREADS)(ThreadsOfCalls).remote(REAL, 0, to_dict(config()), "", str(tmp_path))
+    actors, made = REAL.actors, (0, to_dict(config()), "", str(tmp_path))
+    actor = actors.spawn(ThreadsOfCalls, *made, name="rank", placement=placement(1))
     try:
         calls, writes = [], []
         for _ in range(5):
-            calls += [actor.call.remote("score") for _ in range(4)]
-            writes.append(actor.write.options(concurrency_group="write").remote([]))
-        calls, writes = ray.get(calls, timeout=60), ray.get(writes, timeout=60)
+            calls += [actors.begin(actor, "call", "score") for _ in range(4)]
+            writes.append(actors.begin(actor, "write", [], lane=WRITE))
+        calls, writes = actors.get(calls, timeout=60), actors.get(writes, timeout=60)
     finally:
-        ray.kill(actor)
+        actors.kill(actor)
     assert len(set(calls)) == len(set(writes)) == 1
     assert calls[0] != writes[0]
 

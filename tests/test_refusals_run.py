@@ -8,6 +8,7 @@ from rich.console import Console
 from actors.deaths import RunFailed
 from actors.learner import LearnerActor
 from actors.pipeline import Pipeline
+from actors.reception import Reception
 from r3async.config import load_config
 from r3async.observe.events import read_events
 from r3async.observe.jsonl import read_objects
@@ -18,7 +19,7 @@ from tools.train import train
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
 
 
-class Dislikes(LearnerActor):
+class Dislikes(Reception):
     """Refuses what was played of one episode in each fourth group; what stands for a failed one has no turn."""
 
     groups = 4
@@ -33,12 +34,20 @@ class DislikesAll(Dislikes):
     groups = 1
 
 
+class Disliking(LearnerActor):
+    receives = Dislikes
+
+
+class DislikingAll(LearnerActor):
+    receives = DislikesAll
+
+
 class Refusing(Pipeline):
-    learner = Dislikes
+    learner = Disliking
 
 
 class RefusingAll(Pipeline):
-    learner = DislikesAll
+    learner = DislikingAll
 
 
 def run(untrained, root, pipeline):

@@ -143,7 +143,7 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
     assert len(named(seen, "generator_died")) == len(named(seen, "generator_restarted")) == 1
     run_dir = tmp_path / "run"
     assert "in hold_everything_up" in (run_dir / "logs" / "generator-0.log").read_text()
-    assert "LearnerActor._wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()
+    assert "Reception.wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()
     assert "Conductor.run" in (run_dir / "stacks" / "conductor.txt").read_text()
 
 

@@ -246,12 +246,12 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
             steps = []
             for index, samples in enumerate(given):
                 for trajectory in trajectories(index, samples):
-                    actor._arrive(trajectory, 100)
+                    actor.reception._arrive(trajectory, 100)
                 step = await asyncio.wait_for(actor.train_step(), 60)
                 assert step is not None
                 await asyncio.wait_for(actor.write(), 60)  # as the conductor asks for, beside the next step
-                assert isinstance(actor.backend, LocalLearner)
-                steps.append(step | {"updates": actor.backend._backend.version})
+                assert isinstance(actor.model.backend, LocalLearner)
+                steps.append(step | {"updates": actor.model.backend._backend.version})
             return steps
         finally:
             await actor.stop()

@@ -11,16 +11,23 @@ import torch
 from safetensors.torch import load_file
 
 import actors.conductor
-import actors.learner
+import actors.learning
 from actors.conductor import Conductor
 from actors.deaths import RunFailed
 from actors.delivery import Published
 from actors.fleet import Fleet
-from actors.learner import LearnerActor
+from actors.learning import Counts, Learning, Model
+from actors.publishing import Publishing
 from actors.ranks import LocalLearner
+from r3async.batching.cost import Cost
+from r3async.buffer.groups import GroupBuffer
 from r3async.config import load_config, to_dict
 from r3async.learners.base import LearnerError
+from r3async.lineage import Lineage
+from r3async.observe.events import open_events
+from r3async.observe.lag import LagMeter
 from r3async.observe.metrics import read_metrics
+from r3async.observe.timeline import Timeline
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.transport import Publication
 from r3async.world.real import REAL
@@ -87,33 +94,58 @@ class Backend:
         pass
 
 
+class Nothing:
+    """In place of what is received: one group, always the same, of which nothing is trained."""
+
+    age_bound, routing = 0, None
+
+    def __init__(self) -> None:
+        group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None)]
+        self.buffer = SimpleNamespace(take=lambda indices: ([group], 0))
+
+    async def wait_for_groups(self, since, interrupted):
+        return [0]
+
+    async def set_aside(self, unsound, groups):
+        pass
+
+    def trained(self, indices):
+        pass
+
+    def figures(self):
+        return {}
+
+
 @pytest.fixture
 def learner(tmp_path, monkeypatch):
-    """A learner actor, in this process, whose steps train nothing and take no time."""
-    monkeypatch.setattr(actors.learner, "begin", lambda *args: None)
-    actor = LearnerActor(REAL, "run", to_dict(load_config("quickstart")), "", str(tmp_path))
-    actor.backend = Backend()
-    actor.receiver = SimpleNamespace(received=0, duplicates=0, rejected=0, damaged=0, forget=lambda group: None)
-    group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None)]
-    actor.buffer = SimpleNamespace(
-        batch=lambda *args: [0], take=lambda indices: ([group], 0), ready_groups=lambda: 0, missing=lambda group: []
-    )
-    monkeypatch.setattr(actors.learner, "check_ages", lambda *args: None)
-    monkeypatch.setattr(actors.learner, "age_metrics", lambda *args: {})
+    """A learner, in this process, whose steps train nothing and take no time."""
+    settings, lineage, lag = load_config("quickstart"), Lineage(), LagMeter()
+    backend, events = Backend(), open_events(tmp_path, "learner")
+    timeline = Timeline(tmp_path, "learner", enabled=False)
+    torch_lane, writer = REAL.threads.lane("torch"), REAL.threads.lane("writer")
+    model = Model(backend, torch_lane, Cost(), Counts(), GroupBuffer(1))
+    publishing = Publishing(REAL, settings, lineage, timeline, backend, torch_lane, writer, None)
+    monkeypatch.setattr(actors.learning, "check_ages", lambda *args: None)
+    monkeypatch.setattr(actors.learning, "age_metrics", lambda *args: {})
     monkeypatch.setattr(
-        actors.learner.StepOf, "train", lambda self, backend, groups, stand_in: ({"optimizer/skipped": 0}, groups, [])
+        actors.learning.StepOf, "train", lambda self, backend, groups, stand_in: ({"optimizer/skipped": 0}, groups, [])
     )
-    monkeypatch.setattr(actors.learner, "episode_metrics", lambda trajectories: {})
-    monkeypatch.setattr(actors.learner, "trained_step", lambda *args: {})
-    return actor
+    monkeypatch.setattr(actors.learning, "episode_metrics", lambda trajectories: {})
+    monkeypatch.setattr(actors.learning, "trained_step", lambda *args: {})
+    parts = (settings, tmp_path, lineage, events, timeline, lag, None, model, Nothing(), publishing)
+    return Learning(REAL, *parts)
+
+
+def step(learner):
+    return learner.train_step(False, asyncio.Event())
 
 
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
-    backend = learner.backend
-    assert (await learner.train_step())["new_weights"]
-    first = asyncio.create_task(learner.write())
-    second_step = asyncio.create_task(learner.train_step())
-    while learner.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
+    backend = learner.model.backend
+    assert (await step(learner))["new_weights"]
+    first = asyncio.create_task(learner.publishing.write())
+    second_step = asyncio.create_task(step(learner))
+    while learner.model.counts.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     assert backend.happened == ["copied 1"]
@@ -125,26 +157,26 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert written.seconds > 0.1
     assert result["version"] == 2
     assert result["metrics"]["weights/snapshot_seconds"] > 0.05
-    await asyncio.wait_for(learner.write(), LIMIT)
+    await asyncio.wait_for(learner.publishing.write(), LIMIT)
     assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
 
 
 async def test_a_version_that_can_not_be_written_raises_and_holds_nothing_up(learner):
-    learner.backend.failure = OSError("no space left")
-    await learner.train_step()
-    learner.backend.may_write.release()
+    learner.model.backend.failure = OSError("no space left")
+    await step(learner)
+    learner.model.backend.may_write.release()
     with pytest.raises(OSError, match="no space left"):
-        await asyncio.wait_for(learner.write(), LIMIT)
-    assert (await asyncio.wait_for(learner.train_step(), LIMIT))["version"] == 2
+        await asyncio.wait_for(learner.publishing.write(), LIMIT)
+    assert (await asyncio.wait_for(step(learner), LIMIT))["version"] == 2
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
     learner.config.weights.write_timeout = 0.1
-    await learner.train_step()
+    await step(learner)
     with pytest.raises(
         TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"
     ):
-        await asyncio.wait_for(learner.train_step(), LIMIT)
+        await asyncio.wait_for(step(learner), LIMIT)
 
 
 class RemoteLearner(StandIn):

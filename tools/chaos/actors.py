@@ -87,7 +87,7 @@ class AckBeforeSpool(LearnerActor):
 
     async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
         heard = await super().listen(routing)
-        spool = self._spool
+        spool = self._ready(self.reception).spool
         assert spool is not None, "buffer.durability = disk"
         put, tasks = spool.put, set()
 
@@ -108,8 +108,9 @@ class UnlinkBeforeCommit(LearnerActor):
     async def train_step(self, last: bool = False) -> dict[str, Any] | None:
         result = await super().train_step(last)
         if result is not None:
-            assert self._spool is not None, "buffer.durability = disk"
-            await self._spool.commit(result["groups"])
+            spool = self._ready(self.reception).spool
+            assert spool is not None, "buffer.durability = disk"
+            await spool.commit(result["groups"])
         return result
 
 
@@ -142,12 +143,14 @@ class NoDedupe(LearnerActor):
     """Takes whatever comes, however often."""
 
     async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
-        taken, schedule = self.buffer.taken, self.config.schedule
-        self.buffer = KeepsAll(
+        model, schedule = self._ready(self.model), self.config.schedule
+        taken = model.buffer.taken
+        model.buffer = KeepsAll(
             schedule.samples_per_group, schedule.window, head=taken.head, beyond=sorted(taken.beyond)
         )
         heard = await super().listen(routing)
-        self.receiver.ledger = self.receiver._intake._ledger = NoMemory()
+        receiver = self._ready(self.reception).receiver
+        receiver.ledger = receiver._intake._ledger = NoMemory()
         return heard
 
 

@@ -1,0 +1,235 @@
+"""What the learner receives: checked on arrival, kept until a checkpoint has trained it, and gathered into groups for a step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.saving import Trained
+from r3async.buffer.groups import GroupBuffer, largest_trajectory
+from r3async.buffer.quarantine import Quarantine
+from r3async.buffer.spool import Spool
+from r3async.buffer.validation import validate_trajectory
+from r3async.config import Config
+from r3async.engines.base import RoutingShape
+from r3async.learners.base import LearnerError
+from r3async.learners.sound import Unsound
+from r3async.lineage import Lineage
+from r3async.records import Trajectory, is_name_in
+from r3async.scheduling.admission import age_bound, most_groups, slots_of
+from r3async.scheduling.failures import By, EpisodeEnd, TaskFailures
+from r3async.transport.keys import learner_keys
+from r3async.transport.ledger import Ledger
+from r3async.transport.receiver import Receiver, Refuse
+from r3async.world import World
+
+LOOK_SECONDS = 1.0
+"""Between two looks, at most, at what has arrived."""
+CLOSE_SECONDS = 5.0
+
+
+class Reception:
+    """Owns receiver, spool and quarantine. All methods belong to the event loop. `events`: a structlog logger.
+
+    `buffer`: with what a resumed run has trained already. `routing`: of the routes that engines record. `vocab_size`: of the
+    learner's model. `version()`: of its weights.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run_id: str,
+        config: Config,
+        run_dir: Path,
+        lineage: Lineage,
+        events: Any,
+        *,
+        buffer: GroupBuffer,
+        routing: RoutingShape | None,
+        vocab_size: int,
+        version: Callable[[], int],
+    ):
+        schedule = config.schedule
+        self._world, self._config, self._lineage, self._events = world, config, lineage, events
+        self.buffer, self.routing, self._vocab_size, self._version = buffer, routing, vocab_size, version
+        self.age_bound = age_bound(schedule)
+        self._slots = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+        self._quarantine = Quarantine(
+            run_dir / "quarantine", config.buffer.quarantine_bytes, events.error, files=world.files
+        )
+        self.spool: Spool | None = None
+        """None without durability."""
+        if config.buffer.durability == "disk":
+            self.spool = Spool(
+                run_dir / "spool", config.buffer, report=events.warning, aside=self._quarantine.keep, world=world
+            )
+        keys, self.keys_for_generators = learner_keys(config.transport, world.files)
+        self.receiver = Receiver(
+            run_id,
+            config.transport,
+            self._arrive,
+            keys=keys,
+            claims=lambda group, name: is_name_in(group, name, schedule.samples_per_group),
+            largest=largest_trajectory(config, routing),
+            validate=self._validate,
+            admit=self._admits,
+            store=self.spool,
+            # A step may wait for that many groups, counted from the oldest that is not trained.
+            window=(self._slots if schedule.tokens_per_step else schedule.groups_per_step) + schedule.window - 1,
+            ledger=Ledger.over(buffer.taken.head, sorted(buffer.taken.beyond)),
+            on_reject=self._rejected,
+            world=world,
+        )
+        self._recovering = False
+        """What is validated now was kept by the spool since before this start."""
+        self._unsound = TaskFailures(config.supervise.max_failed_fraction, schedule.samples_per_group)
+        self._trained = Trained()
+        self._committing: list[asyncio.Task[None]] = []
+        self._arrived = asyncio.Event()
+
+    async def open(self) -> str:
+        """Take back what the spool kept, and bind the socket. Returns the endpoint."""
+        self._recovering = True
+        endpoint = await self.receiver.start()
+        self._recovering = False
+        if self.receiver.recovered:
+            self._events.info("spool_recovered", trajectories=self.receiver.recovered)
+        return endpoint
+
+    # -- called by the receiver ------------------------------------------------------------------------------------
+
+    def _validate(self, trajectory: Trajectory) -> None:
+        """Off the event loop, if the trajectory is long."""
+        try:
+            validate_trajectory(
+                trajectory,
+                vocab_size=self._vocab_size,
+                learner_version=self._version(),
+                max_tokens=self._config.learner.max_tokens_per_micro_batch,
+                routing=self.routing,
+                samples_per_group=self._config.schedule.samples_per_group,
+                age_bound=self.age_bound,
+                lineage=self._lineage,
+                kept=self._recovering,
+            )
+        except ValueError as error:
+            raise Refuse(str(error)) from error
+
+    def _admits(self, trajectory: Trajectory) -> bool:
+        """Whether the step waits for this episode; before it is stored."""
+        beyond = len(self.buffer.taken) + self._slots
+        if trajectory.group_index >= beyond:
+            # After a resume: it was made when more steps had been, which are taken back.
+            raise Refuse(f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can")
+        return self.buffer.wants(trajectory)
+
+    def _arrive(self, trajectory: Trajectory, nbytes: int) -> None:
+        if not self.buffer.add(trajectory, nbytes):
+            self.receiver.release(trajectory.trajectory_id)
+        self.wake()
+
+    def _rejected(self, trajectory_id: str, reason: str) -> None:
+        self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
+
+    # -- called by a step ------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Who waits for groups looks again."""
+        self._arrived.set()
+
+    async def wait_for_groups(self, since: tuple[int, int], interrupted: asyncio.Event) -> list[int]:
+        """The groups that the next step takes; none if `interrupted`. `since`: steps made and groups consumed since the last
+        publication."""
+        schedule = self._config.schedule
+        at_least = at_most = schedule.groups_per_step
+        if schedule.tokens_per_step:
+            steps, consumed = since
+            at_most = most_groups(
+                slots=self._slots,
+                groups_per_step=at_least,
+                steps_left=schedule.steps_per_publication - steps,
+                consumed_since=consumed,
+            )
+        while not (indices := self.buffer.batch(at_least, at_most, schedule.tokens_per_step)):
+            if interrupted.is_set():
+                return []
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), LOOK_SECONDS)
+        return [] if interrupted.is_set() else indices
+
+    async def set_aside(self, unsound: Sequence[Unsound], groups: Sequence[Sequence[Trajectory]]) -> None:
+        """A resume must not meet these again. Raises `LearnerError` if there are too many (`supervise.max_failed_fraction`)."""
+        if self.spool is not None:
+            await self.spool.remove({(t.group_index, t.trajectory_id): reason for t, reason in unsound})
+        else:
+            for t, reason in unsound:
+                await self._world.threads.run(self._quarantine.keep, t, reason)
+        failed = {t.trajectory_id for t, _ in unsound}
+        for t in (t for group in groups for t in group):
+            by: By | None = "learner" if t.trajectory_id in failed else None
+            self._unsound.ended(EpisodeEnd(t.group_index, t.episode_index, t.task_seed, by))
+        if unsound and self._unsound.too_many("learner"):
+            trajectory, reason = unsound[0]
+            raise LearnerError(
+                f"trajectory {trajectory.trajectory_id} cannot be trained: {reason} ({self._unsound.describe('learner')})"
+            )
+
+    def trained(self, indices: Sequence[int]) -> None:
+        """These groups are over."""
+        for index in indices:
+            self.receiver.forget(index)
+        self._trained.add(indices)
+
+    def figures(self) -> dict[str, float]:
+        """Metrics."""
+        receiver = self.receiver
+        return {
+            "transport/received": receiver.received,
+            "transport/duplicates": receiver.duplicates,
+            "transport/rejected": receiver.rejected,
+            "transport/damaged": receiver.damaged,
+            "buffer/ready_groups": self.buffer.ready_groups(),
+        }
+
+    def status(self) -> dict[str, Any]:
+        """See `LearnerActor.status`."""
+        schedule = self._config.schedule
+        return {
+            "received": self.receiver.received,
+            "ready_groups": self.buffer.ready_groups(),
+            "lacking": self.buffer.lacking(max(schedule.groups_per_step, schedule.window)),
+            "storing": self.spool.waits if self.spool is not None else None,
+        }
+
+    def missing(self, group_indices: Sequence[int]) -> dict[int, list[int]]:
+        """Episodes of these groups that have not arrived."""
+        return {g: self.buffer.missing(g) for g in group_indices}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def commit(self) -> Callable[[], None]:
+        """To be called when a checkpoint that is made now is on the disk: what it has trained need not be kept any more."""
+        groups = self._trained.now()
+
+        def commit() -> None:
+            self._committing = [task for task in self._committing if not task.done()]
+            self._committing.append(asyncio.get_running_loop().create_task(self._commit(groups)))
+
+        return commit
+
+    async def _commit(self, groups: list[int]) -> None:
+        if self.spool is not None:
+            await self.spool.commit(groups)
+        self._trained.committed(groups)
+
+    async def close(self) -> None:
+        """Receive nothing any more, and let go of the spool."""
+        await self.receiver.close()
+        if self.spool is not None:
+            if self._committing:
+                await asyncio.wait(self._committing, timeout=CLOSE_SECONDS)
+            await self.spool.close()

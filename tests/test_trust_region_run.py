@@ -18,6 +18,7 @@ from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.build import build_learner
 from r3async.observe.events import read_events
 from r3async.records import Sample, Trajectory, Turn
+from r3async.world.real import REAL
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns
 from tests.helpers_parity import of_rank
@@ -231,11 +232,11 @@ def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
 
 
 def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.learner.begin", lambda log: None)  # or the suite would write there
+    monkeypatch.setattr("actors.learner.begin", lambda *args: None)  # or the suite would write there
     config = settings()
     plain = to_dict(config)
     plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0
-    actor = LearnerActor("run", plain, str(model_path), str(tmp_path))
+    actor = LearnerActor(REAL, "run", plain, str(model_path), str(tmp_path))
     given = [batches[0], shifted(batches[1]), batches[1]]
 
     async def run() -> list[dict[str, Any]]:

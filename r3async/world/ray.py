@@ -86,12 +86,12 @@ class RayActors:
             options |= {"max_restarts": placement.restarts, "max_task_retries": 0}
         if placement.concurrency is not None:
             options["max_concurrency"] = placement.concurrency
-        if placement.lanes:
-            options["concurrency_groups"] = dict.fromkeys(placement.lanes, 1)
         if placement.beside:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        return RayRef(name, ray.remote(kind).options(**options).remote(REAL, *args))
+        lanes = dict.fromkeys(placement.lanes, 1)
+        remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
+        return RayRef(name, remote(kind).options(**options).remote(REAL, *args))
 
     def current(self) -> RayRef:
         import ray

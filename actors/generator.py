@@ -159,8 +159,9 @@ class GeneratorActor:
             self.generator_id,
             self.run_id,
             transport,
-            keys=generator_keys(transport, keys),
+            keys=generator_keys(transport, keys, self.world.files),
             on_reject=self._rejected,
+            world=self.world,
         )
         await self.sender.start()
 

@@ -22,7 +22,7 @@ help:
 	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
 	@echo "make test         install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead"
 	@echo "make test-all     install, then run every test: with Ray, vLLM and process groups"
-	@echo "make lint         ruff and mypy"
+	@echo "make lint         ruff, mypy, and what may pass the seam to the world by"
 	@echo "make format       let ruff format the code"
 	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
 
@@ -43,6 +43,7 @@ lint: install
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
+	@$(VENV)/python -m tools.lint_seam
 
 format: install
 	@$(VENV)/ruff check --fix-only .

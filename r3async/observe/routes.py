@@ -12,7 +12,6 @@ Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two bey
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 import zlib
@@ -166,33 +165,31 @@ class Entry(NamedTuple):
 def scan(path: Path) -> tuple[list[Entry], str]:
     """All records of a file, without their arrays; and what is wrong with the file, "" if nothing is."""
     entries: list[Entry] = []
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        while (at := file.tell()) < size:
+    with REAL.files.open(path) as file:
+        at, size = 0, file.size()
+        while at < size:
             try:
-                magic, header_length, header_crc, length, crc = _FRAME.unpack(file.read(_FRAME.size))
+                magic, header_length, header_crc, length, crc = _FRAME.unpack(file.read(at, _FRAME.size))
                 if magic != _MAGIC:
                     return entries, f"{path}: no record begins at byte {at}; what follows is not read"
-                header = file.read(header_length)
+                header = file.read(at + _FRAME.size, header_length)
+                body = at + _FRAME.size + header_length
                 if len(header) == header_length and zlib.crc32(header) != header_crc:
                     return entries, f"{path}: the record at byte {at} is damaged; what follows is not read"
-                if file.tell() + length > size or len(header) < header_length:
+                if body + length > size or len(header) < header_length:
                     raise EOFError
             except (struct.error, EOFError):
                 return entries, f"{path}: ends in the middle of a record (its process died, or is still writing)"
             described = msgspec.msgpack.decode(header)
-            entries.append(
-                Entry(path, file.tell(), described["kind"], described["facts"], described["arrays"], length, crc)
-            )
-            file.seek(length, os.SEEK_CUR)
+            entries.append(Entry(path, body, described["kind"], described["facts"], described["arrays"], length, crc))
+            at = body + length
     return entries, ""
 
 
 def load(entry: Entry, kind: type[Record]) -> Record:
     """The record with its arrays (read-only). Raises `RouteFileError` if they are damaged, or of another kind."""
-    with entry.path.open("rb") as file:
-        file.seek(entry.offset)
-        body = file.read(entry.length)
+    with REAL.files.open(entry.path) as file:
+        body = file.read(entry.offset, entry.length)
     where = f"{entry.path}: the record at byte {entry.offset}"
     if zlib.crc32(body) != entry.crc or len(body) != entry.length:
         raise RouteFileError(f"{where} is damaged")
@@ -218,7 +215,9 @@ class RouteIndex:
         self.trained: list[Entry] = []
         self.calls: dict[str, list[Entry]] = {}
         self.problems: list[str] = []
-        for path in sorted((run_dir / "routes").glob("*.routes")):
+        for path in (
+            run_dir / "routes" / name for name in REAL.files.list(run_dir / "routes") if name.endswith(".routes")
+        ):
             entries, problem = scan(path)
             self.problems += [problem] if problem else []
             for entry in entries:

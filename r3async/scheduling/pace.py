@@ -12,13 +12,13 @@ Below 1 generation is the slower side, above 1 training. Pure; time comes with w
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from r3async.config import ScheduleConfig
+from r3async.world.real import REAL
 
 STEPS = 16
 """Steps that are looked at together."""
@@ -154,7 +154,7 @@ class Pacing:
     """Gathers what generators and steps tell, and says who waits for whom. `warn(event, **facts)` hears of it if that lasts."""
 
     def __init__(
-        self, schedule: ScheduleConfig, warn: Callable[..., object], clock: Callable[[], float] = time.monotonic
+        self, schedule: ScheduleConfig, warn: Callable[..., object], clock: Callable[[], float] = REAL.clock.monotonic
     ):
         self._schedule, self._warn, self._clock = schedule, warn, clock
         self._places, self._engines, self._pace = IdleShare(), IdleShare(), Pace(schedule.pace_seconds)

@@ -1,0 +1,126 @@
+"""Nothing in the rooms that run in a simulation passes the seam by; and the rule sees what does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import lint_seam
+from tools.lint_seam import EXEMPT, ROOT, check, check_source
+
+PLANTED = {
+    "import time\ntime.time()": "time.time",
+    "import time as t\nt.monotonic()": "time.monotonic",
+    "from time import sleep\nsleep(1)": "time.sleep",
+    "import time\nclock = time.perf_counter": "time.perf_counter",
+    "import time\ntime.strftime('%H')": "time.strftime of now",
+    "import time\ntime.localtime()": "time.localtime of now",
+    "import datetime\ndatetime.datetime.now()": "datetime.datetime.now",
+    "from datetime import datetime\ndatetime.now()": "datetime.datetime.now",
+    "import asyncio\nasync def f(): return asyncio.get_running_loop().time()": "loop.time()",
+    "import threading": "threading",
+    "def f():\n    from threading import Lock": "threading.Lock",
+    "from concurrent.futures import ThreadPoolExecutor": "concurrent.futures.ThreadPoolExecutor",
+    "import asyncio\nasync def f(): await asyncio.to_thread(print)": "asyncio.to_thread",
+    "from asyncio import to_thread": "asyncio.to_thread",
+    "async def f(loop): await loop.run_in_executor(None, print)": ".run_in_executor",
+    "open('a')": "open",
+    "with open('a', 'w') as file: pass": "open",
+    "def f(path): return path.open('rb')": ".open(mode)",
+    "def f(path): return path.open()": ".open(mode)",
+    "def f(path): path.write_bytes(b'')": ".write_bytes",
+    "def f(path): path.write_text('')": ".write_text",
+    "def f(path): return path.read_text()": ".read_text",
+    "def f(path): path.unlink(missing_ok=True)": ".unlink",
+    "def f(path): path.mkdir()": ".mkdir",
+    "def f(path): path.replace(path)": ".replace(path)",
+    "def f(path): return path.stat().st_size": ".stat()",
+    "def f(path): path.touch()": ".touch()",
+    "def f(path): return sorted(path.glob('*'))": ".glob",
+    "import os\nos.replace('a', 'b')": "os.replace",
+    "import os\nos.path.exists('a')": "os.path.exists",
+    "import os\nos.fsync(1)": "os.fsync",
+    "import os\nos.getpid()": "os.getpid",
+    "from os import unlink": "os.unlink",
+    "import shutil\nshutil.rmtree('a')": "shutil",
+    "import ray": "ray",
+    "def f():\n    import ray.util.state": "ray.util.state",
+    "def f(actor): return actor.ping.remote()": ".remote",
+    "import socket": "socket",
+    "import zmq.asyncio": "zmq.asyncio",
+    "import uuid\nuuid.uuid4()": "uuid",
+    "import random\nrandom.random()": "random.random",
+    "from random import shuffle": "random.shuffle",
+    "import numpy as np\nnp.random.rand(3)": "numpy.random.rand",
+    "import signal": "signal",
+    "import subprocess": "subprocess",
+}
+
+FINE = """
+import os
+import random
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import ray
+
+async def f(world, path, text, outbox, files):
+    with files.open(path, create=True) as file:
+        file.append([b""])
+    world.files.rename(path, path.with_name("b"))
+    world.files.stat(path)
+    world.clock.time(), world.clock.monotonic()
+    text.replace("a", "b"), replace(text, x=1), outbox.touch([1], 2.0)
+    random.Random(1).random(), np.random.default_rng(1).random()
+    os.environ, os.path.join("a", "b"), time.strftime("%H", time.localtime(world.clock.time()))
+"""
+
+
+@pytest.mark.parametrize("source", PLANTED)
+def test_what_passes_the_seam_by_is_seen(source) -> None:
+    found = check_source("a.py", source)
+    assert PLANTED[source] in [each.what for each in found]
+    assert all(each.instead and each.line <= len(source.splitlines()) for each in found)
+
+
+def test_what_goes_through_the_seam_is_not() -> None:
+    assert check_source("a.py", FINE) == []
+
+
+def test_no_room_passes_the_seam_by() -> None:
+    assert check() == []
+
+
+def test_every_exemption_is_needed() -> None:
+    for name in EXEMPT:
+        assert check_source(name, (ROOT / name).read_text()), f"{name} needs no exemption"
+
+
+def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    for room in lint_seam.ROOMS:
+        path = tmp_path / room.replace("*", "a")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n")
+    for name in EXEMPT:
+        (tmp_path / name).write_text("import zmq\n")
+    assert check(tmp_path) == []
+    (tmp_path / "actors/new.py").write_text("import time\n\nbegan = time.monotonic()\n")
+    assert [str(each) for each in check(tmp_path)] == [
+        "actors/new.py:3: `time.monotonic` passes the seam by: use world.clock"
+    ]
+    (tmp_path / "r3async/files.py").unlink()
+    with pytest.raises(ValueError, match=r"no file is r3async/files\.py"):
+        check(tmp_path)
+
+
+def test_the_command_is_part_of_lint() -> None:
+    assert "-m tools.lint_seam" in (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    done = subprocess.run([sys.executable, "-m", "tools.lint_seam"], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"")

@@ -1,0 +1,258 @@
+"""`python -m tools.lint_seam`: the rooms that also run in a simulation touch the outside through their `World` alone.
+
+Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and chance, with file and line. It reads the
+source, so what it cannot know from that it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+ROOMS = (
+    "actors/*.py",
+    "r3async/appending.py",
+    "r3async/files.py",
+    "r3async/buffer/*.py",
+    "r3async/checkpoint/*.py",
+    "r3async/observe/events.py",
+    "r3async/observe/jsonl.py",
+    "r3async/observe/lag.py",
+    "r3async/observe/metrics.py",
+    "r3async/observe/quarantine.py",
+    "r3async/observe/routes.py",
+    "r3async/observe/steps.py",
+    "r3async/observe/timeline.py",
+    "r3async/observe/tracing.py",
+    "r3async/observe/trained.py",
+    "r3async/scheduling/*.py",
+    "r3async/transport/*.py",
+)
+"""Whatever matches is held to the rule, also a file that is new."""
+
+EXEMPT = {"r3async/transport/keys.py": "makes and converts keys, as only libzmq can"}
+"""Files of those rooms that no simulation runs, each with the reason."""
+
+NOT_YET = (
+    "actors/conductor.py",
+    "actors/evaluation.py",
+    "actors/fleet.py",
+    "actors/generator.py",
+    "actors/learner.py",
+    "actors/tasks.py",
+    "actors/watch.py",
+)
+"""Files of those rooms that have not moved to the seam."""
+
+CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
+
+MODULES = {
+    "concurrent": THREADS,
+    "fcntl": FILES,
+    "glob": FILES,
+    "mmap": FILES,
+    "multiprocessing": "world.actors",
+    "psutil": PROCESSES,
+    "ray": "world.actors",
+    "secrets": "world.unique",
+    "shutil": FILES,
+    "signal": PROCESSES,
+    "socket": "world.sockets",
+    "subprocess": PROCESSES,
+    "tempfile": FILES,
+    "threading": THREADS,
+    "uuid": "world.unique",
+    "zmq": "world.sockets",
+}
+"""Modules of which nothing may be used, and what to use."""
+
+ONLY = {
+    "os": ({"PathLike", "environ", "fspath", "path", "sep", "strerror"}, f"{FILES} or {PROCESSES}"),
+    "os.path": ({"basename", "dirname", "join", "normpath", "relpath", "split", "splitext"}, FILES),
+    "random": ({"Random"}, "random.Random(seed)"),
+    "numpy.random": ({"Generator", "Philox", "SeedSequence", "default_rng"}, "numpy.random.default_rng(seed)"),
+    "time": ({"gmtime", "localtime", "strftime", "struct_time"}, CLOCK),
+}
+"""Modules of which only these may be used."""
+
+NAMES = {
+    "asyncio.create_subprocess_exec": PROCESSES,
+    "asyncio.create_subprocess_shell": PROCESSES,
+    "asyncio.open_connection": "world.sockets",
+    "asyncio.start_server": "world.sockets",
+    "asyncio.to_thread": THREADS,
+    "datetime.date.today": CLOCK,
+    "datetime.datetime.now": CLOCK,
+    "datetime.datetime.today": CLOCK,
+    "datetime.datetime.utcnow": CLOCK,
+    "io.open": FILES,
+    "open": FILES,
+    "pathlib.Path.cwd": PROCESSES,
+    "pathlib.Path.home": PROCESSES,
+}
+
+METHODS = {
+    "add_signal_handler": PROCESSES,
+    "chmod": FILES,
+    "exists": FILES,
+    "expanduser": FILES,
+    "glob": FILES,
+    "hardlink_to": FILES,
+    "is_dir": FILES,
+    "is_file": FILES,
+    "iterdir": FILES,
+    "mkdir": FILES,
+    "read_bytes": FILES,
+    "read_text": FILES,
+    "remote": "ActorRef.call",
+    "rglob": FILES,
+    "rmdir": FILES,
+    "run_in_executor": THREADS,
+    "symlink_to": FILES,
+    "unlink": FILES,
+    "write_bytes": FILES,
+    "write_text": FILES,
+}
+"""Of whatever object."""
+
+LOOPS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
+
+
+class Found(NamedTuple):
+    path: str
+    line: int
+    what: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: `{self.what}` passes the seam by: use {self.instead}"
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects `found` in one file. Names are resolved by the file's imports, wherever they stand in it."""
+
+    def __init__(self, path: str, tree: ast.Module):
+        self.path, self.found = path, list[Found]()
+        self._names: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._names[alias.asname or alias.name.partition(".")[0]] = (
+                        alias.name if alias.asname else alias.name.partition(".")[0]
+                    )
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                for alias in node.names:
+                    self._names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        self.visit(tree)
+
+    def visit_If(self, node: ast.If) -> None:
+        if self._dotted(node.test) == "typing.TYPE_CHECKING":  # for types, never run
+            for child in node.orelse:
+                self.visit(child)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._check(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            if not node.level:
+                self._check(f"{node.module}.{alias.name}", node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        # What was imported is named where it was imported.
+        if isinstance(node.ctx, ast.Load) and node.id == "open" and node.id not in self._names:
+            self._check("open", node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self._dotted(node)
+        if not (name and self._check(name, node)):
+            if node.attr in METHODS:
+                self._add(node, f".{node.attr}", METHODS[node.attr])
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute):
+            self._check_call(node, node.func)
+        self.generic_visit(node)
+
+    def _check_call(self, node: ast.Call, function: ast.Attribute) -> None:
+        """Methods of paths and loops whose names the seam has too."""
+        first = node.args[0] if node.args else None
+        mode = first is None or (isinstance(first, ast.Constant) and isinstance(first.value, str))
+        match function.attr:
+            case "open" if mode:
+                self._add(node, ".open(mode)", FILES)
+            case "stat" | "lstat" | "touch" if not node.args:
+                self._add(node, f".{function.attr}()", FILES)
+            case "localtime" | "gmtime" | "strftime" if self._dotted(function).startswith("time.") and (
+                len(node.args) == (function.attr == "strftime")
+            ):
+                self._add(node, f"time.{function.attr} of now", CLOCK)
+            case "rename" | "replace" if len(node.args) == 1 and not node.keywords and not self._dotted(function):
+                self._add(node, f".{function.attr}(path)", FILES)
+            case "time" if isinstance(function.value, ast.Call) and self._dotted(function.value.func) in LOOPS:
+                self._add(node, "loop.time()", CLOCK)
+
+    def _check(self, name: str, node: ast.AST) -> bool:
+        """Whether it is refused; a module itself is only if nothing of it may be used."""
+        module, _, last = name.rpartition(".")
+        if instead := MODULES.get(name.partition(".")[0]) or NAMES.get(name):
+            self._add(node, name, instead)
+            return True
+        if module in ONLY and last not in ONLY[module][0]:
+            self._add(node, name, ONLY[module][1])
+            return True
+        return False
+
+    def _add(self, node: ast.AST, what: str, instead: str) -> None:
+        found = Found(self.path, node.lineno, what, instead)  # type: ignore[attr-defined]
+        if found not in self.found:
+            self.found.append(found)
+
+    def _dotted(self, node: ast.expr) -> str:
+        """The full name of what is imported; "" for anything else."""
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id, "")
+        if isinstance(node, ast.Attribute) and (base := self._dotted(node.value)):
+            return f"{base}.{node.attr}"
+        return ""
+
+
+def check_source(path: str, source: str) -> list[Found]:
+    """What of a file passes the seam by, in order of lines."""
+    return sorted(_Reader(path, ast.parse(source)).found, key=lambda found: found.line)
+
+
+def files(root: Path = ROOT) -> Iterator[Path]:
+    """Those that are held to the rule. Raises `ValueError` for a room, or an exemption, that is not there."""
+    for room in ROOMS:
+        found = sorted(root.glob(room))
+        if not found:
+            raise ValueError(f"tools/lint_seam.py: no file is {room}")
+        yield from (path for path in found if str(path.relative_to(root)) not in (*EXEMPT, *NOT_YET))
+    for name in EXEMPT:
+        if not (root / name).exists():
+            raise ValueError(f"tools/lint_seam.py: {name} is exempt, and not there")
+
+
+def check(root: Path = ROOT) -> list[Found]:
+    return [found for path in files(root) for found in check_source(str(path.relative_to(root)), path.read_text())]
+
+
+def main() -> int:
+    found = check()
+    for each in found:
+        print(each)
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

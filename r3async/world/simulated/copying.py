@@ -16,12 +16,12 @@ def copied(value: Any) -> Any:
     kind = type(value)
     if kind in SHARED:
         return value
-    if kind is dict:
-        return {copied(key): copied(item) for key, item in value.items()}
+    if kind is dict:  # whose keys are hashable: they do not change
+        return {key: item if type(item) in SHARED else copied(item) for key, item in value.items()}
     if kind is list:
-        return [copied(item) for item in value]
+        return [item if type(item) in SHARED else copied(item) for item in value]
     if kind is tuple:
-        return tuple([copied(item) for item in value])
+        return tuple([item if type(item) in SHARED else copied(item) for item in value]) if value else value
     if kind is np.ndarray and value.dtype != object:
         return value.copy()
     if getattr(kind, "passes_between_processes", False):

@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 CLOSE_ATTEMPTS = 100
-"""So many awaits a `finally` of an ended coroutine may still make: each is interrupted."""
+"""So many awaits of its `finally` an ended coroutine may make: each is interrupted."""
 
 
 class Killed(BaseException):
@@ -73,7 +73,7 @@ class Process:
         if not self.ended and not self.running:
             self.running = True
             aside, self._aside = self._aside, []
-            self._loop.resume(aside)
+            self._loop.ready.extend(aside)
 
     def end(self) -> None:
         """As SIGKILL: nothing of it runs any more, no `finally` either. Idempotent.
@@ -163,7 +163,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.most_callbacks = sys.maxsize if callbacks is None else callbacks
         self.most_seconds = float("inf") if seconds is None else seconds
         self._buried: list[Task] = []
-        self._ready: deque[Handle] = deque()
+        self.ready: deque[Handle] = deque()
+        """To be called next, in order."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = self._closed = self._running = False
@@ -176,7 +177,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle(callback, args, copy_context() if context is None else context)
-        self._ready.append(handle)
+        self.ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -192,10 +193,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Timer:
         return self.call_at(self.now + delay, callback, *args, context=context)
-
-    def resume(self, handles: list[Handle]) -> None:
-        """Schedule what was put aside."""
-        self._ready.extend(handles)
 
     def bury(self, process: Process) -> None:
         """Keep the tasks of an ended process from the garbage collector, which would run their `finally`."""
@@ -261,7 +258,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _run(self) -> None:
         """Callback after callback, until one stops the loop or raises."""
-        ready = self._ready
+        ready = self.ready
         while not self._stopping:
             if not ready:
                 self._advance()
@@ -282,7 +279,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _advance(self) -> None:
         """Jump to the next timer, and make ready all that are due then."""
-        timers, ready = self._timers, self._ready
+        timers, ready = self._timers, self.ready
         while timers:
             when, _, timer = heapq.heappop(timers)
             if timer.callback is None:
@@ -342,7 +339,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 _close(task, self)
         finally:
             asyncio._set_running_loop(None)
-        self._ready.clear()
+        self.ready.clear()
         self._timers.clear()
         self._buried.clear()
 

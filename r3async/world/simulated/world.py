@@ -8,12 +8,15 @@ from random import Random
 from typing import Any
 
 from r3async.appending import Keeper
-from r3async.world import Files, Sockets
+from r3async.world import Buffer, Files, Sockets
 from r3async.world.simulated.actors import Actor, Shared, SimulatedActors
 from r3async.world.simulated.delays import Delays, draw
+from r3async.world.simulated.disk import SimulatedDisk
 from r3async.world.simulated.log import EventLog
 from r3async.world.simulated.loop import VirtualLoop
+from r3async.world.simulated.network import SimulatedNetwork
 from r3async.world.simulated.processes import HostProcess, SimulatedProcesses
+from r3async.world.simulated.sockets import Route
 from r3async.world.simulated.threads import SimulatedThreads
 
 EPOCH = 1_700_000_000.0
@@ -23,7 +26,7 @@ EPOCH = 1_700_000_000.0
 class Host:
     """A machine. `steps` is by how much its wall clock is ahead; `booted`, what its monotonic clock showed at the beginning."""
 
-    def __init__(self, name: str, disk: Any, booted: float):
+    def __init__(self, name: str, disk: SimulatedDisk, booted: float):
         self.name, self.disk, self.booted = name, disk, booted
         self.steps = 0.0
         self.lost = False
@@ -56,7 +59,7 @@ class SimulatedWorld:
 
     @cached_property
     def files(self) -> Files:
-        return self.process.simulation.files(self.process)
+        return self.process.host.disk.files(self.process)
 
     @cached_property
     def keeper(self) -> Keeper:
@@ -64,7 +67,7 @@ class SimulatedWorld:
 
     def sockets(self) -> Sockets:
         self.process.check()
-        return self.process.simulation.sockets(self.process)
+        return self.process.simulation.network.sockets(self.process.host.name, self.process)
 
     def unique(self) -> str:
         self.process.check()
@@ -96,7 +99,10 @@ class Simulation:
         self.loop = VirtualLoop(callbacks=callbacks, seconds=seconds)  # type: ignore[abstract]
         self.log = EventLog(self.loop.time, details=details)
         boots = self.rng("boots")
-        self.hosts = {name: Host(name, self.new_disk(name), round(boots.uniform(1e3, 1e6), 3)) for name in hosts}
+        self.hosts = {
+            name: Host(name, SimulatedDisk(self.rng(f"disk/{name}")), round(boots.uniform(1e3, 1e6), 3)) for name in hosts
+        }
+        self.network = SimulatedNetwork(self.loop, self.rng("network"), self._message)
         self.actors: list[Actor] = []
         self.shared: list[Shared] = []
         self.processes: list[HostProcess] = []
@@ -141,7 +147,7 @@ class Simulation:
         """How long a call, or its answer, is on its way."""
         seconds = draw(self.delays.call, rng)
         if self.cuts:
-            names = (one.name, other.name) if one.name < other.name else (other.name, one.name)
+            names = min(one.name, other.name), max(one.name, other.name)
             seconds += max(0.0, self.cuts.get(names, 0.0) - self.loop.now)
         return seconds
 
@@ -181,9 +187,10 @@ class Simulation:
         if not host.lost:
             self.log.event(host.name, "host_lost")
             host.lost = True
+            self.network.vanish(host.name)
             for process in list(host.processes.values()):
                 self.end(process, f"{host.name} was lost")
-            self.lose_unsynced(host)
+            host.disk.lose_power()
 
     def restore(self, host: Host) -> None:
         """The machine is there again."""
@@ -196,11 +203,15 @@ class Simulation:
         self.log.event(host.name, "clock_stepped", seconds=seconds)
         host.steps += seconds
 
-    def cut(self, one: Host, other: Host, until: float) -> None:
-        """Calls between two hosts, and answers, wait until then."""
-        names = (one.name, other.name) if one.name < other.name else (other.name, one.name)
+    def cut(self, one: Host, other: Host, seconds: float) -> None:
+        """Connections between two hosts are lost, and none stands up for so long; calls, and their answers, wait."""
+        self.log.event(one.name, "cut_off", other=other.name, seconds=seconds)
+        names, until = (min(one.name, other.name), max(one.name, other.name)), self.loop.now + seconds
         self.cuts[names] = max(until, self.cuts.get(names, 0.0))
-        self.log.event(one.name, "cut_from", other=other.name, seconds=until - self.loop.now)
+        self.network.cut(one.name, other.name, seconds)
+
+    def _message(self, event: str, route: Route, frames: Sequence[Buffer]) -> None:
+        self.log.detail(f"{event} {route.source} {route.target} {[len(frame) for frame in frames]}")
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -213,20 +224,6 @@ class Simulation:
         for process in list(self.processes):
             self.end(process, "the simulation is over")
         self.loop.close()
-
-    # -- what disk and network are -------------------------------------------------------------------------------------
-
-    def new_disk(self, host: str) -> Any:
-        return None
-
-    def files(self, process: HostProcess) -> Files:
-        raise NotImplementedError
-
-    def sockets(self, process: HostProcess) -> Sockets:
-        raise NotImplementedError
-
-    def lose_unsynced(self, host: Host) -> None:
-        raise NotImplementedError
 
 
 __all__ = ["Host", "SimulatedWorld", "Simulation"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
         return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
     if backend == "object_store":
         return ObjectStoreSender(config.weights.bucket_bytes, world.actors)
-    return SharedMemorySender(directory(config), config.weights.bucket_bytes)
+    return SharedMemorySender(directory(config), config.weights.bucket_bytes, world)
 
 
 def receiver(config: Config, backend: str, generator_id: str, world: World = REAL) -> WeightReceiver:
@@ -57,7 +57,7 @@ def receiver(config: Config, backend: str, generator_id: str, world: World = REA
     if backend == "nccl":
         return NcclReceiver(generator_id)
     if backend == "object_store":
-        return ObjectStoreReceiver(directory(config), world.actors, world.clock.monotonic)
+        return ObjectStoreReceiver(directory(config), world)
     return SharedMemoryReceiver()
 
 
@@ -138,11 +138,9 @@ class ObjectStoreReceiver:
     Each generator has a file of its own, that of the version which it fetched last.
     """
 
-    def __init__(
-        self, directory: Path, actors: Actors = REAL.actors, clock: Callable[[], float] = REAL.clock.monotonic
-    ):
-        self._actors, self._clock = actors, clock
-        self._folder = VersionFolder(directory, keep=1)
+    def __init__(self, directory: Path, world: World = REAL):
+        self._actors, self._clock = world.actors, world.clock.monotonic
+        self._folder = VersionFolder(directory, keep=1, world=world)
 
     def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         deadline = self._clock() + timeout

@@ -28,7 +28,8 @@ from r3async.envs.pool import pooled
 from r3async.envs.variables import passed_on
 from r3async.episodes.loop import EpisodeTask
 from r3async.serving.agents import check_environment, make_agent
-from r3async.weights.publish import VersionFolder, WeightError, claim_directory
+from r3async.weights.publish import VersionFolder, WeightError
+from r3async.world.real import REAL
 from tests.helpers_serving import TASK, client_of, ready, renderer, said, serving, user
 from tools.cli import app
 from tools.eval import find_target
@@ -234,7 +235,7 @@ def test_the_folder_of_weights_is_for_its_owner_only(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     folder.close()
     (tmp_path / "weights").chmod(0o777)
-    claim_directory(tmp_path / "weights")
+    REAL.files.claim(tmp_path / "weights")
     assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == 0o700
 
 

@@ -60,7 +60,7 @@ class Generator:
         return ray.get(publication.parts[-1])
 
     def files(self):
-        return sorted(p.name for p in self.receiver._folder.path.iterdir())
+        return sorted(p.name for p in self.receiver._folder.path.glob("version-*"))
 
 
 def test_what_one_worker_sends_another_one_reads(ray, tmp_path):

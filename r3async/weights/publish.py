@@ -6,11 +6,9 @@ tensor has a checksum over its bytes: what was published is what is installed, o
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
-import shutil
-import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +16,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from r3async.files import make_directory
 from r3async.weights.manifest import TensorEntry, WeightManifest
+from r3async.world import Files, World
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,8 @@ _SAFETENSORS_DTYPES = {
 }
 _SPARE_BYTES = 16 * 2**20
 BUCKET_BYTES = 64 * 2**20
+LOCK = "lock"
+"""A file in each folder, which its owner holds."""
 
 Buffer = bytes | memoryview
 
@@ -54,39 +57,6 @@ def default_directory() -> Path:
     return base / f"r3async-{os.getuid()}"
 
 
-def claim_directory(directory: Path) -> None:
-    """Make `directory` (0700), or see that it is this user's own and nobody else writes there. Raises `WeightError`.
-
-    In a place like `/dev/shm` anyone may have made a folder, or a link, of the name that we would use: who owns the folder
-    can put other weights in the place of ours.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        found = directory.lstat()
-        if stat.S_ISLNK(found.st_mode) and not _shared(directory.parent):
-            found = directory.stat()  # a link that only this user can have made
-        if not stat.S_ISDIR(found.st_mode):
-            raise _not_ours(directory, "is a link, or no directory") from None
-        if found.st_uid != os.getuid():
-            raise _not_ours(directory, f"belongs to user {found.st_uid}, and this is user {os.getuid()}") from None
-        if found.st_mode & 0o022:
-            directory.chmod(0o700)
-
-
-def _shared(directory: Path) -> bool:
-    """Others may make files there."""
-    return bool(directory.stat().st_mode & 0o022)
-
-
-def _not_ours(directory: Path, why: str) -> WeightError:
-    return WeightError(
-        f"{directory} {why}: weights there could be replaced by others. Remove it, or set weights.directory to a "
-        "directory of your own"
-    )
-
-
 class VersionFolder:
     """Files of versions in a folder of its own below `directory`, of which the last `keep` stay.
 
@@ -95,17 +65,27 @@ class VersionFolder:
     memory. Blocking, and not thread-safe: call it from one thread at a time.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, world: World = REAL):
         if keep < 1:
             raise ValueError(f"`keep` must be at least 1, got {keep}")
-        claim_directory(directory)
-        self.keep = keep
-        _remove_abandoned(directory)
-        new = Path(tempfile.mkdtemp(prefix="new-", dir=directory))
-        self._lock = _lock(new)
-        # Locked before it has the name that others look for.
-        self.path = new.rename(directory / f"weights-{new.name.removeprefix('new-')}")
+        self.keep, self._files = keep, world.files
+        make_directory(directory.parent, files=world.files)
+        try:
+            world.files.claim(directory)
+        except PermissionError as error:
+            raise WeightError(
+                f"{directory} {error.strerror}: weights there could be replaced by others. Remove it, or set "
+                "weights.directory to a directory of your own"
+            ) from error
+        _remove_abandoned(directory, world.files)
+        name = world.unique()[:16]
+        new, self.path = directory / f"new-{name}", directory / f"weights-{name}"
+        world.files.make(new, 0o700)
+        self._lock = world.files.open(new / LOCK, new=True)
+        self._lock.lock()
+        world.files.rename(new, self.path)  # others look for this name only, and now it is locked
         self._versions: list[tuple[int, Path]] = []
+        self._closed = False
 
     def write(self, version: int, nbytes: int, parts: Iterable[Buffer], reading: Collection[int] = ()) -> Path:
         """Write the parts, about `nbytes` in all, one after the other into the file of `version`, and forget old versions.
@@ -115,7 +95,7 @@ class VersionFolder:
         """
         if self._versions and version <= self._versions[-1][0]:
             raise WeightError(f"version {version} can not follow version {self._versions[-1][0]}: versions only go up")
-        free = shutil.disk_usage(self.path).free
+        free = self._files.free(self.path)
         if nbytes + _SPARE_BYTES > free:
             raise WeightError(
                 f"version {version} needs {nbytes / 2**30:.2f} GiB but {self.path} has {free / 2**30:.2f} GiB free; "
@@ -124,27 +104,30 @@ class VersionFolder:
         path = self.path / f"version-{version}.safetensors"
         temporary = path.with_suffix(".partial")
         try:
-            with open(temporary, "wb") as file:
+            self._files.remove(temporary)
+            with self._files.open(temporary, new=True) as file:
                 for part in parts:
-                    file.write(part)
-            temporary.rename(path)
+                    file.append([part])
+            self._files.rename(temporary, path)
         except OSError as error:
             raise WeightError(f"version {version} could not be written to {path}: {error}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._files.remove(temporary)
         self._versions.append((version, path))
         for old in self._versions[: -self.keep]:
             if old[0] not in reading:
                 self._versions.remove(old)
-                old[1].unlink(missing_ok=True)
+                self._files.remove(old[1])
         return path
 
     def close(self) -> None:
         """Remove every version. Idempotent."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(self.path)
+            self._lock.close()
 
 
 class Publisher:
@@ -154,8 +137,8 @@ class Publisher:
     the tensors themselves.
     """
 
-    def __init__(self, directory: Path, keep: int = 2, bucket_bytes: int = BUCKET_BYTES):
-        self._folder = VersionFolder(directory, keep)
+    def __init__(self, directory: Path, keep: int = 2, bucket_bytes: int = BUCKET_BYTES, world: World = REAL):
+        self._folder = VersionFolder(directory, keep, world)
         self._bucket_bytes = bucket_bytes
 
     @property
@@ -288,22 +271,9 @@ def _header(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtyp
     return len(text).to_bytes(8, "little") + text
 
 
-def _lock(folder: Path) -> int:
-    """An open, locked descriptor of the folder; -1 if somebody else holds it or it is gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return -1
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return -1
-    return descriptor
-
-
-def _remove_abandoned(directory: Path) -> None:
-    for folder in directory.glob("weights-*"):
-        if (descriptor := _lock(folder)) >= 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(descriptor)
+def _remove_abandoned(directory: Path, files: Files) -> None:
+    for name in files.list(directory):
+        if name.startswith("weights-"):
+            with contextlib.suppress(OSError), files.open(directory / name / LOCK, create=True) as lock:
+                lock.lock()  # else its owner lives
+                files.remove_tree(directory / name)

@@ -14,6 +14,8 @@ import msgspec
 
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher
+from r3async.world import World
+from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +61,8 @@ class WeightReceiver(Protocol):
 class SharedMemorySender:
     """Writes a version into this host's shared memory, once for all engines of the host; see `Publisher`."""
 
-    def __init__(self, directory: Path, bucket_bytes: int):
-        self._publisher = Publisher(directory, bucket_bytes=bucket_bytes)
+    def __init__(self, directory: Path, bucket_bytes: int, world: World = REAL):
+        self._publisher = Publisher(directory, bucket_bytes=bucket_bytes, world=world)
 
     def send(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()

@@ -156,6 +156,11 @@ class Files(Protocol):
         """One new directory. Raises `FileExistsError`."""
         ...
 
+    def claim(self, directory: Path) -> None:
+        """Make `directory` for this user alone (0700), or see that it is his, and that nobody else writes there. Raises
+        `PermissionError`."""
+        ...
+
     def rename(self, path: Path, to: Path) -> None:
         """Atomic. A file that has the name `to` is replaced; a directory must not."""
         ...

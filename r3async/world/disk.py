@@ -128,6 +128,22 @@ class Disk:
     def make(self, directory: Path, mode: int = 0o777) -> None:
         os.mkdir(directory, mode)
 
+    def claim(self, directory: Path) -> None:
+        # In a place like /dev/shm anyone may have made a folder, or a link, of the name that we would use: who owns the folder
+        # can put something else in the place of what is ours.
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            found = os.lstat(directory)
+            if stat.S_ISLNK(found.st_mode) and not os.stat(directory.parent).st_mode & 0o022:
+                found = os.stat(directory)  # a link that only this user can have made
+            if not stat.S_ISDIR(found.st_mode):
+                raise _not_ours(directory, "is a link, or no directory") from None
+            if found.st_uid != os.getuid():
+                raise _not_ours(directory, f"belongs to user {found.st_uid}, and this is user {os.getuid()}") from None
+            if found.st_mode & 0o022:
+                os.chmod(directory, 0o700)
+
     def rename(self, path: Path, to: Path) -> None:
         if os.path.isdir(to):  # an empty one would be replaced
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to))
@@ -157,3 +173,7 @@ class Disk:
     def free(self, path: Path) -> int:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+
+def _not_ours(directory: Path, why: str) -> PermissionError:
+    return PermissionError(errno.EPERM, why, str(directory))

@@ -100,7 +100,8 @@ class Simulation:
         self.log = EventLog(self.loop.time, details=details)
         boots = self.rng("boots")
         self.hosts = {
-            name: Host(name, SimulatedDisk(self.rng(f"disk/{name}")), round(boots.uniform(1e3, 1e6), 3)) for name in hosts
+            name: Host(name, SimulatedDisk(self.rng(f"disk/{name}")), round(boots.uniform(1e3, 1e6), 3))
+            for name in hosts
         }
         self.network = SimulatedNetwork(self.loop, self.rng("network"), self._message)
         self.actors: list[Actor] = []

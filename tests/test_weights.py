@@ -62,7 +62,10 @@ def test_a_manifest_survives_the_wire(publisher):
 
 def test_the_last_versions_are_kept(publisher):
     manifests = [publisher.publish(v, tensors(), torch.float32) for v in (0, 1, 5)]
-    assert sorted(p.name for p in publisher.directory.glob("version-*")) == ["version-1.safetensors", "version-5.safetensors"]
+    assert sorted(p.name for p in publisher.directory.glob("version-*")) == [
+        "version-1.safetensors",
+        "version-5.safetensors",
+    ]
     verify(manifests[1])
     with pytest.raises(WeightError, match=r"version 0 .*can not be read"):
         verify(manifests[0])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from r3async.weights.publish import Publisher
 from r3async.world.simulated.log import EventLog
 from r3async.world.simulated.world import Simulation
 
@@ -134,3 +137,21 @@ def test_a_world_is_not_sent():
 
 async def spawn_with(world):
     world.actors.spawn(list, world, name="x")
+
+
+def test_weights_are_published_on_the_disk_of_their_host_and_go_with_a_killed_process():
+    simulation = Simulation(1)
+    host, folder = simulation.hosts["host-0"], Path("/weights")
+    first, second = (simulation.begin_process(name, host) for name in ("first", "second"))
+    weights = {"a": torch.ones(3)}
+    published = [
+        Publisher(folder, world=process.world).publish(1, weights, torch.float32) for process in (first, second)
+    ]
+    files = second.world.files
+    assert len(files.list(folder)) == 2
+    assert {files.stat(Path(manifest.path)).size for manifest in published} == {108}
+    simulation.end(first, "a test")
+    third = simulation.begin_process("third", host)
+    Publisher(folder, world=third.world).close()
+    assert files.list(folder) == [Path(published[1].path).parent.name]
+    simulation.close()

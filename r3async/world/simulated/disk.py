@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -189,6 +190,11 @@ class SimulatedFiles:
             raise error(errno.EEXIST, directory)
         self._need_capacity(directory)
         self._change(Entry(parent, name, DirectoryNode()))
+
+    def claim(self, directory: Path) -> None:
+        """There is one user only."""
+        with contextlib.suppress(FileExistsError):
+            self.make(directory, 0o700)
 
     def rename(self, path: Path, to: Path) -> None:
         self._enter("rename", path)

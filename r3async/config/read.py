@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 import types
 import typing
@@ -103,6 +104,7 @@ MOVED = {"algorithm.correction.max_token_age": "schedule.max_token_age"}
 """Keys that had another name."""
 
 
+@functools.cache
 def _fields(kind: type) -> dict[str, Any]:
     return {f.encode_name: plain_type(f.type) for f in msgspec.structs.fields(kind)}
 

@@ -70,23 +70,29 @@ def plain_type(kind: Any) -> Any:
 
 
 def _check_finite(section: Section) -> None:
-    for field in msgspec.structs.fields(section):
-        for name, number in _numbers(field.name, getattr(section, field.name)):
+    for field in section.__struct_fields__:
+        for name, number in _numbers(field, getattr(section, field)):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"`{name}` must be a finite number, got {number}")
 
 
 def _check_ranges(section: Section) -> None:
-    for field in msgspec.structs.fields(section):
-        value, bounds = getattr(section, field.name), range_of(field.type)
+    for field, bounds in _ranges(type(section)).items():
+        value = getattr(section, field)
         if isinstance(value, Mapping):
             continue
-        for name, number in _numbers(field.name, value):
+        for name, number in _numbers(field, value):
             if number < bounds.low:
                 what = "not be negative" if bounds.low == 0 else f"be at least {bounds.low:,}"
                 raise ValueError(f"`{name}` must {what}, got {number}")
             if number > bounds.high:
                 raise ValueError(f"`{name}` must be at most {bounds.high:,}, got {number}")
+
+
+@functools.cache
+def _ranges(kind: type[Section]) -> dict[str, Range]:
+    """Of each field. msgspec evaluates the annotations of all fields whenever it is asked for them."""
+    return {field.name: range_of(field.type) for field in msgspec.structs.fields(kind)}
 
 
 def range_of(kind: Any) -> Range:

@@ -92,7 +92,7 @@ class Conductor:
         self._state = decode_state(state) if state else None
         self._steps = self._state.steps if self._state else 0
         """Steps made."""
-        self._due = Due(self.config.checkpoint)
+        self._due = Due(self.config.checkpoint, world.clock.monotonic)
         self._due.done(self._steps)
         self._saved = self._steps if self._state else -1
         """Steps made when the last checkpoint was begun."""

@@ -1,0 +1,210 @@
+"""Checkpoints of runs that are killed, and whose machines lose power, at any operation on the disk.
+
+The production code from the directory of a run to its checkpoints; each start is a process of its own on a simulated disk.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.run_dir import open_run
+from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter
+from r3async.checkpoint.lineages import origin_of, take_lineage
+from r3async.checkpoint.tensors import Place, write_part
+from r3async.config import Config, ConfigError, config_from_dict, to_dict
+from r3async.world import Files, World
+from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
+from r3async.world.simulated.loop import Killed
+from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.world import Host, Simulation
+from tests.helpers_checkpoint import run_state, tiny_state
+
+RUN = Path("/runs/a")
+
+
+class Machine(Simulation):
+    """One host with a disk."""
+
+    def new_disk(self, host: str) -> SimulatedDisk:
+        return SimulatedDisk(self.rng(f"disk/{host}"))
+
+    def files(self, process: HostProcess) -> Files:
+        return process.host.disk.files(process)
+
+    def lose_unsynced(self, host: Host) -> None:
+        host.disk.lose_power()
+
+
+@dataclass
+class Known:
+    """What the person outside knows of the run, whatever becomes of its machine."""
+
+    lineages: list[int] = field(default_factory=list)
+    """Of all starts that had one."""
+    values: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By lineage and step: of the weights in the checkpoint that was begun then."""
+    reported: int = 0
+    """The step of the newest checkpoint that was reported as written, or that the run was told to go back to."""
+    operations: list[int] = field(default_factory=list)
+    """On the disk, by start."""
+
+
+async def start(world: World, known: Known, count: int, back: bool) -> None:
+    """One start of the run: it makes `count` steps, each with a checkpoint. `back`: from the oldest checkpoint that there is."""
+    checkpoints = Checkpoints(RUN / "checkpoints", keep_last=2, files=world.files)
+    resume = "auto"
+    if back and (steps := checkpoints.steps()):
+        resume, known.reported = str(checkpoints.path(steps[0])), min(steps[0], known.reported)
+    config = config_from_dict({"name": "a", "steps": 10_000, "resume": resume, "checkpoint": {"keep_last": 2}})
+    run = await open_run(config, RUN, lambda said: None, world=world)
+    opened = run.resume
+    at = 0
+    if opened is None:
+        assert known.reported == 0, f"step {known.reported} was written, and the run began anew"
+    else:
+        at, lineage = opened.state.steps, opened.state.lineage.number
+        assert at >= known.reported, f"step {known.reported} was written, and the run resumed from step {at}"
+        found = opened.learner().read(Place.whole("master/w", (8,)))
+        assert found.tolist() == [known.values[lineage, at]] * 8
+    origin = origin_of(opened, RUN / "checkpoints") if opened else ""
+    lineage_now = take_lineage(RUN, opened, "model", origin, files=world.files)
+    assert lineage_now.number not in known.lineages, "two starts are one lineage"
+    known.lineages.append(lineage_now.number)
+    await write(world, known, config, lineage_now, range(at + 1, at + 1 + count))
+    run.lock.close()
+
+
+async def write(world: World, known: Known, config: Config, lineage: Any, steps: range) -> None:
+    checkpoints = Checkpoints(RUN / "checkpoints", keep_last=2, files=world.files)
+    writer = CheckpointWriter(checkpoints, config.checkpoint, threads=world.threads, clock=world.clock)
+    for step in steps:
+        value = float(step + 1000 * lineage.number)
+        known.values[lineage.number, step] = value
+
+        def parts(directory: Path, value: float = value) -> Any:
+            return [write_part(directory, tiny_state(value), files=world.files)]
+
+        def written(step: int = step) -> None:
+            known.reported = step
+
+        await writer.save(run_state(step, lineage=lineage, config=to_dict(config)), parts, written)
+    await writer.wait()
+
+
+def live(simulation: Machine, process: HostProcess, main: Coroutine[Any, Any, None]) -> BaseException | None:
+    """Until `main` or its process ends. What `main` raised."""
+    over = simulation.loop.create_future()
+    task = simulation.loop.create_task(main, context=process.context.copy())
+
+    def settle(*_: object) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    task.add_done_callback(settle)
+    process.at_end(settle)
+    simulation.loop.run_until_complete(over)
+    error = task.exception() if task.done() and not task.cancelled() else None
+    return None if isinstance(error, Killed) else error
+
+
+FAULTS = st.sampled_from(("none", "killed", "power lost", "disk full", "disk fails", "disk fails once"))
+STARTS = st.lists(
+    st.tuples(FAULTS, st.integers(1, 160), st.integers(0, 4), st.booleans(), st.booleans()), min_size=1, max_size=5
+)
+
+
+def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
+    """Start a run again and again; in each start a fault comes at an operation, and power may fail when it is over."""
+    simulation = Machine(seed)
+    (host,) = simulation.hosts.values()
+    known = Known()
+    for fault, at, count, back, power in [*starts, ("none", 0, 1, False, True), ("none", 0, 0, False, False)]:
+        process = simulation.begin_process("driver", host)
+        left = at
+
+        def tick(_: Any, operation: str, path: Path, fault: str = fault, process: HostProcess = process) -> None:
+            nonlocal left
+            left -= 1
+            if left == -3 and fault == "disk fails once":
+                host.disk.allow(RUN)
+            if left != 0:
+                return
+            if fault == "killed":
+                simulation.end(process, "a test")
+            elif fault == "power lost":
+                simulation.lose(host)
+            elif fault.startswith("disk"):
+                host.disk.refuse(RUN, errno.ENOSPC if fault == "disk full" else errno.EIO)
+
+        host.disk.observe = tick
+        error = live(simulation, process, start(process.world, known, count, back))
+        if isinstance(error, AssertionError) or not (error is None or fault.startswith("disk")):
+            raise error
+        host.disk.observe = lambda *_: None
+        known.operations.append(at - left)
+        host.disk.allow(RUN)
+        simulation.end(process, "the start is over")
+        if power:
+            simulation.lose(host)
+        simulation.restore(host)
+    simulation.close()
+    return known
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), starts=STARTS)
+def test_a_run_resumes_from_a_whole_checkpoint_that_is_no_older_than_the_last_that_was_reported(seed, starts):
+    run(seed, starts)
+
+
+def test_power_may_fail_at_each_operation_of_a_start():
+    """Which resumes, makes three checkpoints, and removes older ones."""
+    before, after = ("none", 0, 2, False, True), ("none", 0, 3, False, False)
+    operations = run(0, [before, after]).operations[1]
+    assert operations > 100
+    reported = [run(at, [before, ("power lost", at, 3, False, False)]).reported for at in range(1, operations + 1)]
+    assert min(reported) == 3  # of the start that follows
+    assert max(reported) == 6
+    for at in range(1, 60):
+        run(at, [("power lost", at, 1, False, False)])  # in a start that finds nothing
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        ("sync", "learner-"),
+        ("sync", "run.json"),
+        ("sync", "manifest.json"),
+        ("sync", ".lineages.json"),
+        ("sync_directory", "step-"),
+        ("sync_directory", "checkpoints"),
+        ("sync_directory", "a"),
+    ],
+)
+def test_each_sync_is_needed(monkeypatch, operation, name):
+    """Without it the same search finds what is lost."""
+    kind = SimulatedFiles if operation == "sync_directory" else SimulatedFile
+    real = getattr(kind, operation)
+
+    def forgets(self: Any, *path: Path) -> None:
+        if not (path[0] if path else self._path).name.startswith(name):
+            real(self, *path)
+
+    def finds(seed: int) -> bool:
+        try:
+            run(seed, [("none", 0, seed % 3, False, True)] * 3)
+        except (AssertionError, CheckpointError, ConfigError):
+            return True
+        return False
+
+    assert not any(finds(seed) for seed in range(6))
+    monkeypatch.setattr(kind, operation, forgets)
+    assert any(finds(seed) for seed in range(60))

@@ -15,13 +15,20 @@ import actors.generator
 from actors.deaths import RunFailed
 from actors.evaluation import Evaluator
 from actors.fleet import Fleet
+from actors.generator import GeneratorActor
+from actors.playing import Context, GeneratorParts, Loaded, Playing
+from actors.process import NotLoaded
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.base import environment_factory
+from r3async.observe.events import open_events
+from r3async.observe.lag import LagMeter
+from r3async.observe.timeline import Timeline
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.seeds import evaluation_seed, training_seed
 from r3async.serving.agents import check_environment
 from r3async.serving.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
 from r3async.serving.tasks import evaluation_tasks
+from r3async.weights.transport import SharedMemoryReceiver
 from r3async.world.real import REAL
 from tests.helpers_serving import ready, renderer, said
 from tests.helpers_world import StandIn
@@ -444,42 +451,45 @@ class Learner:
         return False
 
 
-async def play_run(tmp_path, monkeypatch, evaluations, groups=3):
+def context(config, run_dir):
+    events, timeline = open_events(run_dir, "g"), Timeline(run_dir, "g", enabled=False)
+    return Context(REAL, config, "run", run_dir, "g", 1, events, timeline, LagMeter())
+
+
+async def play_run(tmp_path, evaluations, groups=3):
     """What a generator delivers of `groups` leases at S = 0, with evaluations beside each or without."""
-    monkeypatch.setattr(actors.generator, "begin", lambda *args: None)
     settings = {"every": 1 if evaluations else 0, "episodes": 6, "seed": 0}
     config = load_config("quickstart", ["schedule.samples_per_group=2", "schedule.max_staleness=0"])
     config = msgspec.structs.replace(config, evaluation=config_from_dict({"evaluation": settings}).evaluation)
-    actor = actors.generator.GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path))
-    chat = renderer()
+    chat, sender = renderer(), Learner()
 
     def answer(request, index):  # of the request alone, as greedy sampling would be
         return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.end_id]
 
-    actor.engine, actor.renderer, actor.sender = await ready(answer), chat, Learner()
+    engine = await ready(answer)
+    loaded = Loaded(context(config, tmp_path), engine, chat)
+    playing = Playing(loaded, lambda on_reject: sender, SharedMemoryReceiver())
     results = []
 
     async def lease(generator_id, room, stats, ended):
-        played = len(actor.sender.got) // 2
+        played = len(sender.got) // 2
         if evaluations and len(results) <= played < groups:
-            results.append(asyncio.create_task(actor.evaluate()))
-        free = len(actor.sender.got) == 2 * played and played not in lease.given and played < groups
+            results.append(asyncio.create_task(loaded.evaluate()))
+        free = len(sender.got) == 2 * played and played not in lease.given and played < groups
         leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and room else []
         lease.given |= {g.group_index for g in leases}
         return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
 
     lease.given = set()
-    await asyncio.wait_for(actor.run(StandIn(lease=lease)), 30)
+    await asyncio.wait_for(playing.run(StandIn(lease=lease), asyncio.Event()), 30)
     evaluated = await asyncio.gather(*results)
-    await actor.stop()
-    return actor.sender.got, evaluated, actor.engine
+    await playing.close()
+    return sender.got, evaluated, engine
 
 
-async def test_training_data_is_the_same_with_and_without_evaluation_and_no_evaluation_is_sent_to_the_learner(
-    tmp_path, monkeypatch
-):
-    plain, none, _ = await play_run(tmp_path / "a", monkeypatch, evaluations=False)
-    beside, evaluated, engine = await play_run(tmp_path / "b", monkeypatch, evaluations=True)
+async def test_training_data_is_the_same_with_and_without_evaluation_and_no_evaluation_is_sent_to_the_learner(tmp_path):
+    plain, none, _ = await play_run(tmp_path / "a", evaluations=False)
+    beside, evaluated, engine = await play_run(tmp_path / "b", evaluations=True)
     assert none == []
     assert len(evaluated) == 3
     assert all(e["episodes"] == 6 for e in evaluated)
@@ -498,9 +508,13 @@ async def test_training_data_is_the_same_with_and_without_evaluation_and_no_eval
 async def test_a_generator_that_stops_gives_its_evaluations_up(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.generator, "begin", lambda *args: None)
     config = load_config("quickstart", [])
-    actor = actors.generator.GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path))
     never = asyncio.Event()
-    actor.engine, actor.renderer = await ready([[1]], pace=never.wait), renderer()
+    engine, chat = await ready([[1]], pace=never.wait), renderer()
+    parts = GeneratorParts(lambda *args: engine, lambda *args: chat)
+    actor = GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path), parts=parts)
+    with pytest.raises(NotLoaded, match="has not begun yet"):
+        await actor.evaluate()
+    await actor.start()
     evaluating = asyncio.create_task(actor.evaluate())
     await asyncio.sleep(0.05)
     await asyncio.wait_for(actor.stop(), 5)

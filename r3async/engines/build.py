@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ LETTERS = range(97, 123)
 """Token ids that any vocabulary has; a byte tokenizer reads them as a to z."""
 
 
-def build_engine(config: Config, model_path: str, seed: int) -> Engine:
+def build_engine(config: Config, model_path: str, seed: int, clock: Callable[[], float] = time.perf_counter) -> Engine:
     """Not started. `seed`: of what a model samples. Raises `ValueError` for `generator.engine_args` that it does not know."""
     settings = config.generator
     if settings.engine == "scripted":
-        return scripted_engine(model_path, **settings.engine_args)
+        return scripted_engine(model_path, clock, **settings.engine_args)
     from r3async.engines.vllm import VllmEngine  # takes seconds, and the other one does without
 
     return VllmEngine(
@@ -37,7 +37,9 @@ def build_engine(config: Config, model_path: str, seed: int) -> Engine:
     )
 
 
-def scripted_engine(model_path: str, token_seconds: float = 0.0, **unknown: Any) -> ScriptedEngine:
+def scripted_engine(
+    model_path: str, clock: Callable[[], float] = time.perf_counter, token_seconds: float = 0.0, **unknown: Any
+) -> ScriptedEngine:
     """Answers in letters that nobody thought about, with routes of the model's geometry; `token_seconds` a token. The same call
     of the same episode has the same answer, whoever plays it, and however often."""
     if unknown:
@@ -46,14 +48,12 @@ def scripted_engine(model_path: str, token_seconds: float = 0.0, **unknown: Any)
         )
     routing, _ = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
 
-    async def pace() -> None:
-        await asyncio.sleep(token_seconds)
-
     return ScriptedEngine(
         lambda request, index: babble(request, zlib.crc32(request.request_id.encode())),
         routing=routing,
-        pace=pace if token_seconds else None,
+        seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
         keep_calls=False,
+        clock=clock,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from r3async.episodes.loop import EpisodeTask, PromptTooLong, failed_trajectory,
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.failures import By, EpisodeEnd
+from r3async.world.real import REAL
 
 TRACEBACK_CHARACTERS = 3000
 """Of the last failure's traceback, from its end, in the message that ends a run."""
@@ -33,7 +33,7 @@ class GroupPlayer:
     """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
 
     `play` plays one episode in place of an environment that `factory` makes. `over(end)` is told of each episode that is over,
-    and judges how many may fail for good; without it, the first one that does is raised.
+    and judges how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class GroupPlayer:
         report: Callable[..., object],
         play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
         over: Callable[[EpisodeEnd], None] | None = None,
+        clock: Callable[[], float] = REAL.clock.time,
     ):
         self._kinds: dict[By, _Kind] = {
             "environment": _Kind("episode.retries", settings.retries),
             "engine": _Kind("episode.engine_retries", settings.engine_retries),
         }
-        self._over = over
+        self._over, self._clock = over, clock
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
         self.playing = 0
@@ -117,7 +118,7 @@ class GroupPlayer:
                     self._engine.routing,
                     self._renderer.end_id,
                     generator_id=self._generator_id,
-                    at=time.time(),
+                    at=self._clock(),
                 )
             finally:
                 self.ended += 1
@@ -135,6 +136,7 @@ class GroupPlayer:
             self._renderer,
             self._settings,
             generator_id=self._generator_id,
+            clock=self._clock,
             report=self._report,
         )
 

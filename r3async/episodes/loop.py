@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -18,6 +17,7 @@ from r3async.episodes.calls import EngineCalls, EpisodeError
 from r3async.episodes.chat import ChatRenderer, Conversation
 from r3async.episodes.rows import EpisodeRows, SampleBuilder
 from r3async.records import Sample, Trajectory, trajectory_name
+from r3async.world.real import REAL
 
 ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
 """What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
@@ -61,7 +61,7 @@ class EpisodePlayer:
         settings: EpisodeConfig,
         *,
         generator_id: str = "",
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = REAL.clock.time,
         report: Callable[..., object] = lambda event, **fields: None,
     ):
         self.task, self.settings = task, settings
@@ -186,7 +186,7 @@ async def play_episode(
     settings: EpisodeConfig,
     *,
     generator_id: str = "",
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] = REAL.clock.time,
     report: Callable[..., object] = lambda event, **fields: None,
 ) -> Trajectory:
     """Play `env` with `engine` once; see `EpisodePlayer.play`."""

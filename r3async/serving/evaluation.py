@@ -21,6 +21,8 @@ from r3async.episodes.loop import EpisodeTask, close_environment
 from r3async.records import Trajectory
 from r3async.serving.runner import agent_player
 from r3async.serving.tasks import EvaluationTask, count_tasks, evaluation_tasks
+from r3async.world import World
+from r3async.world.real import REAL
 
 Policy = Literal["oracle", "random"]
 
@@ -102,6 +104,7 @@ async def evaluate(
     generator_id: str = "",
     report: Callable[..., object] = lambda event, **fields: None,
     progress: Callable[[Outcome], object] = lambda outcome: None,
+    world: World = REAL,
 ) -> Evaluation:
     """Play the tasks of `seed`, at most `concurrency` at once. `factory`: of `env`; None for an agent. `trained`: see
     `evaluation_tasks`, which may raise `ConfigError`.
@@ -116,10 +119,13 @@ async def evaluate(
         outcomes.append(outcome_of(trajectory))
         progress(outcomes[-1])
 
-    began = time.monotonic()
+    clock = world.clock
+    began = clock.monotonic()
     # The door for agents from outside stays the run's own.
     private = msgspec.structs.replace(serving, enabled=False, port=0)
-    async with agent_player(env, engine, renderer, episode, private, generator_id=generator_id, report=report) as play:
+    async with agent_player(
+        env, engine, renderer, episode, private, generator_id=generator_id, report=report, world=world
+    ) as play:
         player = GroupPlayer(
             factory=factory,
             engine=engine,
@@ -129,9 +135,10 @@ async def evaluate(
             deliver=deliver,
             report=report,
             play=play,
+            clock=clock.time,
         )
         await _all(player.play_one, tasks, concurrency)
-    return summarize_outcomes(outcomes, time.monotonic() - began)
+    return summarize_outcomes(outcomes, clock.monotonic() - began)
 
 
 async def _all(

@@ -19,6 +19,8 @@ from r3async.files import replace_file
 from r3async.records import Trajectory
 from r3async.serving.agents import Agent, is_agent, make_agent
 from r3async.serving.server import AgentServer
+from r3async.world import World
+from r3async.world.real import REAL
 
 Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
 
@@ -78,6 +80,7 @@ async def agent_player(
     generator_id: str = "",
     report: Callable[..., object] = lambda event, **fields: None,
     directory: Path | None = None,
+    world: World = REAL,
 ) -> AsyncIterator[Play | None]:
     """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
     environment if `serving.enabled`; then its address is in `directory/serving-ID.json`, for its owner only, with its token if
@@ -87,15 +90,17 @@ async def agent_player(
     if agent is None and not serving.enabled:
         yield None
         return
-    server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report)
+    clock = world.clock.time
+    server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
     await server.start()
     writing: asyncio.Task[None] | None = None
     try:
         if serving.enabled and directory is not None:
             made = {} if serving.token else {"token": server.token}
             told = msgspec.json.encode({"base_url": server.base_url, **made})
-            writing = asyncio.create_task(_write_private(directory / f"serving-{generator_id}.json", told, report))
-            await asyncio.wait({writing}, timeout=RETRY_SECONDS)
+            path = directory / f"serving-{generator_id}.json"
+            writing = asyncio.create_task(_write_private(path, told, report, world))
+            await asyncio.wait([writing], timeout=RETRY_SECONDS)
         yield AgentRunner(agent, server).play if agent is not None else None
     finally:
         if writing is not None:
@@ -103,12 +108,12 @@ async def agent_player(
         await server.stop()
 
 
-async def _write_private(path: Path, data: bytes, report: Callable[..., object]) -> None:
+async def _write_private(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
     """For its owner only; tried again until the disk takes it."""
     failed = False
     while True:
         try:
-            return await asyncio.to_thread(replace_file, path, data, 0o600)
+            return await world.threads.run(replace_file, path, data, 0o600, files=world.files)
         except OSError as error:
             if not failed:
                 report("serving_address_not_written", file=str(path), error=str(error))

@@ -65,8 +65,9 @@ class AgentServer:
         *,
         generator_id: str = "",
         report: Callable[..., object] = lambda event, **fields: None,
+        clock: Callable[[], float] = REAL.clock.time,
     ):
-        self.settings, self.serving = episode, serving
+        self.settings, self.serving, self._clock = episode, serving, clock
         self.base_url = ""
         """Ends in `/v1`; known once started."""
         self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
@@ -132,6 +133,7 @@ class AgentServer:
             self.settings,
             generator_id=self._generator_id,
             unrewarded=self.serving.unrewarded,
+            clock=self._clock,
             report=self._report,
         )
         self._sessions[session.key] = session

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import math
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -21,6 +20,7 @@ from r3async.episodes.rows import EpisodeRows, PrefixBroken
 from r3async.records import Trajectory
 from r3async.serving.protocol import Refused, Sampled, read_messages
 from r3async.serving.tools import SpokenMessages, parse_answer
+from r3async.world.real import REAL
 
 _TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 """One: a tokenizer is not for several threads at once, and a second one would only take turns with the first."""
@@ -54,7 +54,7 @@ class Session:
         *,
         generator_id: str = "",
         unrewarded: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = REAL.clock.time,
         report: Callable[..., object] = lambda event, **fields: None,
     ):
         self.key = f"r3-{secrets.token_urlsafe(32)}"

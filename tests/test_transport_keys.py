@@ -21,6 +21,7 @@ from r3async.records import SCHEMA
 from r3async.transport import TransportError, TransportRefused, wire
 from r3async.transport.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
 from r3async.world import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
+from r3async.world.simulated.world import Simulation
 from tests.helpers_transport import (
     CLIENT_KEYS,
     LIMIT,
@@ -77,6 +78,24 @@ def test_keys_that_can_not_be_used_are_refused_by_name(keys):
         load_server(keys / "elsewhere")
     with pytest.raises(ValueError, match="is no name for a key"):
         create_keys(keys, ("../x",))
+
+
+def test_keys_are_files_of_the_world():
+    simulation = Simulation(1)
+    files = simulation.begin_process("learner", simulation.hosts["host-0"]).world.files
+    directory = Path("/a/keys")
+    assert len(create_keys(directory, files=files)) == 4
+    assert create_keys(directory, files=files) == []
+    client = load_client(directory, files=files)
+    assert z85.decode(zmq.curve_public(client.secret)) in load_server(directory, files).allowed
+    public = directory / "generator.public"
+    with files.open(public) as file:
+        key = file.read()
+    with files.open(directory / "west.secret", new=True, mode=0o640) as file:
+        file.append([key])
+    with pytest.raises(TransportError, match=r"west.secret can be read by others"):
+        load_client(directory, "west", files=files)
+    simulation.close()
 
 
 async def test_delivery_with_keys_of_a_directory(keys):

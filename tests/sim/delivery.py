@@ -20,7 +20,6 @@ from r3async.transport import Ledger, Receiver, Sender, decode_trajectory, wire
 from r3async.world import World
 from r3async.world.simulated.delays import draw
 from r3async.world.simulated.loop import Deadlock, LimitReached
-from r3async.world.simulated.network import SimulatedNetwork
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.sockets import Frames, Route
 from r3async.world.simulated.world import Simulation
@@ -155,7 +154,7 @@ class Delivery:
     """One seed: the work, its ends, and `run` with a schedule of faults."""
 
     def __init__(self, seed: int, *, receiver: type[Receiver] = Receiver, ledger: type[Ledger] = Ledger):
-        self.simulation = sim = Networked(seed, hosts=("learner", *GENERATORS), callbacks=2_000_000, seconds=10_000.0)
+        self.simulation = sim = Simulation(seed, hosts=("learner", *GENERATORS), callbacks=2_000_000, seconds=10_000.0)
         sim.network.observe = self._observe
         self.rng = rng = sim.rng("delivery")
         self.receiver_kind, self.ledger_kind = receiver, ledger
@@ -274,14 +273,3 @@ class Delivery:
         here = {name for group in self.learner.arrived.values() for name in group}
         if stray := sorted(pool._held.keys() - here - self.learner.receiver._intake._in_hand.keys()):
             self.violate(f"{stray[0]} holds credit, and is not here")
-
-
-class Networked(Simulation):
-    """With its network alone."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.network = SimulatedNetwork(self.loop, self.rng("network"))
-
-    def sockets(self, process: HostProcess) -> Any:
-        return self.network.sockets(process.host.name, process)

@@ -174,7 +174,9 @@ class SimulatedFiles:
         node = self._find(path)
         if node is None:
             return None
-        return Stat(len(node.data) if isinstance(node, FileNode) else 0, node.modified, isinstance(node, DirectoryNode))
+        if isinstance(node, DirectoryNode):
+            return Stat(0, node.modified, directory=True, mode=0o755)
+        return Stat(len(node.data), node.modified, directory=False, mode=node.mode)
 
     def list(self, directory: Path) -> list[str]:
         self._enter("list", directory)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils import z85
 
-from r3async.transport.keys import ClientKeys, ServerKeys
 from r3async.world import DENIED, MAX_FRAME, NO_KEY, OTHER_LEARNER, UNKNOWN_KEY, Buffer, OnMessage
 from r3async.world.simulated.loop import Process, Timer
 
 if TYPE_CHECKING:
+    from r3async.transport.keys import ClientKeys, ServerKeys
     from r3async.world.simulated.network import SimulatedNetwork
 
 ANY = "*"
@@ -382,9 +382,9 @@ def failure(number: int) -> OSError:
 public_key = lru_cache(maxsize=4096)(zmq.curve_public)
 
 
-def refusal(server: ServerKeys, client: Any) -> str:
+def refusal(server: ServerKeys, client: ClientKeys | None) -> str:
     """Why whoever has the `server` keys does not let this peer in; "" if it does."""
-    if not isinstance(client, ClientKeys):
+    if client is None:
         return NO_KEY
     if client.server_public != public_key(server.secret):
         return OTHER_LEARNER

@@ -2,6 +2,7 @@
 
 Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and chance, with file and line. It reads the
 source, so what it cannot know from that it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's.
+Who calls what would take the real world by default hands on its own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EXEMPT = {"r3async/transport/keys.py": "makes and converts keys, as only libzmq 
 """Files of those rooms that no simulation runs, each with the reason."""
 
 NOT_YET = (
+    "r3async/appending.py",
     "actors/conductor.py",
     "actors/evaluation.py",
     "actors/fleet.py",
@@ -120,6 +122,9 @@ METHODS = {
 }
 """Of whatever object."""
 
+SOURCES = ("r3async/**/*.py", "actors/*.py")
+"""Where callables are defined that take a part of the real world by default."""
+
 LOOPS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
 
 
@@ -133,22 +138,100 @@ class Found(NamedTuple):
         return f"{self.path}:{self.line}: `{self.what}` passes the seam by: use {self.instead}"
 
 
-class _Reader(ast.NodeVisitor):
-    """Collects `found` in one file. Names are resolved by the file's imports, wherever they stand in it."""
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """The full names of what a file imports, wherever in it, by their names there."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
-    def __init__(self, path: str, tree: ast.Module):
+
+class Default(NamedTuple):
+    """A parameter that is the real world, or a part of it, if it is not given. `position`: of it, if it is no keyword alone."""
+
+    parameter: str
+    position: int | None
+
+
+class Defaults:
+    """Callables of modules, by full name, with such parameters."""
+
+    def __init__(self, root: Path = ROOT):
+        self._of: dict[str, list[Default]] = {}
+        self._imports: dict[str, dict[str, str]] = {}
+        for path in sorted(path for source in SOURCES for path in root.glob(source)):
+            self._add(_module(str(path.relative_to(root))), ast.parse(path.read_text()))
+
+    def of(self, name: str) -> list[Default]:
+        """Also where it is imported from another module than its own."""
+        seen = set[str]()
+        while name and name not in seen and name not in self._of:
+            seen.add(name)
+            module, _, last = name.rpartition(".")
+            name = self._imports.get(module, {}).get(last, "")
+        return self._of.get(name, [])
+
+    def _add(self, module: str, tree: ast.Module) -> None:
+        self._imports[module] = _imported(tree)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._of[f"{module}.{node.name}"] = _real(node)
+            elif isinstance(node, ast.ClassDef):
+                made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+                self._of[f"{module}.{node.name}"] = [d for f in made for d in _real(f, skipped=1)] + _real_fields(node)
+
+
+def _real(function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0) -> list[Default]:
+    positional = [*function.args.posonlyargs, *function.args.args][skipped:]
+    given = zip(positional[::-1], function.args.defaults[::-1], strict=False)
+    found = [Default(each.arg, positional.index(each)) for each, default in given if _is_real(default)]
+    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return found + [Default(each.arg, None) for each, default in keywords if default and _is_real(default)]
+
+
+def _real_fields(made: ast.ClassDef) -> list[Default]:
+    fields = [each for each in made.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    return [
+        Default(ast.unparse(each.target), at) for at, each in enumerate(fields) if each.value and _is_real(each.value)
+    ]
+
+
+def _is_real(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "REAL"
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects `found` in one file."""
+
+    def __init__(self, path: str, tree: ast.Module, defaults: Defaults):
         self.path, self.found = path, list[Found]()
-        self._names: dict[str, str] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self._names[alias.asname or alias.name.partition(".")[0]] = (
-                        alias.name if alias.asname else alias.name.partition(".")[0]
-                    )
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                for alias in node.names:
-                    self._names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        self._names, self._defaults = _imported(tree), defaults
+        own = {
+            node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        self._own = {name: f"{_module(path)}.{name}" for name in own}
         self.visit(tree)
+
+    def visit_arguments(self, node: ast.arguments) -> None:
+        """A default may be real; nothing else is."""
+        for default in [*node.defaults, *filter(None, node.kw_defaults)]:
+            if not _is_real(default):
+                self.visit(default)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value and not _is_real(node.value):
+            self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
         if self._dotted(node.test) == "typing.TYPE_CHECKING":  # for types, never run
@@ -170,6 +253,8 @@ class _Reader(ast.NodeVisitor):
         # What was imported is named where it was imported.
         if isinstance(node.ctx, ast.Load) and node.id == "open" and node.id not in self._names:
             self._check("open", node)
+        if isinstance(node.ctx, ast.Load) and node.id == "REAL":
+            self._add(node, "REAL", "the world that is handed in")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self._dotted(node)
@@ -181,6 +266,12 @@ class _Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute):
             self._check_call(node, node.func)
+        called = self._dotted(node.func) or (self._own.get(node.func.id, "") if isinstance(node.func, ast.Name) else "")
+        spread = any(keyword.arg is None for keyword in node.keywords)
+        for parameter, position in self._defaults.of(called):
+            by_place = position is not None and len(node.args) > position
+            if not by_place and not spread and all(keyword.arg != parameter for keyword in node.keywords):
+                self._add(node, f"{called.rpartition('.')[2]}(...) with the real {parameter}", f"{parameter}=")
         self.generic_visit(node)
 
     def _check_call(self, node: ast.Call, function: ast.Attribute) -> None:
@@ -226,9 +317,9 @@ class _Reader(ast.NodeVisitor):
         return ""
 
 
-def check_source(path: str, source: str) -> list[Found]:
+def check_source(path: str, source: str, defaults: Defaults) -> list[Found]:
     """What of a file passes the seam by, in order of lines."""
-    return sorted(_Reader(path, ast.parse(source)).found, key=lambda found: found.line)
+    return sorted(_Reader(path, ast.parse(source), defaults).found, key=lambda found: found.line)
 
 
 def files(root: Path = ROOT) -> Iterator[Path]:
@@ -244,7 +335,10 @@ def files(root: Path = ROOT) -> Iterator[Path]:
 
 
 def check(root: Path = ROOT) -> list[Found]:
-    return [found for path in files(root) for found in check_source(str(path.relative_to(root)), path.read_text())]
+    defaults = Defaults(root)
+    return [
+        found for path in files(root) for found in check_source(str(path.relative_to(root)), path.read_text(), defaults)
+    ]
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ import structlog
 
 from r3async.appending import AppendFile, Keeper
 from r3async.observe.jsonl import read_objects
-from r3async.world import World
+from r3async.world import Files, World
 from r3async.world.real import REAL
 
 
@@ -95,9 +95,9 @@ def open_events(
     return bound
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
     """All events of the file, in the order of their writing; torn lines are passed over."""
-    return list(read_objects(path))
+    return list(read_objects(path, files=files))
 
 
 def event_details(event: dict[str, Any]) -> str:

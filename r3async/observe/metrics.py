@@ -11,7 +11,7 @@ import msgspec
 
 from r3async.appending import AppendFile
 from r3async.observe.jsonl import read_objects
-from r3async.world import World
+from r3async.world import Files, World
 from r3async.world.real import REAL
 
 
@@ -242,6 +242,6 @@ class MetricsWriter:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
     """The rows in order. A torn last line (a writer that died) is left out; a missing file has no rows."""
-    return list(read_objects(Path(path)))
+    return list(read_objects(Path(path), files=files))

@@ -37,9 +37,9 @@ def read_quarantine(run_dir: Path, *, files: Files = REAL.files) -> list[Quarant
     return list(found.values())
 
 
-def describe_quarantine(run_dir: Path, shown: int = 10) -> list[str]:
+def describe_quarantine(run_dir: Path, shown: int = 10, *, files: Files = REAL.files) -> list[str]:
     """Lines for a person; none if no task is quarantined."""
-    tasks = read_quarantine(run_dir)
+    tasks = read_quarantine(run_dir, files=files)
     if not tasks:
         return []
     lines = [f"quarantined tasks: {len(tasks)} ({FILE}); every episode of them failed, and they are not posed again"]

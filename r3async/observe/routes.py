@@ -26,7 +26,7 @@ from r3async.appending import AppendFile, Keeper
 from r3async.config import Config
 from r3async.files import make_directory
 from r3async.routing import RoutingError
-from r3async.world import File, World
+from r3async.world import File, Files, World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
@@ -162,10 +162,10 @@ class Entry(NamedTuple):
     crc: int
 
 
-def scan(path: Path) -> tuple[list[Entry], str]:
+def scan(path: Path, *, files: Files = REAL.files) -> tuple[list[Entry], str]:
     """All records of a file, without their arrays; and what is wrong with the file, "" if nothing is."""
     entries: list[Entry] = []
-    with REAL.files.open(path) as file:
+    with files.open(path) as file:
         at, size = 0, file.size()
         while at < size:
             try:
@@ -186,9 +186,9 @@ def scan(path: Path) -> tuple[list[Entry], str]:
     return entries, ""
 
 
-def load(entry: Entry, kind: type[Record]) -> Record:
+def load(entry: Entry, kind: type[Record], *, files: Files = REAL.files) -> Record:
     """The record with its arrays (read-only). Raises `RouteFileError` if they are damaged, or of another kind."""
-    with REAL.files.open(entry.path) as file:
+    with files.open(entry.path) as file:
         body = file.read(entry.offset, entry.length)
     where = f"{entry.path}: the record at byte {entry.offset}"
     if zlib.crc32(body) != entry.crc or len(body) != entry.length:
@@ -211,14 +211,13 @@ class RouteIndex:
     """What a run kept of its routes. `trained`: samples in the order of their steps; `calls`: by trajectory, in order of
     time; `problems`: what could not be read."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, *, files: Files = REAL.files):
+        self._files = files
         self.trained: list[Entry] = []
         self.calls: dict[str, list[Entry]] = {}
         self.problems: list[str] = []
-        for path in (
-            run_dir / "routes" / name for name in REAL.files.list(run_dir / "routes") if name.endswith(".routes")
-        ):
-            entries, problem = scan(path)
+        for name in files.list(run_dir / "routes"):
+            entries, problem = scan(run_dir / "routes" / name, files=files) if name.endswith(".routes") else ([], "")
             self.problems += [problem] if problem else []
             for entry in entries:
                 if entry.kind == TrainedRoutes.__name__:
@@ -231,7 +230,7 @@ class RouteIndex:
 
     def calls_of(self, trajectory_id: str) -> list[EngineCall]:
         """Raises `RouteFileError`."""
-        return [load(entry, EngineCall) for entry in self.calls.get(trajectory_id, ())]
+        return [load(entry, EngineCall, files=self._files) for entry in self.calls.get(trajectory_id, ())]
 
 
 def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:

@@ -16,7 +16,7 @@ import msgspec
 
 from r3async.appending import AppendFile
 from r3async.observe.jsonl import read_objects
-from r3async.world import World
+from r3async.world import Files, World
 from r3async.world.real import REAL
 
 FILE = "timeline.jsonl"
@@ -74,10 +74,10 @@ class Timeline:
             self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, **facts)))
 
 
-def read_timeline(run_dir: Path) -> list[Span]:
+def read_timeline(run_dir: Path, *, files: Files = REAL.files) -> list[Span]:
     """The spans in order of their beginning; what is none is passed over."""
     spans = []
-    for entry in read_objects(Path(run_dir) / FILE):
+    for entry in read_objects(Path(run_dir) / FILE, files=files):
         try:
             span = msgspec.convert(entry, Span)
         except msgspec.ValidationError:

@@ -23,6 +23,7 @@ from r3async.buffer.groups import GroupBuffer
 from r3async.checkpoint import open_checkpoint
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
+from r3async.files import read_file
 from r3async.lineage import FIRST, Lineage
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
@@ -90,7 +91,7 @@ class LearnerActor:
 
     def _load(self) -> Model:
         path, schedule = Path(self.model_path), self.config.schedule
-        cost = cost_model(json.loads((path / "config.json").read_text()))
+        cost = cost_model(json.loads(read_file(path / "config.json", files=self.world.files)))
         if self.config.learner.parallel.world == 1:
             backend: LocalLearner | RankedLearner = LocalLearner(self.config, path, self.world)
         else:

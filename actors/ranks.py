@@ -61,7 +61,7 @@ class LocalLearner:
         from r3async.learners.build import build_learner
 
         self._config, self._world = config, world
-        self._backend = build_learner(config, model_path)
+        self._backend = build_learner(config, model_path, world.files)
         self._sender: WeightSender = NoSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, dict[str, Any]] | None = None

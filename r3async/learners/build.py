@@ -6,10 +6,15 @@ from pathlib import Path
 
 from r3async.config import Config
 from r3async.learners.base import LearnerBackend
+from r3async.world import Files
+from r3async.world.real import REAL
 
 
-def build_learner(config: Config, model_path: Path) -> LearnerBackend:
-    """Load the model with `learner.backend`; nothing of the other backend is imported. Raises `LearnerError`."""
+def build_learner(config: Config, model_path: Path, files: Files = REAL.files) -> LearnerBackend:
+    """Load the model with `learner.backend`; nothing of the other backend is imported. Raises `LearnerError`.
+
+    `files`: where the scripted one finds it.
+    """
     if config.learner.backend == "torch":
         from r3async.learners.torch.backend import TorchLearner
 
@@ -17,7 +22,7 @@ def build_learner(config: Config, model_path: Path) -> LearnerBackend:
     if config.learner.backend == "scripted":
         from r3async.learners.scripted import ScriptedLearner
 
-        return ScriptedLearner(config, model_path)
+        return ScriptedLearner(config, model_path, files)
     from r3async.learners.megatron.backend import MegatronLearner
 
     return MegatronLearner(config, model_path)

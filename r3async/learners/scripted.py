@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import xxhash
+from safetensors.torch import save as serialize
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,12 +25,14 @@ from r3async.checkpoint.tensors import LearnerParts, LearnerState, Place
 from r3async.config import Config
 from r3async.engines.base import moe_geometry
 from r3async.engines.scripted import DIGEST, MASK, scripted_logprobs
+from r3async.files import make_directory, read_file, replace_file
 from r3async.learners.base import StepResult
-from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW, StepReport
 from r3async.learners.replay import RoutingCounts
 from r3async.learners.state import Held, Saved, restore, take
 from r3async.learners.step import Step
+from r3async.world import Files
+from r3async.world.real import REAL
 
 COLUMNS = ("token_ids", "loss_mask", "policy_version", "rollout_logprobs", "advantages", "loss_weights")
 """Of what is trained: those that the weights depend on, where they are there."""
@@ -73,9 +76,9 @@ class ScriptedLearner:
     Counts, routing figures and causes to skip a step are those of any backend. Figures of the loss are 0, for there is none.
     """
 
-    def __init__(self, config: Config, model_path: Path):
-        self._config, self._source = config, Path(model_path)
-        described = json.loads((self._source / "config.json").read_text())
+    def __init__(self, config: Config, model_path: Path, files: Files = REAL.files):
+        self._config, self._source, self._files = config, Path(model_path), files
+        described = json.loads(read_file(self._source / "config.json", files=files))
         routing, _ = moe_geometry(described)
         self._layers, self._experts = (routing.layers, routing.num_experts) if routing else (0, 1)
         self.vocab_size: int = described.get("text_config", described)["vocab_size"]
@@ -165,7 +168,16 @@ class ScriptedLearner:
 
     def save(self, directory: Path) -> None:
         """A model directory that no engine but the scripted one can load."""
-        save_model(Path(directory), self._source, self.export(), self._config.learner.dtype)
+        aside, files = directory.with_name(f".{directory.name}.new"), self._files
+        files.remove_tree(aside)
+        make_directory(aside, files=files)
+        for name in files.list(self._source):
+            if Path(name).suffix in (".json", ".jinja"):
+                replace_file(aside / name, read_file(self._source / name, files=files), files=files)
+        replace_file(aside / "model.safetensors", serialize(self.export(), {"format": "pt"}), files=files)
+        files.remove_tree(directory)
+        files.rename(aside, directory)
+        files.sync_directory(directory.parent)
 
     def close(self) -> None:
         """Nothing."""

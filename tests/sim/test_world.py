@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from r3async.files import replace_file
+from r3async.learners.build import build_learner
 from r3async.weights.publish import Publisher
 from r3async.world.simulated.log import EventLog
 from r3async.world.simulated.world import Simulation
+from tests.helpers_models import make_hf_model
+from tests.helpers_parity import config
 
 
 def test_streams_do_not_shift_each_other():
@@ -69,6 +73,8 @@ STORY = """
 import asyncio, sys
 from r3async.world import ActorLost, Placement
 from r3async.world.simulated.world import Simulation
+from tests.helpers_models import make_hf_model
+from tests.helpers_parity import config
 
 class Worker:
     def __init__(self, world):
@@ -154,4 +160,22 @@ def test_weights_are_published_on_the_disk_of_their_host_and_go_with_a_killed_pr
     third = simulation.begin_process("third", host)
     Publisher(folder, world=third.world).close()
     assert files.list(folder) == [Path(published[1].path).parent.name]
+    simulation.close()
+
+
+def test_the_scripted_learner_lives_on_the_disk_of_its_host(tmp_path):
+    model, saved = Path("/model"), Path("/run/model")
+    there = make_hf_model(tmp_path / "model")
+    simulation = Simulation(1)
+    files = simulation.begin_process("learner", simulation.hosts["host-0"]).world.files
+    for directory in (model, saved.parent):
+        files.make(directory)
+    replace_file(model / "config.json", (there / "config.json").read_bytes(), files=files)
+    settings = config()
+    settings.learner.backend = "scripted"
+    learner = build_learner(settings, model, files)
+    for _ in range(2):
+        learner.save(saved)
+        assert files.list(saved) == ["config.json", "model.safetensors"]
+        assert files.list(saved.parent) == ["model"]
     simulation.close()

@@ -19,6 +19,7 @@ from r3async.envs.base import EnvironmentFactory, environment_factory
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
 from r3async.episodes.loop import EpisodeTask, failed_trajectory
+from r3async.observe.calls import timed
 from r3async.observe.lag import LagMeter
 from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import recording
@@ -244,6 +245,7 @@ class Playing:
         """See `GeneratorActor.run`. Ends early if `stopping` is set."""
         context, config, loaded = self._context, self._config, self.loaded
         engine = recording(loaded.engine, context.run_dir, context.generator_id, config, world=self._world)
+        engine = timed(engine, context.timeline)
         async with agent_player(
             config.env,
             engine,

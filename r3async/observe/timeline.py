@@ -56,6 +56,14 @@ class Timeline:
         self.who, self._clock = who, clock or world.clock.time
         self._file = AppendFile(Path(run_dir) / FILE, world=world) if enabled else None
 
+    @property
+    def enabled(self) -> bool:
+        return self._file is not None
+
+    def now(self) -> float:
+        """Unix seconds, as its spans have them."""
+        return self._clock()
+
     def span(self, what: str, *, step: int | None = None, version: int | None = None) -> AbstractContextManager[None]:
         """What is done inside: `with timeline.span("train", step=3): …`. Written also where it raises."""
         return nullcontext() if self._file is None else self._measured(what, step, version)

@@ -1,0 +1,51 @@
+"""Spans of engine calls and of environments, of one episode a group."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from r3async.engines.base import GenerationRequest
+from r3async.engines.scripted import ScriptedEngine
+from r3async.observe.calls import timed
+from r3async.observe.timeline import Timeline, read_timeline
+
+
+def request(name: str, prompt: int) -> GenerationRequest:
+    return GenerationRequest(name, np.arange(1, prompt + 1, dtype=np.int32), 4)
+
+
+async def test_calls_of_the_first_episode_and_what_lies_between_them_are_on_the_timeline(tmp_path: Path) -> None:
+    now = [100.0]
+    inner = ScriptedEngine([[5, 6], [7, 8, 9]])
+    await inner.start()
+    answer = inner.generate
+
+    async def generate(what):
+        await asyncio.sleep(0)
+        now[0] += 2.0
+        return await answer(what)
+
+    inner.generate = generate
+    engine = timed(inner, Timeline(tmp_path, "generator-0", clock=lambda: now[0]))
+    assert engine.routing == inner.routing
+    await engine.generate(request("g00000003e0000t0", 10))
+    now[0] += 5.0
+    beside = asyncio.gather(
+        engine.generate(request("g00000003e0001t0", 10)), engine.generate(request("g00000003e0000t1", 17))
+    )
+    await asyncio.wait_for(beside, 10)
+    await engine.generate(request("score", 3))
+    first, environment, second = read_timeline(tmp_path)
+    assert (first.what, first.start, first.end) == ("call", 100.0, 102.0)
+    assert (first.turn, first.tokens, first.prompt, first.running) == (0, 2, 10, 1)
+    assert (environment.what, environment.start, environment.end) == ("environment", 102.0, 107.0)
+    # Of 17 tokens of the second prompt the engine had 12.
+    assert (second.turn, second.prompt, second.running) == (1, 5, 2)
+
+
+def test_an_engine_is_left_alone_without_a_timeline(tmp_path: Path) -> None:
+    inner = ScriptedEngine([[5]])
+    assert timed(inner, Timeline(tmp_path, "generator-0", enabled=False)) is inner

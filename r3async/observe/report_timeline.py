@@ -9,6 +9,8 @@ from typing import Any
 from r3async.observe.summary import format_percent
 from r3async.observe.timeline import Span, busy_shares
 
+DETAILS = ("call", "environment")
+"""Of single episodes: too many, and too short, to be seen here."""
 MAX_SPANS = 4000
 SHOWN_STEPS = 12
 """Steps that the page shows at first; the reader can zoom out to all that were kept."""
@@ -41,7 +43,7 @@ def describe_timeline(spans: Sequence[Span], *, derived: bool) -> dict[str, Any]
         return None
     origin = min(span.start for span in spans)
     lives = [span for span in spans if span.what == "alive"]
-    kept = [span for span in spans if span.what != "alive"][-MAX_SPANS:]
+    kept = [span for span in spans if span.what not in ("alive", *DETAILS)][-MAX_SPANS:]
     first = min((span.start for span in kept), default=origin)
     kept = lives + kept
     bars = []

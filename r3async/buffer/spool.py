@@ -71,6 +71,8 @@ class Spool:
         self._files: dict[int, dict[Path, int]] = {}
         self._new: dict[int, tuple[Path, int]] = {}
         """By group: the file that this incarnation appends to, and the length of its whole records."""
+        self._over: dict[int, None] = {}
+        """Groups that are committed, and not deleted yet."""
         self._full = False
         self._stalled: tuple[float, str] | None = None
         """Since when the disk takes nothing, and why."""
@@ -144,11 +146,19 @@ class Spool:
     async def commit(self, groups: Iterable[int]) -> int:
         """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.
 
-        What is mapped of them stays readable. Groups that are not there are skipped.
+        What is mapped of them stays readable. Groups that are not there are skipped. A disk that does not allow it is reported;
+        the next call tries again.
         """
-        groups = list(groups)
-        freed = sum(sum(self._files.pop(group, {}).values()) for group in groups)
-        await self._lane.run(self._unlink, groups)
+        self._over |= dict.fromkeys(groups)
+        over = list(self._over)
+        try:
+            await self._lane.run(self._unlink, over)
+        except OSError as error:
+            self._report("spool_not_cleaned", groups=over, error=str(error))
+            return 0
+        freed = sum(sum(self._files.pop(group, {}).values()) for group in over)
+        for group in over:
+            self._over.pop(group, None)
         self.nbytes -= freed
         return freed
 
@@ -194,11 +204,12 @@ class Spool:
         return load(record, self._schema)
 
     def _unlink(self, groups: list[int]) -> None:
+        old = [path for group in groups for path in self._of_group(group)]
         for group in groups:
             self._new.pop(group, None)
-            for path in self._of_group(group):
-                self._disk.remove(path)
-        if groups and self._settings.fsync:
+        for path in old:
+            self._disk.remove(path)
+        if old and self._settings.fsync:
             self._disk.sync_directory(self.directory)
 
     def _next(self, group: int) -> Path:

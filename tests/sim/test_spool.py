@@ -1,0 +1,141 @@
+"""The spool on a disk that writes short, fills up, fails, kills its process within any operation, and loses power."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.buffer.spool import Spool
+from r3async.config import BufferConfig
+from r3async.transport.wire import encode_trajectory
+from r3async.world.real import RealWorld
+from r3async.world.simulated.disk import SimulatedDisk
+from tests.helpers_transport import make_trajectory
+from tests.sim.test_disk import Ended, Process
+
+DIRECTORY = Path("/run/spool")
+KINDS = ["put"] * 6 + ["power"] * 3 + ["commit", "refuse", "restart", "kill later", "short writes", "fails"]
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), max_size=40)
+
+
+class Lane:
+    """Runs at once."""
+
+    async def run(self, function, *args):
+        return function(*args)
+
+    async def close(self) -> None:
+        pass
+
+
+class Threads:
+    def lane(self, name: str) -> Lane:
+        return Lane()
+
+
+class Machine:
+    """A spool, in one process after the other. `held`: what was acknowledged, with its group; `unsure`: what was under way when a
+    process ended, or was committed or refused, so that it may be there or not."""
+
+    def __init__(self, seed: int, fsync: bool):
+        self.disk = SimulatedDisk(Random(seed))
+        self.settings = BufferConfig(durability="disk", fsync=fsync)
+        self.held: dict[str, int] = {}
+        self.unsure: dict[str, int] = {}
+        self.made = 0
+        self._calls_left: int | None = None
+        self.disk.observe = self._count
+        self.start()
+
+    def _count(self, process: Process, operation: str, path: Path) -> None:
+        if self._calls_left is not None:
+            self._calls_left -= 1
+            if self._calls_left < 0:
+                self._calls_left = None
+                process.end()
+
+    def start(self) -> None:
+        self.process, self._calls_left = Process(), None
+        self.disk.short_writes = 0.0
+        self.disk.allow(DIRECTORY)
+        world = RealWorld()
+        world.files, world.threads = self.disk.files(self.process), Threads()  # type: ignore[assignment]
+        if world.files.stat(Path("/run")) is None:
+            world.files.make(Path("/run"))
+            world.files.sync_directory(Path("/"))
+        self.spool = Spool(DIRECTORY, self.settings, world=world, retry_seconds=0)
+
+    async def recover(self) -> None:
+        """In a new process, whatever became of the last one."""
+        self.process.end()
+        self.start()
+        found = {kept.trajectory.trajectory_id: kept.trajectory.group_index for kept in await self.spool.recover()}
+        assert self.held.items() <= found.items()
+        assert found.items() <= (self.held | self.unsure).items()
+        self.held, self.unsure = found, {}
+        assert self.spool.nbytes == self.disk.used
+
+    async def do(self, step: str, number: int) -> None:
+        group = number % 4
+        match step:
+            case "put":
+                name = f"t{self.made}"
+                self.made += 1
+                trajectory = make_trajectory(self.made - 1, 20, group=group)
+                self.unsure[name] = group
+                await self.spool.put(trajectory, encode_trajectory(trajectory), spill=number % 2 == 0)
+                self.held[name] = self.unsure.pop(name)
+            case "commit":
+                self._forget([name for name, of in self.held.items() if of == group])
+                await self.spool.commit([group])
+            case "refuse":
+                names = [name for at, name in enumerate(self.held) if at % 6 == number % 6]
+                refused = {(self.held[name], name): "why" for name in names}
+                self._forget(names)
+                await self.spool.remove(refused)
+            case "restart":
+                await self.recover()
+            case "power":
+                if self.settings.fsync:
+                    self.process.end()
+                    self.disk.lose_power()
+                else:
+                    self.disk.write_back()
+                await self.recover()
+            case "kill later":
+                self._calls_left = number
+            case "short writes":
+                self.disk.short_writes = 0.5
+            case "fails":
+                self.disk.refuse(DIRECTORY, errno.EIO, {"remove"} if number % 2 else {"append", "sync", "truncate"})
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                asyncio.get_running_loop().call_later(0.001, self.disk.allow, DIRECTORY)
+
+    def _forget(self, names: list[str]) -> None:
+        for name in names:
+            self.unsure[name] = self.held.pop(name)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=STEPS, seed=st.integers(0, 2**32), fsync=st.booleans())
+def test_what_is_acknowledged_is_there_until_it_is_committed_or_refused(steps, seed, fsync) -> None:
+    async def main() -> None:
+        machine = Machine(seed, fsync)
+        await machine.spool.recover()
+        for step in [*steps, ("restart", 0)]:
+            try:
+                async with asyncio.timeout(20):
+                    await machine.do(*step)
+            except Ended:
+                await machine.recover()
+        # Nothing is left behind, and nothing counted that is not there.
+        await machine.spool.commit(range(4))
+        assert (machine.spool.nbytes, machine.disk.used) == (0, 0)
+
+    asyncio.run(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import msgspec
 from actors.fleet import RPC_SECONDS, Fleet, Generator
 from r3async.appending import AppendFile
 from r3async.config import Config
+from r3async.world import World
+from r3async.world.real import REAL
 
 FILE = "evaluation.jsonl"
 POLL_SECONDS = 0.2
@@ -29,13 +30,13 @@ class Evaluator:
 
     One generator plays it. If that does not answer for `supervise.silence_seconds`, another one plays it from the beginning.
     `run_dir/evaluation.jsonl` gets an object for each, `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it
-    began, and the versions of the weights that sampled it. `events`: a structlog logger. `fleet()` is asked for the generators
-    anew each time.
+    began, and the versions of the weights that sampled it. `events`: a structlog logger.
     """
 
-    def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Callable[[], Fleet]):
+    def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Fleet, *, world: World = REAL):
         self.config, self.settings = config, config.evaluation
-        self._file, self._events, self._fleet = AppendFile(run_dir / FILE), events, fleet
+        self._clock, self._events, self._fleet = world.clock, events, fleet
+        self._file = AppendFile(run_dir / FILE, world=world)
         self._task: asyncio.Task[None] | None = None
         self._evaluated = -1
         """The step after which the last one began."""
@@ -60,7 +61,7 @@ class Evaluator:
     async def _evaluate(self, step: int) -> None:
         silent: set[str] = set()
         while True:
-            able = (g for g in self._fleet() if g.state == "healthy" and g.generator_id not in silent)
+            able = (g for g in self._fleet if g.state == "healthy" and g.generator_id not in silent)
             generator = next(able, None)
             if generator is None:
                 error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is alive"
@@ -77,7 +78,7 @@ class Evaluator:
                 self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
                 return
             figures = {f"evaluation/{name}": value for name, value in result.items()}
-            self._file.append(msgspec.json.encode({"step": step, "time": time.time(), **figures}))
+            self._file.append(msgspec.json.encode({"step": step, "time": self._clock.time(), **figures}))
             self._events.info("evaluation_finished", step=step, generator=name, **result)
             return
 
@@ -122,8 +123,8 @@ class Evaluator:
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task], timeout=POLL_SECONDS)
             if stopping() and deadline is None:
-                deadline = time.monotonic() + self.config.supervise.stop_grace_seconds
-            if deadline is not None and time.monotonic() > deadline:
+                deadline = self._clock.monotonic() + self.config.supervise.stop_grace_seconds
+            if deadline is not None and self._clock.monotonic() > deadline:
                 self._events.warning("evaluation_given_up", step=self._evaluated)
                 await self.cancel()
 

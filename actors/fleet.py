@@ -1,29 +1,32 @@
-"""The conductor's generators: starting them, giving them weights, comparing what they think, restarting the dead."""
+"""The conductor's generators: who they are, how they are, and how they start."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from actors.deaths import ProcessDied, RunFailed
-from actors.delivery import Published, no_delivery
-from actors.probing import probe
+from actors.deaths import RunFailed
 from r3async.config import Config
 from r3async.engines.base import InstallReport
-from r3async.scheduling.health import Health, HealthState, RestartsExhausted
+from r3async.scheduling.health import Health, HealthState
+from r3async.transport.keys import ClientKeys
 from r3async.weights.probe import probe_text
-from r3async.world import ActorLost, ActorRef
+from r3async.world import ActorRef
+from r3async.world.real import REAL
 
 RPC_SECONDS = 30.0
-LOOK_SECONDS = 0.5
-"""Between two looks, at most, at who still answers during a delivery."""
 BACKOFF_MAX_SECONDS = 60.0
+
+
+class Way(msgspec.Struct, frozen=True):
+    """To the learner: where it receives, how its weights travel (see `actors.delivery`), and the keys that let generators in."""
+
+    endpoint: str
+    backend: str
+    keys: ClientKeys | None = None
 
 
 class Generator(msgspec.Struct):
@@ -71,14 +74,14 @@ class Generator(msgspec.Struct):
 
 class Fleet:
     """All generators of a run. Lives on the conductor's event loop. `events`: a structlog logger. `clock`: in seconds. `wake()`
-    is called when `deliver` has something to do again: a generator recovered, or a delivery to one has ended."""
+    is called when one that was suspect has recovered: it may need new weights."""
 
     def __init__(
         self,
         config: Config,
         events: Any,
-        handles: dict[str, ActorRef],
-        clock: Callable[[], float] = time.monotonic,
+        handles: Mapping[str, ActorRef],
+        clock: Callable[[], float] = REAL.clock.monotonic,
         wake: Callable[[], object] = lambda: None,
     ):
         self.config, self.events, self._wake = config, events, wake
@@ -91,27 +94,12 @@ class Fleet:
             name: Generator(name, handle, Health(clock, **health, max_restarts=config.generator.max_restarts))
             for name, handle in handles.items()
         }
-        self.published: Published | None = None
-        """The newest version: the only one that is still delivered."""
-        self.backend = "shared_memory"
-        """How weights travel; see `actors.delivery`."""
-        self._probe_tokens: list[int] | None = None
-        self._began = 0.0
-        self._endpoint = ""
-        self._keys: Any = None
-        self._reading: Counter[int] = Counter()
-        """By version: how many engines read it now."""
 
     def __getitem__(self, generator_id: str) -> Generator:
         return self.generators[generator_id]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Generator]:
         return iter(self.generators.values())
-
-    @property
-    def reading(self) -> list[int]:
-        """Versions that engines are reading now."""
-        return [version for version, readers in self._reading.items() if readers]
 
     @property
     def generated_tokens(self) -> int:
@@ -157,13 +145,32 @@ class Fleet:
         limit = 2 * self.config.supervise.silence_seconds
         return [g for g in self if g.state is HealthState.SUSPECT and g.health.silent_for > limit]
 
+    @staticmethod
+    def bury(generator: Generator) -> None:
+        generator.health.died()
+        if generator.installing is not None:
+            generator.installing.cancel()
+            generator.installing = None
+        generator.probed = -1
+        generator.finished_tokens += generator.generated_tokens
+        generator.generated_tokens = 0
+
+    def tell_death(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
+        self.events.warning(
+            "generator_died",
+            generator=generator.generator_id,
+            pid=generator.pid,
+            leased_again=leased_again,
+            error=str(error)[:300],
+        )
+
     # -- starting ------------------------------------------------------------------------------------------------
 
     async def load(self) -> list[dict[str, Any]]:
         """Load every engine. They have no weights worth the name and no connection yet. Returns what each says of itself."""
-        return list(await asyncio.gather(*(self._load(g) for g in self)))
+        return list(await asyncio.gather(*(self.load_one(g) for g in self)))
 
-    async def _load(self, generator: Generator) -> dict[str, Any]:
+    async def load_one(self, generator: Generator) -> dict[str, Any]:
         limit = self.config.generator.start_timeout
         try:
             info = await generator.handle.call("start", timeout=limit)
@@ -175,267 +182,17 @@ class Fleet:
         generator.health.loaded()
         return info
 
-    async def connect(self, endpoint: str, keys: Any = None) -> None:
-        """Tell every generator where the learner receives, and hand it the `keys` that let it in."""
-        self._endpoint, self._keys = endpoint, keys
-        await asyncio.gather(*(self._connect(g) for g in self))
+    async def connect(self, way: Way) -> None:
+        """Tell every generator of the learner."""
+        await asyncio.gather(*(self.connect_one(g, way) for g in self))
 
-    async def _connect(self, generator: Generator) -> None:
-        await generator.handle.call("connect", self._endpoint, self.backend, self._keys, timeout=RPC_SECONDS)
-
-    # -- weights -------------------------------------------------------------------------------------------------
+    async def connect_one(self, generator: Generator, way: Way) -> None:
+        await generator.handle.call("connect", way.endpoint, way.backend, way.keys, timeout=RPC_SECONDS)
 
     async def probe_tokens(self) -> list[int] | None:
         """The text that learner and engines score, as the generators' tokenizer has it; None without a probe."""
-        if self.config.weights.probe:
-            first = next(iter(self))
-            text = probe_text(self.config.episode.max_total_tokens)
-            self._probe_tokens = await first.handle.call("encode_probe", text, timeout=RPC_SECONDS)
-        return self._probe_tokens
-
-    async def begin(self, published: Published) -> None:
-        """Deliver the first version the way every later one goes. Raises what an installation raised; those that die of it are
-        left to `supervise`, as long as one lives."""
-        self.published = published
-        self._began = time.monotonic()
-        for generator in self:
-            try:
-                await self._install(generator)
-            except ActorLost as error:
-                self._bury(generator)
-                self._tell(generator, error, [])
-        if not any(g.live for g in self):
-            raise ProcessDied("every generator died before it had weights; see logs/generator-*.log")
-
-    @property
-    def behind(self) -> bool:
-        """A delivery has something to do: a generator needs the newest version and is not being given any, or has ended to be."""
-        assert self.published is not None
-        version = self.published.version
-        return any(
-            g.installing.done() if g.installing is not None else g.live and g.version < version
-            for g in self.generators.values()
-        )
-
-    async def deliver(self) -> dict[str, float] | None:
-        """Install the newest published version in every live generator that lacks it.
-
-        Returns when all that are not suspect have it. One that is, or becomes so meanwhile, is given it as well, and is not
-        waited for. Returns figures of the slowest; None if nobody has it: a generator that is restarted, or recovers,
-        installs it. Raises what an installation raised, and `RunFailed` if a generator does not have what was published.
-        """
-        assert self.published is not None
-        version, before = self.published.version, time.monotonic()
-        reports: list[InstallReport] = []
-        while awaited := self._give(version, reports):
-            await asyncio.wait(awaited, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not any(g.version >= version for g in self):
+        if not self.config.weights.probe:
             return None
-        return {
-            **no_delivery(),
-            "weights/update_seconds": time.monotonic() - before,
-            "weights/transfer_seconds": max((r.fetch_seconds + r.verify_seconds for r in reports), default=0.0),
-            "weights/load_seconds": max((r.load_seconds for r in reports), default=0.0),
-            "weights/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
-            "weights/paused_share": self.paused_share,
-            "weights/bytes": self.published.publication.manifest.nbytes,
-        }
-
-    def _give(self, version: int, reports: list[InstallReport]) -> list[asyncio.Task[InstallReport]]:
-        """Have each live generator that lacks `version` install the newest, one delivery at a time, and gather what has ended.
-        Returns the deliveries to wait for."""
-        awaited = []
-        for generator in self:
-            if generator.installing is not None and generator.installing.done():
-                self._gather(generator, reports)
-            if not generator.live or generator.version >= version:
-                continue
-            if generator.installing is None:
-                generator.installing = asyncio.create_task(self._install(generator))
-                generator.installing.add_done_callback(self._given)
-            if generator.state is HealthState.HEALTHY:
-                awaited.append(generator.installing)
-        return awaited
-
-    def _given(self, task: asyncio.Task[InstallReport]) -> None:
-        if not task.cancelled():
-            task.exception()  # it is looked at: here, or by `_gather`
-        self._wake()
-
-    @staticmethod
-    def _gather(generator: Generator, reports: list[InstallReport]) -> None:
-        task, generator.installing = generator.installing, None
-        assert task is not None
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is None:
-            reports.append(task.result())
-        elif not isinstance(error, ActorLost):
-            raise error
-        elif generator.live:  # or its supervisor knew before, and may be restarting it
-            generator.health.died()
-
-    @property
-    def paused_share(self) -> float:
-        """Share of the generators' time since the first delivery in which new weights kept an engine from generating."""
-        lived = (time.monotonic() - self._began) * len(self.generators)
-        return sum(g.paused_for_weights for g in self) / lived if lived else 0.0
-
-    async def _install(self, generator: Generator) -> InstallReport:
-        """Install the newest version, which the generator has to confirm, and probe it if that is due.
-
-        One that plays goes on with it, whatever is published meanwhile. One that does not play yet begins only with what is the
-        newest when it is done: the others may have that by then.
-        """
-        published = self.published
-        assert published is not None
-        version = published.version
-        self._reading[version] += 1
-        try:
-            report = await self._ask(generator, "install", published.publication)
-            if report.version != version:
-                raise RunFailed(
-                    f"{generator.generator_id} was given version {version} of the weights, but it has version "
-                    f"{report.version}: it missed an update"
-                )
-            generator.paused_for_weights += report.pause_seconds + report.drain_seconds
-            if published.scores is not None and (
-                generator.probed < 0 or version - generator.probed >= self.config.weights.probe_every
-            ):
-                assert self._probe_tokens is not None
-                ask, name = partial(self._ask, generator), generator.generator_id
-                await probe(ask, name, version, self._probe_tokens, published.scores, self.config, self.events)
-                generator.probed = version
-        finally:
-            self._reading[version] -= 1
-        if generator.state in (HealthState.DEAD, HealthState.STARTING):
-            raise ActorLost(f"{generator.generator_id} died when it had installed version {version}")
-        assert self.published is not None
-        generator.health.installed(version, version if generator.live else self.published.version)
-        return report
-
-    async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
-        """A generator's answer about its weights. Raises `ActorLost`, or `RunFailed` with its name and the reason."""
-        limit = self.config.weights.install_timeout + RPC_SECONDS  # its own limit comes first, and says more
-        call = asyncio.ensure_future(generator.handle.call(method, *args))
-        generator.asked += 1
-        try:
-            answer = await self._answer(generator, call, limit)
-            generator.answered += 1
-            self.heard(generator)
-            return answer
-        except ActorLost:
-            raise
-        except Exception as error:
-            reason = str(error) or repr(error)
-            if isinstance(error, TimeoutError) and not str(error):
-                reason = f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
-            raise RunFailed(f"{generator.generator_id}: {reason}") from error
-        finally:
-            generator.asked -= 1
-            call.cancel()
-
-    @staticmethod
-    async def _answer(generator: Generator, call: asyncio.Future[Any], limit: float) -> Any:
-        """Raises `TimeoutError`, but not while the generator is suspect: how long it may be silent is for `Watch` to judge."""
-        while not call.done():
-            await asyncio.wait([call], timeout=limit)
-            if not call.done() and generator.state is not HealthState.SUSPECT:
-                raise TimeoutError
-        return call.result()
-
-    # -- living and dying ----------------------------------------------------------------------------------------
-
-    async def supervise(
-        self,
-        generator: Generator,
-        conductor: ActorRef,
-        *,
-        stopping: Callable[[], bool],
-        died: Callable[[Generator, BaseException], Awaitable[list[int]]],
-        revived: Callable[[], None],
-    ) -> None:
-        """Keep one generator playing until it has nothing more to play.
-
-        `died` returns its leases and says which groups are leased again; `revived` hears that a restarted process has
-        the current weights. Raises `RunFailed` after `generator.max_restarts`, and what the generator itself raised.
-        """
-        while True:
-            try:
-                if generator.state is HealthState.DEAD:
-                    await self._revive(generator)
-                    revived()
-                await generator.handle.call("run", conductor)
-                generator.finished = True
-                return
-            except ActorLost as error:
-                if stopping():
-                    return
-                self._bury(generator)  # before anything is awaited: it is given no lease any more
-                self._tell(generator, error, await died(generator, error))
-
-    @staticmethod
-    def _bury(generator: Generator) -> None:
-        generator.health.died()
-        if generator.installing is not None:
-            generator.installing.cancel()
-            generator.installing = None
-        generator.probed = -1
-        generator.finished_tokens += generator.generated_tokens
-        generator.generated_tokens = 0
-
-    def _tell(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
-        self.events.warning(
-            "generator_died",
-            generator=generator.generator_id,
-            pid=generator.pid,
-            leased_again=leased_again,
-            error=str(error)[:300],
-        )
-
-    async def _revive(self, generator: Generator) -> None:
-        """Wait for Ray to restart the process, load the engine, install the current weights.
-
-        Ray restarts a process at once. The back-off is ours: what it loads may be what kills it.
-        """
-        health, began, wait = generator.health, time.monotonic(), generator.health.restart_in
-        try:
-            health.restarting()
-        except RestartsExhausted as error:
-            raise RunFailed(
-                f"{generator.generator_id} died {generator.restarts + 1} times (generator.max_restarts = "
-                f"{self.config.generator.max_restarts}); see logs/{generator.generator_id}.log"
-            ) from error
-        await asyncio.sleep(wait)
-        await self._wait_until_alive(generator, time.monotonic() + self.config.generator.start_timeout)
-        await self._load(generator)
-        await self._connect(generator)
-        # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
-        while generator.state is HealthState.STALE:
-            await self._install(generator)
-        self.events.warning(
-            "generator_restarted",
-            generator=generator.generator_id,
-            pid=generator.pid,
-            restarts=generator.restarts,
-            version=generator.version,
-            waited=round(wait, 2),
-            seconds=round(time.monotonic() - began, 2),
-        )
-
-    @staticmethod
-    async def _wait_until_alive(generator: Generator, deadline: float) -> None:
-        """Calls to an actor that Ray is restarting fail at once; wait until one is answered."""
-        while True:
-            try:
-                await generator.handle.call("whereabouts", timeout=RPC_SECONDS)
-                return
-            except Exception as error:
-                if time.monotonic() > deadline:
-                    if isinstance(error, ActorLost):
-                        raise
-                    raise RunFailed(
-                        f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"
-                    ) from error
-                await asyncio.sleep(0.5)
+        first = next(iter(self))
+        text = probe_text(self.config.episode.max_total_tokens)
+        return await first.handle.call("encode_probe", text, timeout=RPC_SECONDS)

@@ -74,7 +74,7 @@ class Pipeline:
             plays = (name, self.run_id, with_secrets, model, directory, lineage.number)
             generators[name] = actors.spawn(self.generator, *plays, name=name, placement=playing)
         state = encode_state(resume.state) if resume else b""
-        leads = (self.run_id, plain, directory, state, lineage)
+        leads = (self.run_id, plain, directory, learner, generators, state, lineage)
         conductor = actors.spawn(self.conductor, *leads, name="conductor", placement=Placement(concurrency=1000))
         return Running(self, conductor, learner, generators)
 
@@ -89,14 +89,14 @@ class Pipeline:
 
 
 class Running:
-    """The actors of a start, which the conductor was told of. The driver polls `status`, `check` and `finished`, asks for an
+    """The actors of a start, whose conductor runs. The driver polls `status`, `check` and `finished`, asks for an
     orderly end with `stop`, and always calls `end`."""
 
     def __init__(self, pipeline: Pipeline, conductor: ActorRef, learner: ActorRef, generators: Mapping[str, ActorRef]):
         self.config, self.run_dir = pipeline.config, pipeline.run_dir
         self._world, self._events, self._conductor = pipeline.world, pipeline.events, conductor
         self._actors = [conductor, learner, *generators.values()]
-        self._result = asyncio.ensure_future(conductor.call("run", learner, dict(generators)))
+        self._result = asyncio.ensure_future(conductor.call("run"))
         self._asked: asyncio.Task[dict[str, Any]] | None = None
         """The question for its status that the conductor has not answered."""
         self._calls: list[asyncio.Future[Any]] = [self._result]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from r3async.config import Config
 from r3async.observe.quarantine import FILE, QuarantinedTask, read_quarantine
 from r3async.scheduling.cursor import Cursor
 from r3async.scheduling.failures import By, EpisodeEnd, FailedTask, TaskFailures
+from r3async.world import World
+from r3async.world.real import REAL
 
 ERROR_CHARACTERS = 500
 
@@ -27,10 +28,10 @@ class Tasks:
     tasks for the groups that it kept, and none of the quarantined for others.
     """
 
-    def __init__(self, config: Config, run_dir: Path, events: Any):
-        self._config, self._run_dir, self._events = config, run_dir, events
-        self._file = AppendFile(run_dir / FILE)
-        self._quarantined = {task.task_seed: task.from_group for task in read_quarantine(run_dir)}
+    def __init__(self, config: Config, run_dir: Path, events: Any, *, world: World = REAL):
+        self._config, self._run_dir, self._events, self._world = config, run_dir, events, world
+        self._file = AppendFile(run_dir / FILE, world=world)
+        self._quarantined = {t.task_seed: t.from_group for t in read_quarantine(run_dir, files=world.files)}
         self._failures = TaskFailures(config.supervise.max_failed_fraction, config.schedule.samples_per_group)
         self._too_many = asyncio.Event()
         self._reason = ""
@@ -50,7 +51,7 @@ class Tasks:
 
     def resumed(self, next_group: int) -> None:
         """Nothing is left of groups from `next_group` on: those that are leased again pose no quarantined task."""
-        for task in read_quarantine(self._run_dir):
+        for task in read_quarantine(self._run_dir, files=self._world.files):
             if task.from_group > next_group:
                 self._write(msgspec.structs.replace(task, from_group=next_group))
 
@@ -66,7 +67,7 @@ class Tasks:
     def _quarantine(self, failed: FailedTask, next_group: int) -> None:
         error = failed.error.strip()[-ERROR_CHARACTERS:]
         task = QuarantinedTask(
-            failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=time.time()
+            failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=self._world.clock.time()
         )
         self._events.warning(
             "task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by, error=error

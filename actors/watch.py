@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ STORING = "storing"
 
 
 class Watch:
-    """Lives on the conductor's event loop. `loads`: what each generator said of itself last. `learner`: its actor. While
+    """Lives on the conductor's event loop. `loads`: what each generator said of itself last. `learner`: its actor.
+    `published()`: the newest version that engines are to have. While
     `resting()`, work that nobody has begun waits for nobody: the run is ending, or generators evaluate.
 
     Stages: `playing/G`, `sending/G` and `installing/G` of each generator, `training`, `publishing`, `storing` (the spool's disk
@@ -53,12 +53,12 @@ class Watch:
         admission: Admission,
         learner: ActorRef,
         loads: Mapping[str, Mapping[str, float]],
+        published: Callable[[], int],
         resting: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.world, self.config, self.run_dir, self.events = world, config, run_dir, events
         self._fleet, self._admission, self._learner, self._loads = fleet, admission, learner, loads
-        self._resting, self._clock = resting, clock
+        self._published, self._resting, self._clock = published, resting, world.clock.monotonic
         self._status: dict[str, Any] = {}
         """The learner's, as it said last."""
         self._asked: asyncio.Future[dict[str, Any]] | None = None
@@ -68,7 +68,7 @@ class Watch:
         # What has a limit of its own fails by that, and says more. An installation is judged before the conductor gives it up.
         limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
         limits |= {f"installing/{g.generator_id}": weights.install_timeout + RPC_SECONDS / 2 for g in fleet}
-        self.dog = Watchdog(clock, supervise.stall_seconds, limits)
+        self.dog = Watchdog(self._clock, supervise.stall_seconds, limits)
         self._period = min(LOOK_SECONDS, supervise.stall_seconds / 4, supervise.silence_seconds / 4)
 
     async def run(self) -> None:
@@ -132,8 +132,7 @@ class Watch:
         doing = status.get("doing")
         self.dog.see(ANSWERING, self._answers, int(self._asked is not None))
         self.dog.see("training", status.get("steps", 0), int(doing == "training"))
-        version = self._fleet.published.version if self._fleet.published is not None else 0
-        self.dog.see("publishing", version, int(bool(status.get("writing"))))
+        self.dog.see("publishing", self._published(), int(bool(status.get("writing"))))
         seen = self.dog.describe()
         seen.pop(RUN, None)
         # Nobody has work though the learner waits for some: an episode is lost, or somebody has forgotten to go on.

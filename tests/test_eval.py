@@ -319,7 +319,7 @@ def evaluator(tmp_path, answer, dead=False, **settings):
     fleet["g"].health.installed(0, 0)
     if dead:
         fleet["g"].health.died()
-    return Evaluator(config, tmp_path, events, lambda: fleet), events
+    return Evaluator(config, tmp_path, events, fleet), events
 
 
 def lines(tmp_path):
@@ -370,7 +370,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     for member in fleet:
         member.health.loaded()
         member.health.installed(0, 0)
-    it._fleet = lambda: fleet
+    it._fleet = fleet
     it.after(2)
     await settle(it)
     assert asked == ["a", "b", "c"]

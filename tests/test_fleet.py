@@ -11,7 +11,8 @@ import pytest
 from actors.conductor import Conductor
 from actors.deaths import ProcessDied, RunFailed
 from actors.delivery import Published, choose_backend
-from actors.fleet import Fleet
+from actors.fleet import Fleet, Way
+from actors.installer import Installer
 from actors.process import NotLoaded
 from r3async.config import load_config, to_dict
 from r3async.engines.base import InstallReport
@@ -108,85 +109,96 @@ async def handles():
     return {"generator-0": Generator(), "generator-1": Generator()}
 
 
+async def loaded(handles):
+    """An installer whose generators have engines, and no weights."""
+    config, clock = load_config("quickstart", SETTINGS), Clock()
+    fleet = Fleet(config, Events(), handles, clock)
+    await fleet.load()
+    tokens = await fleet.probe_tokens()
+    assert tokens == TOKENS
+    return Installer(config, fleet.events, fleet, Way("tcp://learner", "shared_memory"), tokens, published(0), clock)
+
+
 @pytest.mark.parametrize("death", [ActorLost("it died"), NotLoaded("generator-1 died")])
 async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, death):
-    fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
-    await fleet.load()
-    await fleet.probe_tokens()
+    installer = await loaded(handles)
+    fleet = installer.fleet
     handles["generator-1"].wrong["install"] = death
-    await fleet.begin(published(0))
+    await installer.begin()
     assert [g.state.value for g in fleet] == ["healthy", "dead"]
     assert fleet.events.names() == ["probe", "probe_sampled", "generator_died"]
 
 
 async def test_if_all_die_before_they_have_weights_it_is_a_death():
     handles = {"generator-0": Generator()}
-    fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
-    await fleet.load()
+    installer = await loaded(handles)
     handles["generator-0"].wrong["install"] = NotLoaded("it died")
     with pytest.raises(ProcessDied, match="every generator died"):
-        await fleet.begin(published(0))
+        await installer.begin()
 
 
-async def test_a_failure_without_words_is_not_taken_for_silence(fleet, handles):
+async def test_a_failure_without_words_is_not_taken_for_silence(installer, handles):
     handles["generator-0"].wrong["install"] = AssertionError()
-    fleet.published = published(1)
+    installer.published = published(1)
     with pytest.raises(RunFailed, match=r"generator-0: AssertionError\(\)"):
-        await fleet.deliver()
+        await installer.deliver()
 
 
 @pytest.fixture
-async def fleet(handles):
-    fleet = Fleet(load_config("quickstart", SETTINGS), Events(), handles, clock=Clock())
-    await fleet.load()
-    assert await fleet.probe_tokens() == TOKENS
-    await fleet.begin(published(0))
-    return fleet
+async def installer(handles):
+    installer = await loaded(handles)
+    await installer.begin()
+    return installer
 
 
-async def deliver(fleet, version):
-    fleet.published = published(version)
-    return await fleet.deliver()
+@pytest.fixture
+def fleet(installer):
+    return installer.fleet
 
 
-async def test_a_generator_that_lags_gets_the_newest_version_only(fleet, handles):
+async def deliver(installer, version):
+    installer.published = published(version)
+    return await installer.deliver()
+
+
+async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fleet, handles):
     slow = handles["generator-1"]
     slow.may_install.clear()
-    first = asyncio.create_task(deliver(fleet, 1))
+    first = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
-    fleet.published = published(2)
-    assert fleet.reading == [1]
-    fleet.published = published(3)
+    installer.published = published(2)
+    assert installer.reading == [1]
+    installer.published = published(3)
     slow.may_install.set()
     await first
-    await fleet.deliver()
-    assert fleet.reading == []
+    await installer.deliver()
+    assert installer.reading == []
     for handle in handles.values():
         assert [v for _, v in handle.asked("install")] == [0, 1, 3]
     assert {g.version for g in fleet} == {3}
 
 
-async def test_a_restarted_generator_installs_the_newest_version_only_and_is_probed(fleet, handles):
+async def test_a_restarted_generator_installs_the_newest_version_only_and_is_probed(installer, fleet, handles):
     for version in range(1, 6):
-        await deliver(fleet, version)
+        await deliver(installer, version)
     fresh = handles["generator-0"]
     fresh.calls, fresh.version = [], -1
     generator = fleet["generator-0"]
     generator.health.died()
     generator.probed = -1
-    await fleet._revive(generator)
+    await installer._revive(generator)
     assert fresh.asked("install") == [("install", 5)]
     assert fresh.asked("score")
     assert (generator.state, generator.version) == ("healthy", 5)
 
 
-async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(fleet, handles):
+async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(installer, fleet, handles):
     fresh, generator = handles["generator-0"], fleet["generator-0"]
     generator.health.died()
     fresh.may_install.clear()
-    reviving = asyncio.create_task(fleet._revive(generator))
+    reviving = asyncio.create_task(installer._revive(generator))
     await asyncio.sleep(0.1)
-    await deliver(fleet, 1)
+    await deliver(installer, 1)
     assert (generator.state, generator.health.may_lease) == ("stale", False)
     fresh.may_install.set()
     await reviving
@@ -194,33 +206,33 @@ async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others
     assert generator.version == 1
 
 
-async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(fleet, handles):
+async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(installer, fleet, handles):
     handles["generator-0"].wrong["install"] = ActorLost("it died")
-    assert await deliver(fleet, 1) is not None
+    assert await deliver(installer, 1) is not None
     assert fleet["generator-0"].state == "dead"
     handles["generator-1"].wrong["score"] = ActorLost("it died")
-    assert await deliver(fleet, 3) is None
+    assert await deliver(installer, 3) is None
 
 
-async def test_a_generator_that_missed_an_update_is_named(fleet, handles):
+async def test_a_generator_that_missed_an_update_is_named(installer, handles):
     handles["generator-1"].wrong["install"] = InstallReport(0, 0.1, 0.1)
     message = "generator-1 was given version 1 of the weights, but it has version 0: it missed an update"
     with pytest.raises(RunFailed, match=message):
-        await deliver(fleet, 1)
+        await deliver(installer, 1)
 
 
-async def test_the_probe_comes_at_the_start_and_every_so_many_versions(fleet, handles):
+async def test_the_probe_comes_at_the_start_and_every_so_many_versions(installer, handles):
     probed = []
     for version in (1, 2, 3, 4, 5, 8, 9):
         before = len(handles["generator-0"].asked("score"))
-        await deliver(fleet, version)
+        await deliver(installer, version)
         if len(handles["generator-0"].asked("score")) > before:
             probed.append(version)
     assert probed == [3, 8]
     assert len(handles["generator-0"].asked("cached_from_older")) == 3
 
 
-async def test_a_failed_probe_names_generator_version_and_tensor(fleet, handles):
+async def test_a_failed_probe_names_generator_version_and_tensor(installer, fleet, handles):
     bad = handles["generator-1"]
     bad.wrong["score"] = scores(2)
     bad.wrong["differences"] = [Difference("model.a", "model.ab", 5), Difference("model.b", "model.ab", 6)]
@@ -228,38 +240,38 @@ async def test_a_failed_probe_names_generator_version_and_tensor(fleet, handles)
         r"version 3 of the weights in generator-1 .* 'model\.a' \(5 elements of parameter 'model\.ab'\), 'model\.b'"
     )
     with pytest.raises(RunFailed, match=message):
-        await deliver(fleet, 3)
+        await deliver(installer, 3)
     assert fleet["generator-1"].version == 0
 
 
-async def test_a_failed_probe_without_a_difference_says_so(fleet, handles):
+async def test_a_failed_probe_without_a_difference_says_so(installer, handles):
     handles["generator-0"].wrong["score"] = scores(2)
     with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
-        await deliver(fleet, 3)
+        await deliver(installer, 3)
     handles["generator-0"].wrong["differences"] = RuntimeError("lost")
     with pytest.raises(RunFailed, match="could not be found out: generator-0: lost"):
-        await deliver(fleet, 6)
+        await deliver(installer, 6)
 
 
-async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(fleet, handles):
+async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(installer, handles):
     handles["generator-1"].wrong["sample_probe"] = sampled(-1.5)
     with pytest.raises(
         RunFailed, match=r"generator-1 under version 3 reports other log-probs than it samples with.* 0.5 "
     ):
-        await deliver(fleet, 3)
+        await deliver(installer, 3)
 
 
-async def test_a_stale_prefix_cache_stops_the_run(fleet, handles):
+async def test_a_stale_prefix_cache_stops_the_run(installer, handles):
     handles["generator-0"].wrong["cached_from_older"] = 128
     with pytest.raises(
         RunFailed, match="generator-0: a new request under version 3 took 128 positions from a prefix cache"
     ):
-        await deliver(fleet, 3)
+        await deliver(installer, 3)
 
 
-async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(fleet):
-    fleet._began -= 100 - 0.5  # two generators, 0.1 s each at the start
-    figures = await deliver(fleet, 1)
+async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(installer):
+    installer._began -= 100  # two generators, 0.1 s each at the start
+    figures = await deliver(installer, 1)
     assert figures["weights/pause_seconds"] == 0.1
     assert figures["weights/load_seconds"] == 0.05
     assert figures["weights/transfer_seconds"] == 0.02
@@ -287,7 +299,9 @@ def test_equal_contents_have_equal_digests():
     assert manifest.digest != WeightManifest(1, "x", {**tensors, "b": TensorEntry("float32", (2,), 3)}, 8).digest
 
 
-async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(fleet, handles):
+async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
+    installer, fleet, handles
+):
     clock, generator = fleet["generator-0"].health._clock, fleet["generator-0"]
     clock.now += 9
     fleet.heard(fleet["generator-1"])
@@ -298,7 +312,7 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
     assert not generator.health.may_lease
     assert [event for event in fleet.events.names() if not event.startswith("probe")] == ["generator_suspect"]
     assert fleet.events.seen[-1][1]["generator"] == "generator-0"
-    await deliver(fleet, 1)  # it may only be slow
+    await deliver(installer, 1)  # it may only be slow
     assert (generator.state, generator.version) == ("healthy", 1)
     assert fleet.events.names()[-1] == "generator_recovered"
     assert fleet.events.seen[-1][1]["seconds"] == 11
@@ -306,7 +320,7 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("actors.fleet.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("actors.installer.LOOK_SECONDS", 0.01)
 
 
 async def until(condition):
@@ -329,66 +343,68 @@ async def fall_silent(fleet, name):
 
 
 async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_newest_when_it_wakes(
-    fleet, handles, impatient
+    installer, fleet, handles, impatient
 ):
     wakes = []
-    fleet._wake = lambda: wakes.append(1)
+    installer._wake = lambda: wakes.append(1)
     handles["generator-0"].may_install.clear()
-    delivering = asyncio.create_task(deliver(fleet, 1))
+    delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.05)
     assert not delivering.done()
     await fall_silent(fleet, "generator-0")
     assert await asyncio.wait_for(delivering, 10) is not None
     assert [g.version for g in fleet] == [0, 1]
-    assert await asyncio.wait_for(deliver(fleet, 2), 10) is not None
+    assert await asyncio.wait_for(deliver(installer, 2), 10) is not None
     assert [g.version for g in fleet] == [0, 2]
-    assert fleet.reading == [1], "what a stopped engine reads stays"
-    assert not fleet.behind, "it is being given what it needs"
+    assert installer.reading == [1], "what a stopped engine reads stays"
+    assert not installer.behind, "it is being given what it needs"
     handles["generator-0"].may_install.set()
-    await until(lambda: wakes and fleet.behind)
-    await fleet.deliver()
+    await until(lambda: wakes and installer.behind)
+    await installer.deliver()
     assert [(g.state, g.version) for g in fleet] == [("healthy", 2), ("healthy", 2)]
     assert handles["generator-0"].asked("install") == [("install", v) for v in (0, 1, 2)]
-    assert fleet.reading == []
-    assert not fleet.behind
+    assert installer.reading == []
+    assert not installer.behind
 
 
-async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(fleet, handles, impatient):
+async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(installer, fleet, handles, impatient):
     for handle in handles.values():
         handle.may_install.clear()
-    delivering = asyncio.create_task(deliver(fleet, 1))
+    delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.02)
     fleet["generator-0"].health._clock.now += 11
     fleet.tick()
     assert await asyncio.wait_for(delivering, 10) is None
     handles["generator-1"].may_install.set()
-    await until(lambda: fleet.behind)
-    assert await asyncio.wait_for(fleet.deliver(), 10) is not None
+    await until(lambda: installer.behind)
+    assert await asyncio.wait_for(installer.deliver(), 10) is not None
     assert [g.version for g in fleet] == [0, 1]
 
 
-async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(fleet, handles, impatient):
+async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(installer, fleet, handles, impatient):
     handles["generator-0"].may_install.clear()
     await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(deliver(fleet, 1), 10) is not None
+    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
     handles["generator-0"].wrong["install"] = InstallReport(0, 0.1, 0.1)
     handles["generator-0"].may_install.set()
-    await until(lambda: fleet.behind)
+    await until(lambda: installer.behind)
     with pytest.raises(RunFailed, match="it missed an update"):
-        await fleet.deliver()
+        await installer.deliver()
 
 
-async def test_a_stopped_generator_is_not_given_up_by_the_clock_and_one_that_is_heard_is(fleet, handles, monkeypatch):
-    monkeypatch.setattr("actors.fleet.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
+async def test_a_stopped_generator_is_not_given_up_by_the_clock_and_one_that_is_heard_is(
+    installer, fleet, handles, monkeypatch
+):
+    monkeypatch.setattr("actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
     handles["generator-0"].may_install.clear()
     await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(deliver(fleet, 1), 10) is not None
+    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
     await asyncio.sleep(0.2)
-    assert not fleet.behind
+    assert not installer.behind
     fleet.heard(fleet["generator-0"])
-    await until(lambda: fleet.behind)
+    await until(lambda: installer.behind)
     with pytest.raises(RunFailed, match="generator-0: no answer to `install` within"):
-        await fleet.deliver()
+        await installer.deliver()
 
 
 async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
@@ -398,22 +414,22 @@ async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
     assert [g.state.value for g in fleet] == ["healthy", "suspect"]
 
 
-async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends_the_run(fleet, handles):
+async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends_the_run(installer, fleet, handles):
     generator = fleet["generator-0"]
     for _ in range(2):
         generator.health.died()
-        await fleet._revive(generator)
+        await installer._revive(generator)
     waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
     assert waits == [0.02, 0.04]
     generator.health.died()
     with pytest.raises(RunFailed, match=r"generator-0 died 3 times \(generator\.max_restarts = 2\)"):
-        await fleet._revive(generator)
+        await installer._revive(generator)
 
 
-async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_successors(fleet, handles):
+async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_successors(installer, fleet, handles):
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.may_install.clear()
-    delivering = asyncio.create_task(deliver(fleet, 1))
+    delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
     generator.health.died()  # its supervisor knows
     handle.may_install.set()
@@ -423,7 +439,7 @@ async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_suc
 
 async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
     monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
-    conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path))
+    conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
 

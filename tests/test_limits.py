@@ -13,11 +13,12 @@ from rich.console import Console
 
 from actors.conductor import Conductor
 from actors.deaths import ProcessDied, RunFailed
-from actors.fleet import Fleet
+from actors.fleet import Fleet, Way
+from actors.installer import Installer
 from r3async.config import load_config, to_dict
 from r3async.world.real import REAL
 from tests.helpers_world import StandIn
-from tests.test_fleet import Events, Generator
+from tests.test_fleet import Events, Generator, published
 from tools.train import train
 
 
@@ -105,16 +106,17 @@ class Silent(StandIn):
 async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
     monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
     config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
-    conductor = Conductor(REAL, "run", to_dict(config), str(tmp_path))
     learner = Silent("start") if slow == "learner" else Silent()
     generator = Silent("start") if slow == "generator" else Generator()
+    conductor = Conductor(REAL, "run", to_dict(config), str(tmp_path), learner, {"generator-0": generator})
     with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):
-        await asyncio.wait_for(conductor.run(learner, {"generator-0": generator}), 60)
+        await asyncio.wait_for(conductor.run(), 60)
 
 
 async def test_weights_that_are_not_installed_in_time_end_the_run_and_name_the_setting(monkeypatch):
-    monkeypatch.setattr("actors.fleet.RPC_SECONDS", 0.05)
+    monkeypatch.setattr("actors.installer.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
+    installer = Installer(config, fleet.events, fleet, Way("", ""), None, published(0))
     with pytest.raises(RunFailed, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
-        await asyncio.wait_for(fleet._ask(fleet["generator-0"], "install"), 60)
+        await asyncio.wait_for(installer._ask(fleet["generator-0"], "install"), 60)

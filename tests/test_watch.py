@@ -56,7 +56,7 @@ class Actor(StandIn):
 class World(RealWorld):
     """Whose processes and actors are not there: it remembers whom they were asked to end, and to write stacks."""
 
-    def __init__(self):
+    def __init__(self, clock):
         self.asked, self.killed = [], []
         self.processes = SimpleNamespace(
             dump_stacks=REAL.processes.dump_stacks,
@@ -64,6 +64,7 @@ class World(RealWorld):
             kill=lambda *where: self.killed.append(where),
         )
         self.actors = SimpleNamespace(kill=self.kill)
+        self.clock = SimpleNamespace(monotonic=clock, time=time.time)
 
     def kill(self, actor, *, restart=False):
         self.killed.append((actor, restart))
@@ -89,7 +90,7 @@ class Run:
         self.admission = Admission(max_staleness=0, groups_per_step=1, samples_per_group=4, task_seed=lambda group: 0)
         self.loads = {name: self.load() for name in named}
         self.resting = False
-        self.world = World()
+        self.world = World(self.clock)
         self.watch = Watch(
             self.world,
             self.config,
@@ -99,8 +100,8 @@ class Run:
             admission=self.admission,
             learner=self.learner,
             loads=self.loads,
+            published=lambda: 0,
             resting=lambda: self.resting,
-            clock=self.clock,
         )
         self.watch._status = self.learner.says
         self.first = self.fleet["generator-0"]

@@ -15,10 +15,12 @@ import actors.learning
 from actors.conductor import Conductor
 from actors.deaths import RunFailed
 from actors.delivery import Published
-from actors.fleet import Fleet
+from actors.fleet import Way
+from actors.installer import Installer
 from actors.learning import Counts, Learning, Model
 from actors.publishing import Publishing
 from actors.ranks import LocalLearner
+from actors.steps import Steps
 from r3async.batching.cost import Cost
 from r3async.buffer.groups import GroupBuffer
 from r3async.config import load_config, to_dict
@@ -209,38 +211,45 @@ class RemoteLearner(StandIn):
 def conductor(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.conductor, "begin", lambda *args: None)
     settings = load_config("quickstart", ["steps=5"])
-    conductor = Conductor(REAL, "run", to_dict(settings), str(tmp_path))
+    return Conductor(REAL, "run", to_dict(settings), str(tmp_path), StandIn(), {})
+
+
+@pytest.fixture
+def installer(conductor, monkeypatch):
+    """Delivers what is published, in a while, to nobody."""
+    fleet = conductor.fleet
+    made = Installer(conductor.config, conductor.events, fleet, Way("", ""), None, Published(publication(0)))
     installed = []
 
     async def deliver():
-        version = conductor.fleet.published.version
+        version = made.published.version
         await asyncio.sleep(0.02)
         installed.append(version)
         return {"weights/update_seconds": 0.02}
 
-    conductor.fleet = Fleet(conductor.config, conductor.events, {})
-    monkeypatch.setattr(conductor.fleet, "deliver", deliver)
+    monkeypatch.setattr(made, "deliver", deliver)
     conductor.trained, conductor.freed = [], []
     monkeypatch.setattr(conductor.admission, "trained", lambda *pair: conductor.trained.append(pair))
     monkeypatch.setattr(conductor.admission, "installed", conductor.freed.append)
-    conductor.delivered = installed
-    return conductor
+    conductor.versions = installed
+    return made
 
 
-async def train(conductor, learner):
+async def train(conductor, installer, learner):
     conductor.learner = learner
-    delivering = asyncio.create_task(conductor._deliver_forever())
+    steps = Steps(conductor, installer, None)
+    delivering = asyncio.create_task(steps.deliver_forever())
     try:
-        steps = await asyncio.wait_for(conductor._train_steps([delivering]), LIMIT)
-        await asyncio.wait_for(conductor._settle(delivering), LIMIT)
+        await asyncio.wait_for(steps.train([delivering]), LIMIT)
+        await asyncio.wait_for(steps.settle(delivering), LIMIT)
     finally:
         delivering.cancel()
-    return steps
+    return steps.made
 
 
-async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, tmp_path):
-    assert await train(conductor, RemoteLearner()) == 5
-    assert conductor.delivered[-1] == 5
+async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, installer, tmp_path):
+    assert await train(conductor, installer, RemoteLearner()) == 5
+    assert conductor.versions[-1] == 5
     assert conductor.trained == [(version, [version - 1]) for version in range(1, 6)]
     assert conductor.freed == sorted(conductor.freed)
     assert conductor.freed[-1] == 5
@@ -250,17 +259,17 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
 
 
 @pytest.mark.parametrize("version", [2, 5])
-async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor, version):
+async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor, installer, version):
     with pytest.raises(OSError, match=f"version {version} could not be written"):
-        await train(conductor, RemoteLearner(fails=version))
+        await train(conductor, installer, RemoteLearner(fails=version))
 
 
-async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor):
+async def test_a_delivery_that_fails_after_the_last_step_is_not_passed_over(conductor, installer):
     async def deliver():
-        if conductor.fleet.published.version == 5:
+        if installer.published.version == 5:
             raise RunFailed("tensor 'x' is corrupt")
         return {}
 
-    conductor.fleet.deliver = deliver
+    installer.deliver = deliver
     with pytest.raises(RunFailed, match="tensor 'x' is corrupt"):
-        await train(conductor, RemoteLearner())
+        await train(conductor, installer, RemoteLearner())

@@ -1,0 +1,267 @@
+"""The conductor's deliveries: weights for its generators, compared with the learner's, and new ones for those that died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from actors.deaths import ProcessDied, RunFailed
+from actors.delivery import Published, no_delivery
+from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
+from actors.probing import probe
+from r3async.config import Config
+from r3async.engines.base import InstallReport
+from r3async.scheduling.health import HealthState, RestartsExhausted
+from r3async.world import ActorLost, ActorRef
+from r3async.world.real import REAL
+
+LOOK_SECONDS = 0.5
+"""Between two looks, at most, at who still answers during a delivery."""
+
+
+class Installer:
+    """Lives on the conductor's event loop, from the first version on. `published`: the newest version, the only one that is
+    still delivered. `tokens`: the probe's text, if there is a probe. `events`: a structlog logger. `clock`: in seconds. `wake()`
+    is called when `deliver` has something to do again."""
+
+    def __init__(
+        self,
+        config: Config,
+        events: Any,
+        fleet: Fleet,
+        way: Way,
+        tokens: Sequence[int] | None,
+        published: Published,
+        clock: Callable[[], float] = REAL.clock.monotonic,
+        wake: Callable[[], object] = lambda: None,
+    ):
+        self._config, self._events, self.fleet, self._way = config, events, fleet, way
+        self._tokens, self.published = tokens, published
+        self._clock, self._wake, self._began = clock, wake, clock()
+        self._reading: Counter[int] = Counter()
+        """By version: how many engines read it now."""
+
+    @property
+    def reading(self) -> list[int]:
+        """Versions that engines are reading now."""
+        return [version for version, readers in self._reading.items() if readers]
+
+    async def begin(self) -> None:
+        """Deliver the first version the way every later one goes. Raises what an installation raised; those that die of it are
+        left to `supervise`, as long as one lives."""
+        for generator in self.fleet:
+            try:
+                await self._install(generator)
+            except ActorLost as error:
+                self.fleet.bury(generator)
+                self.fleet.tell_death(generator, error, [])
+        if not any(g.live for g in self.fleet):
+            raise ProcessDied("every generator died before it had weights; see logs/generator-*.log")
+
+    @property
+    def behind(self) -> bool:
+        """A delivery has something to do: a generator needs the newest version and is not being given any, or has ended to be."""
+        version = self.published.version
+        return any(
+            g.installing.done() if g.installing is not None else g.live and g.version < version for g in self.fleet
+        )
+
+    async def deliver(self) -> dict[str, float] | None:
+        """Install the newest published version in every live generator that lacks it.
+
+        Returns when all that are not suspect have it. One that is, or becomes so meanwhile, is given it as well, and is not
+        waited for. Returns figures of the slowest; None if nobody has it: a generator that is restarted, or recovers,
+        installs it. Raises what an installation raised, and `RunFailed` if a generator does not have what was published.
+        """
+        version, before = self.published.version, self._clock()
+        reports: list[InstallReport] = []
+        while awaited := self._give(version, reports):
+            await asyncio.wait(awaited, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not any(g.version >= version for g in self.fleet):
+            return None
+        return {
+            **no_delivery(),
+            "weights/update_seconds": self._clock() - before,
+            "weights/transfer_seconds": max((r.fetch_seconds + r.verify_seconds for r in reports), default=0.0),
+            "weights/load_seconds": max((r.load_seconds for r in reports), default=0.0),
+            "weights/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
+            "weights/paused_share": self.paused_share,
+            "weights/bytes": self.published.publication.manifest.nbytes,
+        }
+
+    def _give(self, version: int, reports: list[InstallReport]) -> list[asyncio.Task[InstallReport]]:
+        """Have each live generator that lacks `version` install the newest, one delivery at a time, and gather what has ended.
+        Returns the deliveries to wait for."""
+        awaited = []
+        for generator in self.fleet:
+            if generator.installing is not None and generator.installing.done():
+                self._gather(generator, generator.installing, reports)
+            if not generator.live or generator.version >= version:
+                continue
+            if generator.installing is None:
+                generator.installing = asyncio.create_task(self._install(generator))
+                generator.installing.add_done_callback(self._given)
+            if generator.state is HealthState.HEALTHY:
+                awaited.append(generator.installing)
+        return awaited
+
+    def _given(self, task: asyncio.Task[InstallReport]) -> None:
+        if not task.cancelled():
+            task.exception()  # it is looked at: here, or by `_gather`
+        self._wake()
+
+    @staticmethod
+    def _gather(generator: Generator, task: asyncio.Task[InstallReport], reports: list[InstallReport]) -> None:
+        generator.installing = None
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            reports.append(task.result())
+        elif not isinstance(error, ActorLost):
+            raise error
+        elif generator.live:  # or its supervisor knew before, and may be restarting it
+            generator.health.died()
+
+    @property
+    def paused_share(self) -> float:
+        """Share of the generators' time since the first delivery in which new weights kept an engine from generating."""
+        lived = (self._clock() - self._began) * len(self.fleet.generators)
+        return sum(g.paused_for_weights for g in self.fleet) / lived if lived else 0.0
+
+    async def _install(self, generator: Generator) -> InstallReport:
+        """Install the newest version, which the generator has to confirm, and probe it if that is due.
+
+        One that plays goes on with it, whatever is published meanwhile. One that does not play yet begins only with what is the
+        newest when it is done: the others may have that by then.
+        """
+        published = self.published
+        version = published.version
+        self._reading[version] += 1
+        try:
+            report = await self._ask(generator, "install", published.publication)
+            if report.version != version:
+                raise RunFailed(
+                    f"{generator.generator_id} was given version {version} of the weights, but it has version "
+                    f"{report.version}: it missed an update"
+                )
+            generator.paused_for_weights += report.pause_seconds + report.drain_seconds
+            due = generator.probed < 0 or version - generator.probed >= self._config.weights.probe_every
+            if due and published.scores is not None and self._tokens is not None:
+                ask, name = partial(self._ask, generator), generator.generator_id
+                await probe(ask, name, version, self._tokens, published.scores, self._config, self._events)
+                generator.probed = version
+        finally:
+            self._reading[version] -= 1
+        if generator.state in (HealthState.DEAD, HealthState.STARTING):
+            raise ActorLost(f"{generator.generator_id} died when it had installed version {version}")
+        generator.health.installed(version, version if generator.live else self.published.version)
+        return report
+
+    async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
+        """A generator's answer about its weights. Raises `ActorLost`, or `RunFailed` with its name and the reason."""
+        limit = self._config.weights.install_timeout + RPC_SECONDS  # its own limit comes first, and says more
+        call = asyncio.ensure_future(generator.handle.call(method, *args))
+        generator.asked += 1
+        try:
+            answer = await self._answer(generator, call, limit)
+            generator.answered += 1
+            self.fleet.heard(generator)
+            return answer
+        except ActorLost:
+            raise
+        except Exception as error:
+            reason = str(error) or repr(error)
+            if isinstance(error, TimeoutError) and not str(error):
+                reason = f"no answer to `{method}` within {limit:g} s (weights.install_timeout)"
+            raise RunFailed(f"{generator.generator_id}: {reason}") from error
+        finally:
+            generator.asked -= 1
+            call.cancel()
+
+    @staticmethod
+    async def _answer(generator: Generator, call: asyncio.Future[Any], limit: float) -> Any:
+        """Raises `TimeoutError`, but not while the generator is suspect: how long it may be silent is for `Watch` to judge."""
+        while not call.done():
+            await asyncio.wait([call], timeout=limit)
+            if not call.done() and generator.state is not HealthState.SUSPECT:
+                raise TimeoutError
+        return call.result()
+
+    # -- living and dying ----------------------------------------------------------------------------------------
+
+    async def supervise(
+        self,
+        generator: Generator,
+        conductor: ActorRef,
+        *,
+        stopping: Callable[[], bool],
+        died: Callable[[Generator, BaseException], Awaitable[list[int]]],
+        revived: Callable[[], None],
+    ) -> None:
+        """Keep one generator playing until it has nothing more to play.
+
+        `died` returns its leases and says which groups are leased again; `revived` hears that a restarted process has
+        the current weights. Raises `RunFailed` after `generator.max_restarts`, and what the generator itself raised.
+        """
+        while True:
+            try:
+                if generator.state is HealthState.DEAD:
+                    await self._revive(generator)
+                    revived()
+                await generator.handle.call("run", conductor)
+                generator.finished = True
+                return
+            except ActorLost as error:
+                if stopping():
+                    return
+                self.fleet.bury(generator)  # before anything is awaited: it is given no lease any more
+                self.fleet.tell_death(generator, error, await died(generator, error))
+
+    async def _revive(self, generator: Generator) -> None:
+        """Wait for the process to be restarted, load the engine, install the current weights.
+
+        It is restarted at once. The back-off is ours: what it loads may be what kills it.
+        """
+        health, began, wait = generator.health, self._clock(), generator.health.restart_in
+        try:
+            health.restarting()
+        except RestartsExhausted as error:
+            raise RunFailed(
+                f"{generator.generator_id} died {generator.restarts + 1} times (generator.max_restarts = "
+                f"{self._config.generator.max_restarts}); see logs/{generator.generator_id}.log"
+            ) from error
+        await asyncio.sleep(wait)
+        await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
+        await self.fleet.load_one(generator)
+        await self.fleet.connect_one(generator, self._way)
+        # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
+        while generator.state is HealthState.STALE:
+            await self._install(generator)
+        self._events.warning(
+            "generator_restarted",
+            generator=generator.generator_id,
+            pid=generator.pid,
+            restarts=generator.restarts,
+            version=generator.version,
+            waited=round(wait, 2),
+            seconds=round(self._clock() - began, 2),
+        )
+
+    async def _wait_until_alive(self, generator: Generator, deadline: float) -> None:
+        """Calls to an actor that is being restarted fail at once; wait until one is answered."""
+        while True:
+            try:
+                await generator.handle.call("whereabouts", timeout=RPC_SECONDS)
+                return
+            except Exception as error:
+                if self._clock() > deadline:
+                    if isinstance(error, ActorLost):
+                        raise
+                    raise RunFailed(
+                        f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"
+                    ) from error
+                await asyncio.sleep(0.5)

@@ -72,7 +72,7 @@ class Conductor:
             task_seed=self.tasks.task_seed,
         )
         self.lag = LagMeter(clock)
-        self.pacing = Pacing(schedule, self.events.warning)
+        self.pacing = Pacing(schedule, self.events.warning, clock)
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""
         self._processes = {"conductor": (world.processes.pid, world.processes.host)}

@@ -71,7 +71,7 @@ class Conductor:
             total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
             task_seed=self.tasks.task_seed,
         )
-        self.lag = LagMeter(clock)
+        self.lag = LagMeter(world.processes)
         self.pacing = Pacing(schedule, self.events.warning, clock)
         self._loads: dict[str, dict[str, float]] = {}
         """What each generator said of itself last."""

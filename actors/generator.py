@@ -64,7 +64,7 @@ class GeneratorActor:
             lineage,
             events=open_events(self.run_dir, generator_id, world=world),
             timeline=Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world),
-            lag=LagMeter(world.clock.monotonic),
+            lag=LagMeter(world.processes),
         )
         self.loaded: Loaded | None = None
         self.playing: Playing | None = None

@@ -63,7 +63,7 @@ class LearnerActor:
         self._gpus_per_rank, self._checkpoint = gpus_per_rank, Path(checkpoint) if checkpoint else None
         self.events = open_events(self.run_dir, "learner", world=world)
         self.timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
-        self.lag = LagMeter(world.clock.monotonic)
+        self.lag = LagMeter(world.processes)
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
         self._interrupted = asyncio.Event()
         self.model: Model | None = None

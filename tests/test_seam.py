@@ -63,7 +63,7 @@ PLANTED = {
     "from r3async.observe.events import open_events\nopen_events(1, 'learner')": "open_events(...) with the real world",
     "from r3async.buffer.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import Checkpoints\nCheckpoints(1)": "Checkpoints(...) with the real files",
-    "from r3async.observe.lag import LagMeter\nLagMeter()": "LagMeter(...) with the real clock",
+    "from r3async.observe.lag import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
     "from r3async import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
 }
 
@@ -85,7 +85,7 @@ from r3async.world import World
 from r3async.world.real import REAL
 
 def opened(path, world: World = REAL, **options):
-    LagMeter(world.clock.monotonic)
+    LagMeter(world.processes)
     return open_events(path, "learner", world=world)
 
 async def f(world, path, text, outbox, files, **options):

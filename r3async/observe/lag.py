@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-import asyncio
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
+from r3async.world import Processes
 from r3async.world.real import REAL
 
-INTERVAL = 0.05
 SAMPLES = 1200
 """Samples that are looked at together: a minute."""
 
 
 class LagMeter:
-    """Measures how much later than asked a sleeping task wakes up. Figures are of the last minute."""
+    """Gathers how much later than asked a sleeping task wakes up. Figures are of the last minute."""
 
     NAMES = ("p50_ms", "p99_ms", "max_ms")
 
-    def __init__(self, clock: Callable[[], float] = REAL.clock.monotonic):
-        self._clock = clock
-        self._lags: deque[float] = deque(maxlen=SAMPLES)
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, processes: Processes = REAL.processes):
+        self._processes = processes
+        self._lags: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._end: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Measure on the running event loop until `stop`. Idempotent."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._measure(), name="lag-meter")
+        if self._end is None:
+            self._end = self._processes.measure_lag(self.add)
 
     def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _measure(self) -> None:
-        while True:
-            due = self._clock() + INTERVAL
-            await asyncio.sleep(INTERVAL)
-            self.add(self._clock() - due)
+        if self._end is not None:
+            self._end()
+            self._end = None
 
     def add(self, seconds: float) -> None:
-        self._lags.append(max(0.0, seconds))
+        seconds = max(0.0, seconds)
+        self._lags.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._lags) > SAMPLES:
+            del self._sorted[bisect_left(self._sorted, self._lags.popleft())]
 
     def figures(self) -> dict[str, float]:
         """`p50_ms`, `p99_ms`, `max_ms`; zeros before the first measurement."""
-        lags = sorted(self._lags) or [0.0]
+        lags = self._sorted or [0.0]
 
         def quantile(q: float) -> float:
             return 1000 * lags[round(q * (len(lags) - 1))]

@@ -357,6 +357,11 @@ class Processes(Protocol):
         """Where this process serves its figures, also those that `read()` returns whenever they are asked for, in a thread."""
         ...
 
+    def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
+        """Until what is returned is called, `tell` many times a second how many seconds later than asked a sleeping task of the
+        running event loop wakes up. A simulated loop is never late, and tells nothing."""
+        ...
+
     def dump_stacks(self, path: Path, reason: str) -> Path:
         """Append what every thread and task of this process is doing to `path`."""
         ...

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable that tells an actor where the person's own modules are: where the run was started."""
+
+LAG_SECONDS = 0.05
+"""Between two measurements of how late the event loop is."""
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -69,6 +74,20 @@ class SystemProcesses:
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
         if self._endpoint is not None:
             self._endpoint.read = read
+
+    def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
+        async def measure() -> None:
+            while True:
+                due = time.monotonic() + LAG_SECONDS
+                await asyncio.sleep(LAG_SECONDS)
+                tell(time.monotonic() - due)
+
+        task = asyncio.create_task(measure(), name="lag-meter")
+
+        def end() -> None:
+            task.cancel()
+
+        return end
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
         from r3async.observe.stacks import dump_stacks

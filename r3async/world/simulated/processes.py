@@ -69,6 +69,10 @@ class SimulatedProcesses:
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._process.check()
 
+    def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
+        self._process.check()
+        return lambda: None
+
     def dump_stacks(self, path: Path, reason: str) -> Path:
         """Records that they were asked for."""
         self._process.check()

@@ -250,13 +250,13 @@ class Conductor:
         heard = await self.learner.call("listen", routing)
         way = Way(heard["endpoint"], backend, heard["keys"])
         await self.fleet.connect(way)
-        sizes = {i["tasks"] for i in infos}
-        if len(sizes) > 1:
+        sizes = [i["tasks"] for i in infos]
+        if len(set(sizes)) > 1:
             raise RunFailed(
                 f"generators disagree on how many tasks the environment has (its `size`): {sizes}; every host needs the "
                 "same data"
             )
-        self.tasks.open(*sizes)
+        self.tasks.open(sizes[0])
         self._check_routing(routing)
         if self._state is not None or heard["newest_group"] >= 0:
             await self._go_on(self._state, heard["newest_group"])

@@ -3,7 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 from typing import Any
+
+from r3async.world import ActorRef
+from r3async.world.real import REAL, RealWorld
+
+
+class Clock:
+    """Stands still until `now` is set; in seconds."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Outside(RealWorld):
+    """Whose processes and actors are not there: it remembers whom they were asked to end, and to write stacks."""
+
+    def __init__(self, clock: Clock):
+        self.asked: list[tuple[int, str]] = []
+        self.killed: list[tuple[Any, ...]] = []
+        self.disconnected = 0
+        self.clock = SimpleNamespace(monotonic=clock, time=time.time)  # type: ignore[assignment]
+        self.processes = SimpleNamespace(  # type: ignore[assignment]
+            dump_stacks=REAL.processes.dump_stacks,
+            ask_for_stacks=lambda *where: self.asked.append(where),
+            kill=lambda *where: self.killed.append(where),
+        )
+        self.actors = SimpleNamespace(kill=self.kill, disconnect=self.disconnect)  # type: ignore[assignment]
+
+    def kill(self, actor: ActorRef, *, restart: bool = False) -> None:
+        self.killed.append((actor, restart))
+
+    def disconnect(self) -> None:
+        self.disconnected += 1
 
 
 class StandIn:

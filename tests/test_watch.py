@@ -18,18 +18,11 @@ from actors.watch import Watch
 from r3async.config import load_config
 from r3async.scheduling.admission import Admission
 from r3async.scheduling.watchdog import Stall
-from r3async.world.real import REAL, RealWorld
-from tests.helpers_world import StandIn
+from r3async.world.real import REAL
+from tests.helpers_world import Clock, Outside, StandIn
 
 STALL = 100.0
 LIMITS = {"training": 1000.0, "publishing": 230.0, "installing": 165.0}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Actor(StandIn):
@@ -53,23 +46,6 @@ class Actor(StandIn):
         return self.says
 
 
-class World(RealWorld):
-    """Whose processes and actors are not there: it remembers whom they were asked to end, and to write stacks."""
-
-    def __init__(self, clock):
-        self.asked, self.killed = [], []
-        self.processes = SimpleNamespace(
-            dump_stacks=REAL.processes.dump_stacks,
-            ask_for_stacks=lambda *where: self.asked.append(where),
-            kill=lambda *where: self.killed.append(where),
-        )
-        self.actors = SimpleNamespace(kill=self.kill)
-        self.clock = SimpleNamespace(monotonic=clock, time=time.time)
-
-    def kill(self, actor, *, restart=False):
-        self.killed.append((actor, restart))
-
-
 class Run:
     """A run at rest: two healthy generators that play, and a learner between two steps."""
 
@@ -90,7 +66,7 @@ class Run:
         self.admission = Admission(max_staleness=0, groups_per_step=1, samples_per_group=4, task_seed=lambda group: 0)
         self.loads = {name: self.load() for name in named}
         self.resting = False
-        self.world = World(self.clock)
+        self.world = Outside(self.clock)
         self.watch = Watch(
             self.world,
             self.config,

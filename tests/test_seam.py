@@ -95,6 +95,7 @@ async def f(world, path, text, outbox, files, **options):
     world.files.rename(path, path.with_name("b"))
     world.files.stat(path)
     world.clock.time(), world.clock.monotonic()
+    await outbox.open()
     text.replace("a", "b"), replace(text, x=1), outbox.touch([1], 2.0)
     random.Random(1).random(), np.random.default_rng(1).random()
     os.environ, os.path.join("a", "b"), time.strftime("%H", time.localtime(world.clock.time()))

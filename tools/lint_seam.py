@@ -207,6 +207,7 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, path: str, tree: ast.Module, defaults: Defaults):
         self.path, self.found = path, list[Found]()
+        self._awaited: list[ast.expr] = []
         self._names, self._defaults = _imported(tree), defaults
         own = {
             node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -254,8 +255,12 @@ class _Reader(ast.NodeVisitor):
                 self._add(node, f".{node.attr}", METHODS[node.attr])
             self.generic_visit(node)
 
+    def visit_Await(self, node: ast.Await) -> None:
+        self._awaited.append(node.value)
+        self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Attribute):
+        if isinstance(node.func, ast.Attribute) and node not in self._awaited:  # of a path or loop, none is awaited
             self._check_call(node, node.func)
         called = self._dotted(node.func) or (self._own.get(node.func.id, "") if isinstance(node.func, ast.Name) else "")
         spread = any(keyword.arg is None for keyword in node.keywords)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.appending import KEEPER, Keeper
+from r3async.appending import Keeper
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, RunState
 from r3async.checkpoint.resume import fingerprint_model
 from r3async.checkpoint.writer import WriteParts
@@ -33,7 +33,7 @@ class Books(msgspec.Struct, frozen=True):
     generated_tokens: int
     record_kept: dict[str, list[str]] = {}
 
-    def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper = KEEPER) -> Books:
+    def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper) -> Books:
         """And where these records of the run are now, to which this process alone appends."""
         positions = {name: keeper.position(run_dir / name) for name in names}
         kept = {name: [line.decode(errors="replace") for line in at.kept] for name, at in positions.items() if at.kept}

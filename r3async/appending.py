@@ -263,10 +263,6 @@ class Keeper:
         _say(f"records that the disk did not take are lost with this process: {left}")
         return sum(left.values())
 
-    def drain(self, seconds: float) -> int:
-        """`finish`, for a thread."""
-        return asyncio.run(self.finish(seconds))
-
     def position(self, path: Path) -> Position:
         """Of the file of lines at `path`, which only this process appends to."""
         with self._lock:
@@ -295,6 +291,3 @@ class Keeper:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{line}\n")
-
-
-KEEPER = REAL.keeper

@@ -13,11 +13,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk, or what this user may have of it, is used up."""
 
 
-def sync_directory(directory: Path, *, files: Files = REAL.files) -> None:
-    """Names of files made, renamed or removed in `directory` are on the disk when this returns."""
-    files.sync_directory(directory)
-
-
 def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL.files) -> None:
     """Make `directory` and the parents that it lacks; each new name is on the disk when this returns. One that exists is kept.
 

@@ -11,6 +11,7 @@ import pytest
 from r3async.config import ConfigError
 from r3async.observe.stacks import dump_stacks
 from r3async.serving.runner import _write_private
+from r3async.world.real import REAL
 from tools.chaos.full_disk import FullDisk
 
 
@@ -66,7 +67,7 @@ async def test_the_address_of_an_endpoint_is_written_as_soon_as_the_disk_takes_i
         failed.set()
 
     path = tmp_path / "not there yet" / "serving-g0.json"
-    writing = asyncio.create_task(_write_private(path, b"{}", report))
+    writing = asyncio.create_task(_write_private(path, b"{}", report, REAL))
     async with asyncio.timeout(60):
         await failed.wait()
         path.parent.mkdir()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from r3async.appending import KEEPER
 from r3async.config import config_from_dict, to_toml
 from r3async.observe.charts import CHARTS, describe_more
 from r3async.observe.events import open_events
@@ -23,6 +22,7 @@ from r3async.observe.report_episodes import spread, tokens_section
 from r3async.observe.report_timeline import describe_timeline, waits
 from r3async.observe.routes import RouteFile
 from r3async.observe.timeline import FILE, Span, Timeline, busy_shares, read_timeline, spans_from_metrics
+from r3async.world.real import REAL
 from tests.helpers_browser import browse, find_chromium
 from tests.helpers_routes import episode
 from tools.cli import app
@@ -106,14 +106,14 @@ def test_a_timeline_that_is_off_does_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_spans_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path: Path) -> None:
+async def test_spans_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path: Path) -> None:
     (tmp_path / FILE).symlink_to("/dev/full")
     timeline = Timeline(tmp_path, "learner")
     for step in range(2):
         with timeline.span("train", step=step):
             pass
     (tmp_path / FILE).unlink()
-    assert KEEPER.drain(10.0) == 0
+    assert await REAL.keeper.finish(10.0) == 0
     assert [span.step for span in read_timeline(tmp_path)] == [0, 1]
 
 

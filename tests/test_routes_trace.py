@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.appending import KEEPER
 from r3async.batching.packing import aligned, pack
 from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.engines.base import GenerationRequest
@@ -41,6 +39,7 @@ from r3async.observe.verify import verify_routes
 from r3async.records import Sample, TokenTable
 from r3async.routing import RoutingError
 from r3async.scheduling.admission import GroupLease
+from r3async.world.real import REAL
 from tests.helpers_routes import (
     EXPERTS,
     ID,
@@ -259,7 +258,7 @@ async def test_routes_that_the_disk_does_not_take_end_no_episode_and_are_written
     for number in range(3):
         assert len((await engine.generate(request(number, 0))).token_ids) == 2
     (tmp_path / "routes").unlink()
-    assert await asyncio.to_thread(KEEPER.drain, 10.0) == 0
+    assert await REAL.keeper.finish(10.0) == 0
     (path,) = (tmp_path / "routes").iterdir()
     entries, problem = scan(path)
     assert (len(entries), problem) == (3, "")

@@ -39,9 +39,6 @@ ROOMS = (
 EXEMPT = {"r3async/transport/keys.py": "makes and converts keys, as only libzmq can"}
 """Files of those rooms that no simulation runs, each with the reason."""
 
-NOT_YET = ("actors/learner.py", "r3async/appending.py")
-"""Files of those rooms that have not moved to the seam."""
-
 CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
 
 MODULES = {
@@ -324,7 +321,7 @@ def files(root: Path = ROOT) -> Iterator[Path]:
         found = sorted(root.glob(room))
         if not found:
             raise ValueError(f"tools/lint_seam.py: no file is {room}")
-        yield from (path for path in found if str(path.relative_to(root)) not in (*EXEMPT, *NOT_YET))
+        yield from (path for path in found if str(path.relative_to(root)) not in EXEMPT)
     for name in EXEMPT:
         if not (root / name).exists():
             raise ValueError(f"tools/lint_seam.py: {name} is exempt, and not there")

@@ -159,6 +159,11 @@ def test_tasks_and_callbacks_inherit_the_process(loop):
     assert seen == [1.0, 2.0, 3.0]
 
 
+async def later(first, second):
+    await first
+    await second
+
+
 class Holder:
     """What a dead process left in a cycle, with every kind of clean-up."""
 
@@ -166,6 +171,7 @@ class Holder:
         self.process, self.effects, self.task = process, [], None
 
     async def work(self):
+        unawaited = later(asyncio.sleep(1.0), asyncio.sleep(1.0))
         try:
             async with asyncio.timeout(50.0):
                 try:
@@ -173,7 +179,7 @@ class Holder:
                 finally:
                     await asyncio.sleep(1.0)
         except BaseException:
-            await asyncio.sleep(1.0)
+            await unawaited
             raise
         finally:
             try:
@@ -183,8 +189,10 @@ class Holder:
                 self.effects.append("a finally had an effect")
 
 
-def test_a_kill_leaves_no_trace(loop, capfd):
+def test_a_kill_leaves_no_trace(loop, capfd, monkeypatch):
     """Neither the garbage collector nor the end of the loop lets a `finally` do anything, or warns."""
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: unraisable.append(str(what.exc_value)))
     process = Process(loop, "p")
     holders = [Holder(process) for _ in range(3)]
     with warnings.catch_warnings():
@@ -193,6 +201,7 @@ def test_a_kill_leaves_no_trace(loop, capfd):
             holder.task = loop.create_task(holder.work(), context=process.context)
         loop.call_at(1.0, process.end)  # and then a task that never starts
         loop.call_at(1.0, lambda made: loop.create_task(made.work(), context=process.context), Holder(process))
+        loop.create_task(later(asyncio.Event().wait(), Holder(process).work()), context=process.context)
         effects = [holder.effects for holder in holders]
         del holders, holder
         loop.run_until_complete(asyncio.sleep(100.0))
@@ -202,6 +211,7 @@ def test_a_kill_leaves_no_trace(loop, capfd):
         gc.collect()
     assert effects == [[], [], []]
     assert loop.failures == []
+    assert unraisable == []
     assert capfd.readouterr().err == ""
 
 

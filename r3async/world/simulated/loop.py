@@ -13,20 +13,12 @@ import asyncio
 import heapq
 import itertools
 import sys
-from asyncio.tasks import _enter_task, _leave_task  # what runs a task outside its loop has to say so
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-CLOSE_ATTEMPTS = 100
-"""So many awaits of its `finally` an ended coroutine may make: each is interrupted."""
-
-
-class Killed(BaseException):
-    """Raised in code of a process that has ended, wherever it touches the world. Nothing handles it."""
+from r3async.world.simulated.coroutines import Killed, close, raised_at, waits
 
 
 class Deadlock(RuntimeError):
@@ -314,7 +306,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if not isinstance(error, Killed) and (process is None or not process.ended):
             said = context.get("message", "") + (f": {type(error).__name__}: {error}" if error else "")
             where = f" in {_name(source)} {source.get_name()}" if isinstance(source, Task) else ""
-            self.failures.append(f"{said}{where}{_raised_at(error)}")
+            self.failures.append(f"{said}{where}{raised_at(error)}")
 
     def get_debug(self) -> bool:
         return False
@@ -336,7 +328,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         try:
             for task in self.tasks():
-                _close(task, self)
+                close(task, self)
         finally:
             asyncio._set_running_loop(None)
         self.ready.clear()
@@ -344,46 +336,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._buried.clear()
 
 
-def _close(task: Task, loop: VirtualLoop) -> None:
-    """Interrupt a task's coroutine until it has ended. `GeneratorExit` would not do: a `finally` may not await after it."""
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
-    coroutine = task.get_coro()
-    _enter_task(loop, task)
-    try:
-        for _ in range(CLOSE_ATTEMPTS):
-            task.context.copy().run(coroutine.throw, Killed())
-    except BaseException:  # also StopIteration: it has returned
-        pass
-    finally:
-        _leave_task(loop, task)
-
-
 def _name(task: Any) -> str:
     process = getattr(task, "process", None)
     return process.name if process is not None else "-"
-
-
-def waits(task: asyncio.Task[Any]) -> list[str]:
-    """Where a task stands: "function file:line", innermost first."""
-    found: list[str] = []
-    coroutine: Any = task.get_coro()
-    while coroutine is not None:
-        frame: FrameType | None = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
-        if frame is not None:
-            found.append(_place(frame.f_code, frame.f_lineno))
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
-    return found[::-1] or ["not started"]
-
-
-def _place(code: CodeType, line: int) -> str:
-    return f"{code.co_qualname} {Path(code.co_filename).name}:{line}"
-
-
-def _raised_at(error: BaseException | None) -> str:
-    at = error.__traceback__ if error is not None else None
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return f" at {_place(at.tb_frame.f_code, at.tb_lineno)}" if at is not None else ""
 
 
 __all__ = [

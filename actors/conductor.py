@@ -18,6 +18,7 @@ from actors.process import begin
 from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.steps import Steps
 from actors.tasks import Tasks
+from actors.waiting import Waiting
 from actors.watch import Watch
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import RunState, restore_admission
@@ -59,6 +60,7 @@ class Conductor:
         self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline, world=world)
         self.book = StepBook(self.run_dir, self.events.error, world=world)
         self.tasks = Tasks(self.config, self.run_dir, self.events, world=world)
+        self._waiting = Waiting()
         schedule, clock = self.config.schedule, world.clock.monotonic
         self.admission = Admission(
             max_staleness=schedule.max_staleness,
@@ -70,6 +72,7 @@ class Conductor:
             # Steps that take as many groups as have enough tokens need nobody knows how many.
             total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
             task_seed=self.tasks.task_seed,
+            changed=self._waiting.ring,
         )
         self.lag = LagMeter(world.processes)
         self.pacing = Pacing(schedule, self.events.warning, clock)
@@ -92,11 +95,14 @@ class Conductor:
     # -- called by generators ------------------------------------------------------------------------------------
 
     async def lease(
-        self, generator_id: str, room: int, stats: dict[str, float], ended: bytes = b"\x90"
+        self, generator_id: str, room: int, stats: dict[str, float], ended: bytes = b"\x90", wait: float = 0.0
     ) -> dict[str, Any]:
-        """Lease up to `room` episodes. `more` is False when nothing will ever be left, `blocked` tells that every slot is
-        taken. `stats`: the engine's, and how many episodes the generator is `playing`, of at most `limit`. `ended`: episodes
-        that are over since the last call, a list of `EpisodeEnd` in MessagePack."""
+        """Lease up to `room` episodes, or wait until there is one, `wait` seconds at most. A later call of the same generator
+        ends an earlier one.
+
+        `more` is False when nothing will ever be left, `blocked` tells that every slot is taken. `stats`: the engine's, and
+        how many episodes the generator is `playing`, of at most `limit`. `ended`: episodes that are over since the last call,
+        a list of `EpisodeEnd` in MessagePack."""
         generator = self.fleet[generator_id]
         self.fleet.heard(generator)
         self.tasks.ended(msgspec.msgpack.decode(ended, type=list[EpisodeEnd]), self.admission.groups_leased)
@@ -104,10 +110,24 @@ class Conductor:
         generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
         self.pacing.heard(generator_id, stats)
         self._loads[generator_id] = stats
+        clock, bell = self.world.clock.monotonic, self._waiting.begin(generator_id)
+        until = clock() + wait
+        while not (leases := self._lease(generator, room, stats)) and room and self._more:
+            left = until - clock()
+            if left <= 0 or not await self._waiting.wait(generator_id, bell, left):
+                break
+        return {"leases": msgspec.msgpack.encode(leases), "more": self._more, "blocked": self.admission.full}
+
+    @property
+    def _more(self) -> bool:
+        """Something is left to play, now or later."""
+        return not self.stopping and not self.admission.exhausted
+
+    def _lease(self, generator: Generator, room: int, stats: dict[str, float]) -> list[GroupLease]:
         leases: list[GroupLease] = []
         while not self.stopping and generator.health.may_lease:
             lease = self.admission.lease(
-                generator_id,
+                generator.generator_id,
                 version=generator.version,
                 room=room,
                 at_once=int(stats["limit"]),
@@ -118,11 +138,7 @@ class Conductor:
             leases.append(lease)
             room -= len(lease.episode_indices)
             stats["playing"] += len(lease.episode_indices)
-        return {
-            "leases": msgspec.msgpack.encode(leases),
-            "more": not self.stopping and not self.admission.exhausted,
-            "blocked": self.admission.full,
-        }
+        return leases
 
     def _is_idle(self, generator: Generator) -> bool:
         load, current = self._loads.get(generator.generator_id), generator.version >= self.admission.version
@@ -157,6 +173,7 @@ class Conductor:
         if not self.stopping:
             self.stopping = True
             self._stop_requested.set()
+            self._waiting.ring()
             self.events.warning("stop_requested")
             await self.learner.call("interrupt")
 
@@ -359,6 +376,7 @@ class Conductor:
         )
 
     async def _bury(self, generator: Generator, error: BaseException) -> list[int]:
+        self._waiting.end(generator.generator_id)
         missing = await self.learner.call("missing", self.admission.leases(generator.generator_id))
         self._loads.pop(generator.generator_id, None)
         return self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from actors.delivery import receiver
-from actors.playing import IDLE_SECONDS, Context, GeneratorParts, Loaded, Playing
+from actors.playing import Context, GeneratorParts, Loaded, Playing
 from actors.process import NotLoaded, begin, whereabouts
 from r3async.config import config_from_dict
 from r3async.engines.base import InstallReport
@@ -28,6 +28,8 @@ from r3async.weights.transport import Publication
 from r3async.world import ActorRef, World
 
 CLOSE_SECONDS = 5.0
+STOP_SECONDS = 0.1
+"""For what was played to see that it is given up."""
 PARTS = GeneratorParts()
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ class GeneratorActor:
         self.world, self._lock = world, begin(world, Path(run_dir), generator_id)
         self.generator_id, self.run_id = generator_id, run_id
         self.config, self.model_path, self.run_dir = config_from_dict(config), model_path, Path(run_dir)
-        self._parts, self._stopping = parts, asyncio.Event()
+        self._parts = parts
         self.context = Context(
             world,
             self.config,
@@ -146,7 +148,7 @@ class GeneratorActor:
         All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
         rejects what stands for a failed episode: its group could never be complete.
         """
-        await self._ready(self.playing).run(conductor, self._stopping)
+        await self._ready(self.playing).run(conductor)
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/GENERATOR.txt`."""
@@ -161,11 +163,12 @@ class GeneratorActor:
 
     async def stop(self) -> None:
         """Cancel what is playing, close the sender, shut the engine down."""
-        self._stopping.set()
         self.context.lag.stop()
         if self.loaded is not None:
             self.loaded.give_evaluations_up()
-        await asyncio.sleep(2 * IDLE_SECONDS)
+        if self.playing is not None:
+            self.playing.stop()
+        await asyncio.sleep(STOP_SECONDS)
         if self.playing is not None:
             await self.playing.close()
         if self.loaded is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from actors.leasing import Leasing
 from actors.process import NotLoaded
 from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
 from r3async.config import Config, EnvConfig, to_dict
@@ -25,9 +26,7 @@ from r3async.observe.timeline import Timeline
 from r3async.observe.tracing import recording
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.concurrency import Concurrency
 from r3async.scheduling.failures import EpisodeEnd
-from r3async.scheduling.pace import useful_places
 from r3async.serving.agents import is_agent
 from r3async.serving.evaluation import Evaluation, evaluate
 from r3async.serving.runner import Play, agent_player
@@ -39,8 +38,6 @@ from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.publish import WeightError
 from r3async.weights.transport import Publication, WeightReceiver
 from r3async.world import ActorRef, World
-
-IDLE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -135,33 +132,6 @@ class Loaded:
         )
 
 
-class IdleCounter:
-    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
-    seconds, all and those in which the engine had no request."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._all = self._empty = self._seconds = self._engine_idle = 0.0
-        self._at = clock()
-
-    def passed(self, places: float, empty: float, requests: float) -> None:
-        """Since the last call there were so many."""
-        now = self._clock()
-        seconds, self._at = now - self._at, now
-        self._all += places * seconds
-        self._empty += empty * seconds
-        self._seconds += seconds
-        self._engine_idle += 0.0 if requests else seconds
-
-    def counters(self) -> dict[str, float]:
-        return {
-            "places_all": self._all,
-            "places_empty": self._empty,
-            "engine_all": self._seconds,
-            "engine_idle": self._engine_idle,
-        }
-
-
 class Playing:
     """Plays what the conductor leases, and sends it to the learner. `make_sender(on_reject)`: makes the sender, not started.
     `weights`: by which versions come."""
@@ -180,6 +150,9 @@ class Playing:
         """Episodes that are over, and of which the conductor was not told."""
         self._rejection = ""
         """Why the run can not go on."""
+        self._stopping = False
+        self._wake: Callable[[], object] = lambda: None
+        """Tell whoever plays leases."""
         self._sending: dict[asyncio.Task[None], None] = {}
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -230,9 +203,10 @@ class Playing:
         said = f"the learner rejected trajectory {name}: {reason}"
         if not trajectory.turns:  # what stands for a failed episode
             self._rejection = said
+            self._wake()
             return
         task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
-        self._ended.append(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", said))
+        self._over(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", said))
         routing, end_id, now = self.loaded.engine.routing, self.loaded.renderer.end_id, self._world.clock.time()
         instead = failed_trajectory(task, routing, end_id, generator_id=context.generator_id, at=now)
         sending = asyncio.create_task(self.sender.send(self._named(instead)))
@@ -241,8 +215,8 @@ class Playing:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    async def run(self, conductor: ActorRef, stopping: asyncio.Event) -> None:
-        """See `GeneratorActor.run`. Ends early if `stopping` is set."""
+    async def run(self, conductor: ActorRef) -> None:
+        """See `GeneratorActor.run`."""
         context, config, loaded = self._context, self._config, self.loaded
         engine = recording(loaded.engine, context.run_dir, context.generator_id, config, world=self._world)
         engine = timed(engine, context.timeline)
@@ -257,47 +231,31 @@ class Playing:
             directory=context.run_dir,
             world=self._world,
         ) as play:
-            await self._play_leases(conductor, engine, play, stopping)
+            await self._play_leases(conductor, engine, play)
 
-    async def _play_leases(
-        self, conductor: ActorRef, engine: Engine, play: Play | None, stopping: asyncio.Event
-    ) -> None:
-        player, clock = self._player(engine, play), self._world.clock.monotonic
-        settings = self._config.generator
-        concurrency = Concurrency(settings.concurrency_min, settings.concurrency, clock)
-        idle = IdleCounter(clock)
-        useful = useful_places(self._config.schedule, settings.count)
-        playing: list[asyncio.Task[None]] = []
-        more, said = True, {}
-        try:
-            while (more or playing) and not stopping.is_set():
-                stats = engine.stats()
-                limit = concurrency.observe(stats, player.playing)
-                said = {**stats, "limit": limit, **self._load(player), **idle.counters()}
-                answer = await self._lease(conductor, max(0, limit - player.playing) if more else 0, said)
-                more = answer["more"]
-                for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
-                    playing.append(asyncio.create_task(self._play_lease(player, lease)))
-                if playing:
-                    await asyncio.wait(playing, timeout=IDLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                elif more:
-                    await asyncio.sleep(IDLE_SECONDS)
-                places = min(limit, useful)
-                empty = max(0, places - player.playing) if answer["blocked"] else 0
-                idle.passed(places, empty, engine.stats()["running"])
-                finished = [task for task in playing if task.done()]
-                playing = [task for task in playing if not task.done()]
-                for task in finished:
-                    task.result()
-                self._raise_rejection()
-        finally:
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+    async def _play_leases(self, conductor: ActorRef, engine: Engine, play: Play | None) -> None:
+        player = self._player(engine, play)
+
+        async def lease(room: int, stats: dict[str, float], wait: float) -> dict[str, Any]:
+            ended, self._ended[:] = msgspec.msgpack.encode(self._ended), []
+            return await conductor.call("lease", self._context.generator_id, room, stats, ended, wait)
+
+        leasing = Leasing(
+            self._config,
+            self._world.clock.monotonic,
+            engine,
+            player,
+            lease=lease,
+            play=lambda leased: self._play_lease(player, leased),
+            load=lambda: self._load(player),
+            check=self._raise_rejection,
+        )
+        self._wake = leasing.wake
+        await leasing.run(lambda: self._stopping)
         await self.sender.flush(self._config.transport.ack_timeout)
         self._raise_rejection()
         if self._ended:
-            await self._lease(conductor, 0, said)
+            await lease(0, leasing.stats(), 0.0)
 
     def _player(self, engine: Engine, play: Play | None) -> GroupPlayer:
         return GroupPlayer(
@@ -309,7 +267,7 @@ class Playing:
             deliver=self.deliver,
             report=self._context.events.warning,
             play=play,
-            over=self._ended.append,
+            over=self._over,
             clock=self._world.clock.time,
         )
 
@@ -323,12 +281,11 @@ class Playing:
             **lags,
         }
 
-    async def _lease(self, conductor: ActorRef, room: int, load: dict[str, float]) -> dict[str, Any]:
-        """See `Conductor.lease`."""
-        ended, self._ended[:] = msgspec.msgpack.encode(self._ended), []
-        return await conductor.call("lease", self._context.generator_id, room, load, ended)
+    def _over(self, end: EpisodeEnd) -> None:
+        self._ended.append(end)
+        self._wake()
 
-    async def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> None:
+    def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> Coroutine[Any, Any, None]:
         """What is played here still, or waits for its acknowledgement, is not played twice: this process was silent, its leases
         returned, and some came back to it."""
         new = []
@@ -336,12 +293,20 @@ class Playing:
             name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
             if (lease.group_index, index) not in player.active and name not in self.sender:
                 new.append(index)
+        return self._timed(player.play(msgspec.structs.replace(lease, episode_indices=tuple(new))))
+
+    async def _timed(self, playing: Coroutine[Any, Any, None]) -> None:
         with self._context.timeline.span("play"):
-            await player.play(msgspec.structs.replace(lease, episode_indices=tuple(new)))
+            await playing
 
     def _raise_rejection(self) -> None:
         if self._rejection:
             raise TransportError(self._rejection)
+
+    def stop(self) -> None:
+        """Give up what is played."""
+        self._stopping = True
+        self._wake()
 
     async def close(self) -> None:
         """Let go of the learner."""

@@ -471,7 +471,11 @@ async def play_run(tmp_path, evaluations, groups=3):
     playing = Playing(loaded, lambda on_reject: sender, SharedMemoryReceiver())
     results = []
 
-    async def lease(generator_id, room, stats, ended):
+    async def lease(generator_id, room, stats, ended, wait):
+        for _ in range(int(wait / 0.01)):
+            if len(sender.got) >= 2 * len(lease.given):
+                break
+            await asyncio.sleep(0.01)
         played = len(sender.got) // 2
         if evaluations and len(results) <= played < groups:
             results.append(asyncio.create_task(loaded.evaluate()))
@@ -481,7 +485,7 @@ async def play_run(tmp_path, evaluations, groups=3):
         return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
 
     lease.given = set()
-    await asyncio.wait_for(playing.run(StandIn(lease=lease), asyncio.Event()), 30)
+    await asyncio.wait_for(playing.run(StandIn(lease=lease)), 30)
     evaluated = await asyncio.gather(*results)
     await playing.close()
     return sender.got, evaluated, engine

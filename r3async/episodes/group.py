@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
 
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Engine, EngineError
@@ -65,23 +65,35 @@ class GroupPlayer:
         """Group and index of each episode that has begun and was not handed over."""
         self._play_episode = play or self._play_environment
 
-    async def play(self, lease: GroupLease) -> None:
-        """Returns when every episode of the lease was delivered. All of its turns go to this player's engine.
+    def play(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
+        """Returns when every episode of the lease was delivered. All of its turns go to this player's engine. They count as
+        `playing` from the call on, also before it is awaited.
 
         An episode in which the environment fails is played again from its beginning, `episode.retries` times. What the engine
         fails at is asked again within the episode (`EngineCalls`), `episode.engine_retries` times. A first prompt that is too
         long fails at once. Then a trajectory without turns stands for it (`failed_trajectory`); or, without `over`,
         `EpisodeError` is raised with the last error's traceback, and the other episodes of the lease are cancelled.
         """
-        async with asyncio.TaskGroup() as tasks:
-            for index in lease.episode_indices:
-                tasks.create_task(self.play_one(EpisodeTask(lease.group_index, index, lease.task_seed)))
+        tasks = [EpisodeTask(lease.group_index, index, lease.task_seed) for index in lease.episode_indices]
+        for task in tasks:
+            self._begin(task)
+        return self._play_all(tasks)
+
+    async def _play_all(self, tasks: Sequence[EpisodeTask]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(self._play_begun(task))
 
     async def play_one(self, task: EpisodeTask) -> None:
         """One episode of a lease, tried again if it fails; see `play`."""
-        key = task.group_index, task.episode_index
+        self._begin(task)
+        await self._play_begun(task)
+
+    def _begin(self, task: EpisodeTask) -> None:
         self.playing += 1
-        self.active.add(key)
+        self.active.add((task.group_index, task.episode_index))
+
+    async def _play_begun(self, task: EpisodeTask) -> None:
         try:
             try:
                 trajectory = await self._tried(task)
@@ -89,7 +101,7 @@ class GroupPlayer:
                 self.playing -= 1
             await self._deliver(trajectory)
         finally:
-            self.active.discard(key)
+            self.active.discard((task.group_index, task.episode_index))
 
     async def _tried(self, task: EpisodeTask) -> Trajectory:
         tries = dict.fromkeys(self._kinds, 0)

@@ -98,7 +98,7 @@ class _Snapshot(TypedDict):
 class Admission:
     """Slots and leases. `task_seed(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
 
-    `split`: see `schedule.split`.
+    `split`: see `schedule.split`. `changed()` is called when there may be more to lease, or nothing any more.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Admission:
         window: int = 1,
         total_groups: int | None = None,
         split: Literal["idle", "room"] = "idle",
+        changed: Callable[[], object] = lambda: None,
     ):
         if max_staleness < 0 or min(groups_per_step, samples_per_group, steps_per_publication) < 1:
             raise ValueError(
@@ -122,7 +123,7 @@ class Admission:
         self.total_groups = total_groups
         self.version = 0
         """Version that every engine which answers has."""
-        self._split = split
+        self._split, self._changed = split, changed
         self._task_seed = task_seed
         self._next_group = 0
         self._consumed = Consumed(window)
@@ -214,6 +215,7 @@ class Admission:
             if lacking:
                 self._waiting[group] = tuple(sorted(lacking.union(self._waiting.get(group, ()))))
                 back.append(group)
+        self._changed()
         return back
 
     def adopt(self, newest: int, missing: Callable[[int], Sequence[int]]) -> list[int]:
@@ -242,6 +244,7 @@ class Admission:
             self._waiting.pop(group, None)  # lost with its owner, and yet arrived
             self._owners.pop(group, None)
         self._uninstalled[version] = self._uninstalled.get(version, 0) + len(groups)
+        self._changed()
 
     def installed(self, version: int) -> None:
         """Every engine that answers has `version`: the slots of the groups that it was trained from are free.
@@ -255,6 +258,7 @@ class Admission:
         self.version = version
         for older in [v for v in self._uninstalled if v <= version]:
             self._freed += self._uninstalled.pop(older)
+        self._changed()
 
     # -- for a checkpoint ----------------------------------------------------------------------------------------
 

@@ -75,6 +75,11 @@ class IdleShare:
         self._all += total - before[1]
         self._seen[owner] = (idle, total)
 
+    @property
+    def reported(self) -> bool:
+        """Somebody has, since the last `take`."""
+        return self._all > 0
+
     def take(self) -> float:
         """Share that was idle, since the last call."""
         share = self._idle / self._all if self._all > 0 else 0.0
@@ -159,6 +164,7 @@ class Pacing:
         self._schedule, self._warn, self._clock = schedule, warn, clock
         self._places, self._engines, self._pace = IdleShare(), IdleShare(), Pace(schedule.pace_seconds)
         self._ended: float | None = None
+        self._idle_share = self._engine_idle_share = 0.0
         self._received = 0
         """Trajectories that the learner had received when the last step ended."""
 
@@ -173,7 +179,11 @@ class Pacing:
         now, before = self._clock(), self._ended
         received, known = int(metrics["transport/received"]), self._received
         self._ended, self._received = now, received
-        idle_share, engines = self._places.take(), {"generator/engine_idle_share": self._engines.take()}
+        if self._places.reported:  # else, between two reports, as it was
+            self._idle_share = self._places.take()
+        if self._engines.reported:
+            self._engine_idle_share = self._engines.take()
+        engines = {"generator/engine_idle_share": self._engine_idle_share}
         if before is None:
             return engines
         figures, verdict = self._pace.observe(
@@ -182,7 +192,7 @@ class Pacing:
                 waited=metrics["learner/wait_seconds"],
                 finished=received - known,
                 trained=groups * self._schedule.samples_per_group,
-                idle_share=idle_share,
+                idle_share=self._idle_share,
             )
         )
         # Without staleness the two sides take turns: that is what was asked for.

@@ -123,7 +123,7 @@ class LearnerActor:
             vocab_size=model.backend.vocab_size,
             version=lambda: model.counts.version,
         )
-        endpoint = await reception.open()
+        endpoint = await reception.start()
         keys, newest = reception.keys_for_generators, reception.buffer.newest_group
         return {"endpoint": endpoint, "keys": keys, "newest_group": newest}
 

@@ -90,7 +90,7 @@ class Reception:
         self._committing: list[asyncio.Task[None]] = []
         self._arrived = asyncio.Event()
 
-    async def open(self) -> str:
+    async def start(self) -> str:
         """Take back what the spool kept, and bind the socket. Returns the endpoint."""
         self._recovering = True
         endpoint = await self.receiver.start()

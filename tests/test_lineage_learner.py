@@ -76,7 +76,7 @@ async def learning(
 ) -> AsyncIterator[tuple[Heard, Way]]:
     """What a learner of that version receives."""
     reception = Heard.at(run_dir, lineage, version, consumed, **buffer)
-    endpoint = await asyncio.wait_for(reception.open(), LIMIT)
+    endpoint = await asyncio.wait_for(reception.start(), LIMIT)
     assert reception.keys_for_generators is not None
     try:
         yield reception, (endpoint, reception.keys_for_generators)

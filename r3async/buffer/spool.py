@@ -107,7 +107,8 @@ class Spool:
     async def recover(self) -> list[Stored]:
         """Everything that an earlier incarnation left, validated, in the order of groups; `damage` has the rest.
 
-        A trajectory that was written twice (its first acknowledgement came too late) comes once.
+        A trajectory that was written twice (its first acknowledgement came too late) comes once. With `settings.fsync`, what is
+        found is durable: the process that wrote it may have ended before it was. Raises `OSError` if the disk does not do that.
         """
         found, self._files, self.damage = await self._lane.run(self._scan)
         self._new = {}
@@ -281,4 +282,10 @@ class Spool:
                 else:
                     # The last: one before it may be of steps that a resume took back, and was refused then.
                     found[group, stored.trajectory.trajectory_id] = stored
+        if self._settings.fsync and self._disk.stat(self.directory) is not None:
+            for path in [path for paths in files.values() for path in paths]:
+                with self._disk.open(path) as file:
+                    file.sync()
+            self._disk.sync_directory(self.directory)
+            self._disk.sync_directory(self.directory.parent)
         return list(found.values()), files, damage

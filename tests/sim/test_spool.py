@@ -7,7 +7,7 @@ import errno
 from pathlib import Path
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from r3async.buffer.spool import Spool
@@ -122,6 +122,8 @@ class Machine:
             self.unsure[name] = self.held.pop(name)
 
 
+@example(steps=[("put", 0), ("kill later", 3), ("put", 0), ("power", 0)], seed=0, fsync=True)
+@example(steps=[("kill later", 3), ("put", 0), ("put", 0), ("power", 0)], seed=1, fsync=True)
 @settings(max_examples=300, deadline=None)
 @given(steps=STEPS, seed=st.integers(0, 2**32), fsync=st.booleans())
 def test_what_is_acknowledged_is_there_until_it_is_committed_or_refused(steps, seed, fsync) -> None:

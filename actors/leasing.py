@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from actors.waiting import wait_until
 from r3async.config import Config
 from r3async.engines.base import Engine
 from r3async.episodes.group import GroupPlayer
@@ -127,8 +127,7 @@ class Leasing:
         places = min(self._concurrency.limit, self._useful)
         empty = max(0, places - self._player.playing) if self._blocked else 0
         requests = self._engine.stats()["running"]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), min(LOOK_SECONDS, max(0.0, self._due - self._clock())))
+        await wait_until(self._woken, min(LOOK_SECONDS, max(0.0, self._due - self._clock())))
         self._woken.clear()
         self._idle.passed(places, empty, requests)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from actors.saving import Trained
+from actors.waiting import wait_until
 from r3async.buffer.groups import GroupBuffer, largest_trajectory
 from r3async.buffer.quarantine import Quarantine
 from r3async.buffer.spool import Spool
@@ -157,8 +157,7 @@ class Reception:
             if interrupted.is_set():
                 return []
             self._arrived.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), LOOK_SECONDS)
+            await wait_until(self._arrived, LOOK_SECONDS)
         return [] if interrupted.is_set() else indices
 
     async def set_aside(self, unsound: Sequence[Unsound], groups: Sequence[Sequence[Trajectory]]) -> None:

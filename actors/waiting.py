@@ -1,12 +1,20 @@
-"""Generators for which there was nothing to lease: the conductor's part."""
+"""Waiting for whatever comes first: news, or the time for a look. And generators for which there was nothing to lease."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 LOOK_SECONDS = 0.5
 """Between two looks, at most: what may be leased follows from more than what rings."""
+
+
+async def wait_until(event: asyncio.Event, seconds: float) -> None:
+    """Until it is set, which it is after `seconds` in any case: cheaper than a time-out, which cancels and raises."""
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()
 
 
 class Waiting:
@@ -36,6 +44,5 @@ class Waiting:
         """Until there may be something to lease, `seconds` at most. False if this call is over."""
         bell.clear()
         if self._bells.get(generator_id) is bell:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(bell.wait(), min(seconds, LOOK_SECONDS))
+            await wait_until(bell, min(seconds, LOOK_SECONDS))
         return self._bells.get(generator_id) is bell

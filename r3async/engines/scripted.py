@@ -158,7 +158,8 @@ class ScriptedEngine:
         call.began, call.seconds = self._clock(), self._seconds(call.tokens, self._calls_running)
         while (left := call.began + call.seconds - self._clock()) > 1e-9 and request.request_id not in self._aborted:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(call.woken.wait(), left)
+                async with asyncio.timeout(left):
+                    await call.woken.wait()
             await self._installed()
             self._require_started()
         call.advance(self._clock())

@@ -17,7 +17,7 @@ HEADING = "## Which test holds what"
 OTHERS = "Promises of other pages"
 ABOVE, HOLDS = PAGE.split(f"\n{HEADING}\n")
 HOLDS, OTHER = HOLDS.split(f"\n{OTHERS}")
-TEST = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+TEST = re.compile(r"`((?:sim/)?test_\w+\.py)::(test_\w+)`")
 SEPARATOR = re.compile(r"^\|[-| ]+\|$")
 
 

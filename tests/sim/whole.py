@@ -1,0 +1,260 @@
+"""Whole runs in one process: the actors of a run on a simulated machine, in virtual time, and their records on the real disk."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.generator import GeneratorActor
+from actors.pipeline import Pipeline
+from actors.playing import GeneratorParts
+from actors.run_dir import open_run
+from actors.supervise import supervise
+from r3async.config import load_config
+from r3async.envs.base import Action, Message, StepResult
+from r3async.episodes.chat import ChatRenderer
+from r3async.files import make_directory
+from r3async.observe.events import read_events
+from r3async.observe.jsonl import read_objects
+from r3async.observe.metrics import read_metrics
+from r3async.observe.trained import FILE as TRAINED
+from r3async.world import Files
+from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.world import Simulation
+
+SCRIPTED = ["generator.engine=scripted", "learner.backend=scripted", "weights.backend=object_store"]
+SMALL = [
+    *SCRIPTED,
+    "env.name=tests.sim.whole:Game",
+    "env.args={}",
+    "episode.max_turns=1",
+    "algorithm.credit=trajectory",
+    "generator.engine_args={ token_seconds = 0.02 }",
+    "schedule.groups_per_step=2",
+    "schedule.samples_per_group=4",
+    "supervise.restart_backoff=0.1",
+    "observe.timeline=false",
+]
+CALLBACKS = 2_000_000
+MOST_SECONDS = 7200.0
+"""Of virtual time, for one simulation."""
+LOOK_SECONDS = 0.05
+
+Meddle = Callable[["Machine"], Awaitable[object]]
+
+
+class Game:
+    """One turn, which is a moment's work. Rewards are 0 and 1."""
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        return [Message("user", f"go {task_seed % 7}")]
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(float(len(action.text) % 2), done=True)
+
+
+_RENDERERS: dict[str, ChatRenderer] = {}
+
+
+def _renderer(path: str, args: Any) -> ChatRenderer:
+    """Read once: the tokenizer is on the real disk, and the same for all simulations."""
+    if path not in _RENDERERS:
+        _RENDERERS[path] = ChatRenderer.from_model(path, args)
+    return _RENDERERS[path]
+
+
+class Player(GeneratorActor):
+    """A generator whose tokenizer is read once for all."""
+
+    parts = GeneratorParts(renderer=_renderer)
+
+    def __init__(self, *args: Any):
+        super().__init__(*args, parts=self.parts)
+
+
+class Simulated(Pipeline):
+    """The run's actors as they are."""
+
+    generator = Player
+
+
+class Person:
+    """Who gave the command: remembers what is said, and stops the run when he is told to."""
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+        self.step = 0
+        self.said: list[str] = []
+        self.say = self.said.append
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def report(self, event: str, /, **facts: object) -> None:
+        self.said.append(f"{event.replace('_', ' ')}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
+
+    def loading(self) -> None:
+        pass
+
+    def started(self) -> None:
+        pass
+
+    def show(self, status: dict[str, Any]) -> None:
+        for row in status["rows"]:
+            self.step = row["step"]
+
+    def rewind(self, step: int) -> None:
+        self.step = step
+
+    @property
+    def screen(self) -> str:
+        return "\n".join(self.said)
+
+
+class Machine:
+    """A simulated machine on which commands are given, one after the other; its disk keeps what they leave.
+
+    `root`: directory of the runs, with the same name on the simulated disk and on the real one. `model`: a model directory.
+    """
+
+    def __init__(self, root: Path, model: Path, seed: int | str = 0, **options: Any):
+        self.root, self.model = root, model
+        self.simulation = Simulation(seed, callbacks=CALLBACKS, seconds=MOST_SECONDS, **options)
+        self.host = next(iter(self.simulation.hosts.values()))
+        self.person = Person()
+        self.run_dir = root / "run"
+        self.outside = self.simulation.begin_process("outside", self.host)
+        make_directory(root, files=self.files)
+        copy_to(model, model, self.files)
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        *overrides: str,
+        preset: str = "quickstart",
+        settings: Sequence[str] = SMALL,
+        pipeline: type[Pipeline] = Simulated,
+        meddle: Meddle | None = None,
+        change: Callable[[Any], Any] = lambda config: config,
+    ) -> Path:
+        """`r3async train PRESET`, with `meddle(machine)` beside it, which has to end before the run does. Returns the run's
+        directory, copied to the real disk, also where it raises what the command raises."""
+        config = change(load_config(preset, [*settings, f"model.path={self.model}", "name=run", *overrides]))
+        loop, self.person = self.simulation.loop, Person()
+        process = self.simulation.begin_process("driver", self.host)
+        driving = loop.create_task(
+            self._drive(process, config, pipeline), name="driver", context=process.context.copy()
+        )
+        beside = loop.create_task(self._beside(meddle), name="meddler", context=self.outside.context.copy())
+        try:
+            loop.run_until_complete(driving)
+        finally:
+            self.simulation.end(process, "the command has ended")
+            unfinished = not beside.done()
+            beside.cancel()
+            self.copy_back()
+        assert not unfinished, "the run ended before what was to happen to it did"
+        beside.result()
+        return self.run_dir
+
+    async def _drive(self, process: HostProcess, config: Any, pipeline: type[Pipeline]) -> None:
+        world, person = process.world, self.person
+        run = await open_run(config, self.run_dir, person.say, person.report, world=world)
+        try:
+            await supervise(world, config, self.model, run, person, pipeline)
+        finally:
+            run.lock.close()
+
+    async def _beside(self, meddle: Meddle | None) -> None:
+        if meddle is not None:
+            await meddle(self)
+
+    # -- for who meddles ---------------------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """What `condition()` says as soon as that is something."""
+        while not (found := condition()):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        return found
+
+    async def step(self, number: int) -> None:
+        """Until so many steps are in the record."""
+        await self.until(lambda: len(self.rows()) >= number)
+
+    async def event(self, name: str) -> dict[str, Any]:
+        """The first of that name, once it is there."""
+        return (await self.until(lambda: self.events(name)))[0]
+
+    async def process(self, name: str) -> HostProcess:
+        """The one of that name that lives, once there is one."""
+        return await self.until(lambda: self.simulation.find(name))
+
+    async def kill(self, name: str) -> None:
+        self.simulation.end(await self.process(name), "killed")
+
+    async def freeze(self, name: str) -> HostProcess:
+        self.simulation.freeze(process := await self.process(name))
+        return process
+
+    def thaw(self, process: HostProcess) -> None:
+        self.simulation.thaw(process)
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Files:
+        return self.outside.world.files
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        return read_metrics(path, files=self.files) if self.files.stat(path) else []
+
+    def events(self, name: str = "") -> list[dict[str, Any]]:
+        """All, or those of a name."""
+        path = self.run_dir / "events.jsonl"
+        found = read_events(path, files=self.files) if self.files.stat(path) else []
+        return [event for event in found if name in ("", event["event"])]
+
+    def trained(self) -> list[dict[str, Any]]:
+        path = self.run_dir / TRAINED
+        return list(read_objects(path, files=self.files)) if self.files.stat(path) else []
+
+    @property
+    def seconds(self) -> float:
+        """Virtual ones since the machine began."""
+        return self.simulation.loop.now
+
+    def copy_back(self) -> None:
+        """The run's directory, from the simulated disk to the real one."""
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        copy_from(self.run_dir, self.files)
+
+    def close(self) -> None:
+        self.simulation.close()
+
+
+def copy_to(source: Path, to: Path, files: Files) -> None:
+    """A real directory's files, to simulated ones."""
+    make_directory(to, files=files)
+    for path in sorted(source.iterdir()):
+        if path.is_file():
+            with files.open(to / path.name, new=True) as file:
+                file.append([path.read_bytes()])
+
+
+def copy_from(path: Path, files: Files) -> None:
+    """A simulated file or directory, to the same name on the real disk."""
+    there = files.stat(path)
+    if there is None:
+        return
+    if not there.directory:
+        with files.open(path) as file:
+            path.write_bytes(file.read())
+        return
+    path.mkdir(parents=True)
+    for name in files.list(path):
+        copy_from(path / name, files)

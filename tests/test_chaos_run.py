@@ -54,12 +54,6 @@ def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_
     assert report.faults == {"disk": 2}
 
 
-def test_a_run_that_is_lost_twice_before_its_first_checkpoint_trains_everything_once(untrained, tmp_path):
-    report = rehearse(untrained, tmp_path, [], scenario="first-checkpoint")
-    assert report.problems == []
-    assert report.resumed == 2
-
-
 @pytest.mark.parametrize(
     ("fault", "roles", "problem"),
     [

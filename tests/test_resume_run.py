@@ -1,4 +1,5 @@
-"""Whole runs that are killed, stopped and continued: real Ray, ZeroMQ, Megatron and checkpoints, an engine without a model.
+"""A whole run that is killed and continued: real Ray, ZeroMQ, Megatron and checkpoints, an engine without a model. What else may
+happen to one: `sim/test_resumed.py`.
 
 What a run has trained is in `trained.jsonl`: which trajectories, and a checksum of their tokens.
 """
@@ -8,15 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from r3async.checkpoint import Checkpoints, open_checkpoint
+from r3async.checkpoint import Checkpoints
 from r3async.config import load_config
 from r3async.observe.events import read_events
 from r3async.observe.jsonl import read_objects
@@ -73,48 +72,6 @@ def check_books(run_dir, steps, groups_per_step=2, samples=4):
     assert len(set(names)) == len(names) == len(groups) * samples
 
 
-class Killer(threading.Thread):
-    """SIGKILLs the process that said `event` last, once `step` steps are in the record."""
-
-    def __init__(self, run_dir: Path, event: str, step: int):
-        super().__init__(daemon=True)
-        self.run_dir, self.event, self.step, self.killed = run_dir, event, step, 0
-        self.start()
-
-    def run(self):
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and not self.killed:
-            time.sleep(0.02)
-            path = self.run_dir / "metrics.jsonl"
-            if path.exists() and len(read_metrics(path)) >= self.step:
-                self.killed = events(self.run_dir, self.event)[-1]["pid"]
-                os.kill(self.killed, signal.SIGKILL)
-
-
-def test_a_run_whose_learner_and_then_its_conductor_are_killed_trains_everything_once(untrained, tmp_path):
-    killers = [Killer(tmp_path / "a", "learner_started", 5), Killer(tmp_path / "a", "conductor_started", 9)]
-    run_dir, screen = run(
-        untrained,
-        tmp_path,
-        "a",
-        "steps=14",
-        "schedule.max_staleness=3",
-        "schedule.window=3",
-        "buffer.durability=disk",
-        "generator.engine_args={ token_seconds = 0.01 }",
-    )
-    assert all(killer.killed for killer in killers)
-    assert "the run begins again (1 of 3" in screen
-    assert "the run begins again (2 of 3" in screen
-    check_books(run_dir, 14)
-    first, second = (resumed["step"] for resumed in events(run_dir, "resumed"))
-    assert 4 <= first <= second
-    assert first % 2 == second % 2 == 0
-    assert second >= 8
-    assert all(row["staleness/max"] <= row["staleness/bound"] for row in read_metrics(run_dir / "metrics.jsonl"))
-    assert not list((run_dir / "spool").iterdir())  # What the last checkpoint trained needs not be kept.
-
-
 def finished_weights(run_dir):
     return load_file(run_dir / "model" / "model.safetensors")
 
@@ -162,26 +119,3 @@ def wait_for(condition, process, screen, seconds=200.0):
         assert process.poll() is None, screen.read_text()
         assert time.monotonic() < deadline, screen.read_text()
         time.sleep(0.05)
-
-
-def test_a_stop_leaves_a_checkpoint_and_ends_well_and_the_same_command_goes_on(untrained, tmp_path):
-    overrides = settings(untrained, "stopped", "steps=400", "schedule.max_staleness=1", "checkpoint.every_steps=0")
-    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(tmp_path), *overrides]
-    run_dir, screen = tmp_path / "stopped", tmp_path / "screen"
-    with screen.open("w") as file:
-        driver = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        wait_for(lambda: len(trained(run_dir)) >= 3, driver, screen)
-        driver.send_signal(signal.SIGTERM)
-        assert driver.wait(90) == 0, screen.read_text()
-    finally:
-        driver.kill()
-    (step,) = Checkpoints(run_dir / "checkpoints").steps()
-    state = open_checkpoint(Checkpoints(run_dir / "checkpoints").path(step)).state
-    assert len(trained(run_dir)) == step == state.steps < 400
-    assert f"stopped after {step} of 400 steps; to go on: the same command with name=stopped" in screen.read_text()
-    run_dir, said = run(untrained, tmp_path, "stopped", f"steps={step + 3}", "schedule.max_staleness=1")
-    assert f"going on from step {step} " in said
-    check_books(run_dir, step + 3)
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    assert [row["version"] for row in rows] == list(range(1, step + 4))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from actors.ranks import LocalLearner
@@ -20,13 +18,9 @@ from r3async.engines.probing import sample_probe
 from r3async.engines.scripted import DIGEST, ScriptedEngine
 from r3async.learners.base import LearnerBackend, LearnerError
 from r3async.learners.build import build_learner
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.metrics import read_metrics
 from r3async.weights.probe import compare_probe, compare_sampled
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config
-from tools.train import train
 
 TEXT = np.arange(10, 60, dtype=np.int32)
 
@@ -154,25 +148,3 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
 def test_it_is_one_process():
     with pytest.raises(ConfigError, match="one rank"):
         load_config("quickstart", ["learner.backend=scripted", "learner.parallel.dp=2", "weights.probe=false"])
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-@pytest.mark.usefixtures("local_ray")
-def test_a_run_with_neither_engine_nor_model_makes_its_steps_and_a_resume_goes_on(untrained, tmp_path):
-    settings = ["generator.engine=scripted", "learner.backend=scripted", "schedule.samples_per_group=4"]
-    settings += ["schedule.groups_per_step=2", "checkpoint.every_steps=1", f"model.path={untrained}", "name=run"]
-    settings += ["schedule.max_staleness=0"]
-    for steps in (2, 3):
-        made = load_config("quickstart", [*settings, f"steps={steps}"])
-        run_dir = train(made, "quickstart", Console(file=io.StringIO()), tmp_path)
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    assert [(r["step"], r["version"]) for r in rows] == [(1, 1), (2, 2), (3, 3)]
-    assert all(r["routing/recorded_fraction"] > 0.9 for r in rows)
-    probed = [e for e in read_events(run_dir / "events.jsonl") if e["event"] == "probe"]
-    assert probed
-    assert all(e["mean_difference"] == 0 for e in probed)
-    assert {line["step"] for line in read_objects(run_dir / "trained.jsonl")} == {1, 2, 3}
-    weights = load_file(run_dir / "model" / "model.safetensors")
-    assert list(weights) == [DIGEST]
-    assert weights[DIGEST].any()

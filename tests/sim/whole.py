@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from r3async.observe.metrics import read_metrics
 from r3async.observe.trained import FILE as TRAINED
 from r3async.world import Files
 from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.world import Simulation
+from r3async.world.simulated.world import Host, Simulation
 
 SCRIPTED = ["generator.engine=scripted", "learner.backend=scripted", "weights.backend=object_store"]
 SMALL = [
@@ -126,9 +127,15 @@ class Machine:
         self.host = next(iter(self.simulation.hosts.values()))
         self.person = Person()
         self.run_dir = root / "run"
-        self.outside = self.simulation.begin_process("outside", self.host)
+        self.files: Files = self.host.disk.files(self._outside())
+        """Of the machine, for whoever is in no process of it."""
         make_directory(root, files=self.files)
         copy_to(model, model, self.files)
+        self.host.disk.write_back()
+
+    def _outside(self) -> HostProcess:
+        """Lives when the machine has lost power."""
+        return self.simulation.begin_process("outside", Host("outside", self.host.disk, 0.0))
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -140,18 +147,25 @@ class Machine:
         pipeline: type[Pipeline] = Simulated,
         meddle: Meddle | None = None,
         change: Callable[[Any], Any] = lambda config: config,
+        killed: bool = False,
     ) -> Path:
         """`r3async train PRESET`, with `meddle(machine)` beside it, which has to end before the run does. Returns the run's
-        directory, copied to the real disk, also where it raises what the command raises."""
+        directory, copied to the real disk, also where it raises what the command raises. `killed`: its process is to end
+        before the run."""
         config = change(load_config(preset, [*settings, f"model.path={self.model}", "name=run", *overrides]))
         loop, self.person = self.simulation.loop, Person()
         process = self.simulation.begin_process("driver", self.host)
         driving = loop.create_task(
             self._drive(process, config, pipeline), name="driver", context=process.context.copy()
         )
-        beside = loop.create_task(self._beside(meddle), name="meddler", context=self.outside.context.copy())
+        beside = loop.create_task(self._beside(meddle), name="meddler", context=Context())
         try:
-            loop.run_until_complete(driving)
+            ended = loop.create_future()
+            process.at_end(lambda: ended.done() or ended.set_result("its process ended"))
+            loop.run_until_complete(asyncio.wait([driving, ended], return_when=asyncio.FIRST_COMPLETED))
+            assert ended.done() == killed
+            if not killed:
+                driving.result()
         finally:
             self.simulation.end(process, "the command has ended")
             unfinished = not beside.done()
@@ -204,10 +218,6 @@ class Machine:
         self.simulation.thaw(process)
 
     # -- what is there -----------------------------------------------------------------------------------------------
-
-    @property
-    def files(self) -> Files:
-        return self.outside.world.files
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from actors.deaths import ProcessDied
 from r3async.config import Config, is_loopback
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
-from r3async.weights.publish import EncodedWeights, VersionFolder, WeightError, default_directory
+from r3async.weights.publish import EncodedWeights, VersionFolder, default_directory
 from r3async.weights.transport import (
     Publication,
     SharedMemoryReceiver,
@@ -153,8 +154,8 @@ class ObjectStoreReceiver:
                     raise TimeoutError(
                         f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
                     ) from error
-                except ActorLost as error:
-                    raise WeightError(f"version {manifest.version} could not be fetched: {error}") from error
+                except ActorLost as error:  # its owner: this is not the generator's loss, nor its fault
+                    raise ProcessDied(f"version {manifest.version} could not be fetched: {error}") from error
 
         path = self._folder.write(manifest.version, manifest.nbytes, arriving())
         return msgspec.structs.replace(manifest, path=str(path))

@@ -55,6 +55,8 @@ class Installer:
         for generator in self.fleet:
             try:
                 await self._install(generator)
+            except ProcessDied:
+                raise
             except ActorLost as error:
                 self.fleet.bury(generator)
                 self.fleet.tell_death(generator, error, [])
@@ -121,7 +123,7 @@ class Installer:
         error = task.exception()
         if error is None:
             reports.append(task.result())
-        elif not isinstance(error, ActorLost):
+        elif isinstance(error, ProcessDied) or not isinstance(error, ActorLost):
             raise error
         elif generator.live:  # or its supervisor knew before, and may be restarting it
             generator.health.died()
@@ -215,6 +217,8 @@ class Installer:
                 await generator.handle.call("run", conductor)
                 generator.finished = True
                 return
+            except ProcessDied:
+                raise
             except ActorLost as error:
                 if stopping():
                     return

@@ -169,6 +169,39 @@ def chaos(
 
 
 @app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(help="how many runs", min=1)] = 100,
+    seed: Annotated[int | None, typer.Option(help="only this run", min=0)] = None,
+    first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="processes; 0: one a core", min=0)] = 0,
+    mutant: Annotated[str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")] = "",
+    case: Annotated[Path | None, typer.Option(help="only this run, as --keep wrote it")] = None,
+    keep: Annotated[Path | None, typer.Option(help="write the run that fails, made small, to this file")] = None,
+    shrink: Annotated[bool, typer.Option(help="make the run that fails small before it is told")] = True,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+) -> None:
+    """Run the whole system in virtual time, with faults, each run from a seed. Exit 1 at the first that breaks an invariant."""
+    from tools.simulate.command import simulate_command
+
+    raise typer.Exit(
+        simulate_command(
+            seeds=seeds if seed is None else 1,
+            first=first if seed is None else seed,
+            jobs=jobs,
+            mutant=mutant,
+            case=case,
+            keep=keep,
+            shrinking=shrink,
+            trace=trace,
+            json=json,
+        )
+    )
+
+
+@app.command()
 def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
     follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,

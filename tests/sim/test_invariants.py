@@ -137,6 +137,10 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
         lambda: inserted(Acknowledged, 0, lambda at: Refused(at, "a", trajectory_name(0, 0), "no")),
     ),
     "removed before a checkpoint": ("store", lambda: inserted(Saved, 0, lambda at: Unlinked(at, 1, "1-1"))),
+    "the spool keeps what is trained": (
+        "store",
+        lambda: [e for e in good() if not isinstance(e, Unlinked) or e.group != 2],
+    ),
     "the run fails": ("ended", lambda: edited(Finished, 0, failed="no")),
     "steps are missing at the end": ("ended", lambda: edited(Finished, 0, steps=3)),
     "no step after the last fault": ("stuck", lambda: inserted(Published, 4, lambda at: Passed(at + 101.0))),

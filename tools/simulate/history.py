@@ -57,10 +57,12 @@ class PowerFailed(Event, frozen=True):
 
 
 class Leased(Event, frozen=True):
-    """The conductor answered a generator's question for work. `leases`: groups with their episodes, maybe none."""
+    """The conductor answered a generator's question for work. `leases`: groups with their episodes, maybe none. `ended`: the
+    process that asked has ended, and the conductor did not know."""
 
     generator: str
     leases: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ended: bool = False
 
 
 class Asked(Event, frozen=True):

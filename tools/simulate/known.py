@@ -18,6 +18,7 @@ from tools.simulate.history import (
     Event,
     Facts,
     Finished,
+    Injected,
     Installed,
     Leased,
     Lost,
@@ -118,6 +119,8 @@ class Known:
         """By group: when the learner last said what it lacks."""
         self.files: dict[int, dict[str, int]] = defaultdict(dict)
         """Of the spool, by group: their sizes."""
+        self.spoiled = False
+        """A disk failed: what could not be removed stays until the next start."""
         self.quiet = False
         """The last fault is over."""
         self.deadline = math.inf
@@ -138,6 +141,7 @@ class Known:
             Saved: self._saved,
             Stored: self._stored,
             Unlinked: self._unlinked,
+            Injected: self._injected,
             Quiet: self._quiet,
             Finished: self._finished,
         }
@@ -221,7 +225,7 @@ class Known:
         for group, episodes in event.leases:
             self.leased_to = max(self.leased_to, group)
             for episode in episodes:
-                self.leases[group, episode] = Lease(event.generator, engine.process, event.at)
+                self.leases[group, episode] = Lease(event.generator, engine.process - event.ended, event.at)
 
     def _asked(self, event: Asked) -> None:
         self.asked |= dict.fromkeys(event.missing, event.at)
@@ -270,6 +274,9 @@ class Known:
 
     def _unlinked(self, event: Unlinked) -> None:
         self.files[event.group].pop(event.file, None)
+
+    def _injected(self, event: Injected) -> None:
+        self.spoiled |= "disk" in event.what or "write" in event.what
 
     def _quiet(self, event: Quiet) -> None:
         self.quiet, self.deadline = True, event.at + self.rules.first_seconds

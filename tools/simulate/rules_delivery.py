@@ -151,6 +151,19 @@ def what_is_needed_stays_stored(known: Known, event: Unlinked) -> str:
     )
 
 
+@rule(DELIVERY, "store", Finished)
+def nothing_stays_stored_for_ever(known: Known, event: Finished) -> str:
+    """When the run has ended, the spool has nothing of groups that a safe checkpoint trained, unless a disk failed meanwhile."""
+    if known.spoiled or not known.branches or event.failed:
+        return ""
+    over = [
+        g
+        for g, files in known.files.items()
+        if any(files.values()) and known.branch.trained.get(g, 10**9) <= known.safe
+    ]
+    return f"the run has ended, and the spool still has groups {sorted(over)}" if over else ""
+
+
 @rule(DELIVERY, "ended", Finished)
 def the_run_ends_whole(known: Known, event: Finished) -> str:
     """The run ends with all its steps, and every group up to the last trained once. (`stuck`: after the last fault a step is made

@@ -77,7 +77,7 @@ def _power_failed(e: PowerFailed) -> Words:
 
 @_of(Leased)
 def _leased(e: Leased) -> Words:
-    return e.generator, "is leased " + "; ".join(
+    return e.generator, ("has ended, and is leased " if e.ended else "is leased ") + "; ".join(
         f"group {group} episodes {', '.join(map(str, episodes))}" for group, episodes in e.leases
     )
 

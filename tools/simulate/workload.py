@@ -27,7 +27,8 @@ LARGEST = 64 * 1024
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """`seconds`, of a call of the environment at most; `token_seconds`, of an engine; `train_seconds`, of a step at most."""
+    """Driver, learner and conductor are on the first host, generators on the others if there are any. `seconds`, of a call of the
+    environment at most; `token_seconds`, of an engine; `train_seconds`, of a step at most."""
 
     seed: int
     steps: int = 8
@@ -120,10 +121,12 @@ class Workload(msgspec.Struct, frozen=True):
                 "backend": "object_store",
                 "install_timeout": 30.0,
                 "write_timeout": 60.0,
+                "directory": "/memory/weights",
                 "probe": self.probe,
                 "probe_every": 2,
             },
             "transport": {
+                "host": self.host_names[0] if self.hosts > 1 else "127.0.0.1",
                 "credit_bytes": self.credit_bytes,
                 "ack_timeout": self.ack_timeout,
                 "max_message_bytes": LARGEST,
@@ -181,21 +184,20 @@ class Workload(msgspec.Struct, frozen=True):
 def draw_workload(seed: int) -> Workload:
     """The same for the same seed, on every machine."""
     rng = random.Random(f"workload/{seed}")
-    groups = rng.choice([1, 1, 2, 2, 3])
-    staleness = rng.choice([0, 1, 1, 2, 3])
-    publication = rng.choice([1, 1, 1, 2])
+    ahead = rng.random() < 0.4
+    """The learner is what is slow: as much as may be is in flight."""
     return Workload(
         seed=seed,
-        steps=rng.randint(4, 10),
+        steps=rng.randint(4, 9),
         hosts=rng.choice([1, 2, 3]),
         generators=rng.randint(1, 4),
-        concurrency=rng.choice([1, 2, 4, 8]),
-        groups_per_step=groups,
+        concurrency=rng.choice([4, 8] if ahead else [1, 2, 4]),
+        groups_per_step=rng.choice([1, 1, 2, 2, 3]),
         samples_per_group=rng.choice([2, 2, 3]),
-        max_staleness=staleness,
+        max_staleness=rng.choice([2, 3] if ahead else [0, 1, 1, 2]),
         window=rng.choice([1, 1, 2, 3, 4]),
         split=rng.choice(["idle", "room"]),
-        steps_per_publication=publication,
+        steps_per_publication=rng.choice([1, 1, 1, 2]),
         tokens_per_step=rng.choice([0, 0, 0, 0, rng.randint(5, 60)]),
         checkpoint_every=rng.choice([1, 2, 2, 3, 4]),
         checkpoints_kept=rng.randint(1, 3),
@@ -203,15 +205,15 @@ def draw_workload(seed: int) -> Workload:
         durability=rng.choice(["disk", "disk", "memory"]),
         fsync=rng.random() < 0.6,
         memory_bytes=rng.choice([1, 20_000, 10**6]),
-        disk_bytes=rng.choice([4_000, 30_000, 10**7]),
-        credit_bytes=rng.choice([4_000, 30_000, 10**6]),
+        disk_bytes=rng.choice([2_000, 2_000, 20_000, 10**7]),
+        credit_bytes=rng.choice([2_000, 20_000, 10**6]),
         ack_timeout=rng.choice([1.0, 2.0, 5.0]),
-        turns=rng.randint(1, 3),
+        turns=rng.randint(1, 2),
         new_tokens=rng.choice([2, 6, 12]),
-        token_seconds=rng.choice([0.02, 0.05, 0.2]),
-        seconds=rng.choice([0.2, 1.0, 3.0]),
-        tail=rng.choice([10, 30, 100]),
+        token_seconds=rng.choice([0.02] if ahead else [0.02, 0.05, 0.2]),
+        seconds=rng.choice([0.2] if ahead else [0.2, 1.0, 2.0]),
+        tail=rng.choice([20, 50]),
         failing=rng.choice([0, 0, 30]),
-        train_seconds=rng.choice([0.1, 1.0, 5.0]),
+        train_seconds=rng.choice([5.0] if ahead else [0.1, 1.0, 3.0]),
         probe=rng.random() < 0.3,
     )

@@ -1,0 +1,89 @@
+"""The whole system in simulation: kept seeds, seeds from the first on, mutants, and the same events in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tools.simulate.command import read_case, write_case
+from tools.simulate.mutants import MUTANTS
+from tools.simulate.run import draw_case, model_here
+from tools.simulate.search import quiet_logs, run_case, search
+from tools.simulate.shrink import Case
+
+KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
+SEEDS = 40
+"""As many as fit into half a minute of two cores. `r3async simulate --seeds 1000` runs more."""
+QUICK = ("unlink_before_commit", "version_counted_twice", "recovery_forgets")
+WITHIN = 25
+"""Seeds in which each of these is found."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model():
+    with quiet_logs(), model_here():
+        yield
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_a_run_that_failed_once_keeps_every_invariant(path: Path):
+    result, _ = run_case(read_case(path))
+    assert not result.violated, f"{result.violated}: {result.reason}"
+
+
+def test_the_first_seeds_keep_every_invariant():
+    for result in search(range(SEEDS), jobs=2):
+        assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
+        assert not result.unhandled, f"seed {result.seed}: {result.unhandled}"
+
+
+@pytest.mark.parametrize("mutant", QUICK)
+def test_a_defect_that_is_planted_is_found(mutant: str):
+    found = next((r for r in search(range(WITHIN), jobs=1, mutant=mutant) if r.violated), None)
+    assert found is not None
+
+
+def test_every_mutant_says_what_is_wrong_and_takes_it_back():
+    for mutant in MUTANTS.values():
+        assert mutant.what
+        before = run_case(draw_case(14))[0] if mutant.name == QUICK[0] else None
+        with mutant.plant():
+            pass
+        if before is not None:
+            assert run_case(draw_case(14))[0].digest == before.digest
+    assert len(MUTANTS) >= 20
+
+
+DIGESTS = """
+from tools.simulate.run import draw_case, model_here
+from tools.simulate.search import quiet_logs, run_case
+with quiet_logs(), model_here():
+    found = [run_case(draw_case(seed))[0].digest for seed in (1, 4, 8, 12)]
+print(" ".join(found))
+"""
+
+
+def test_a_seed_has_the_same_events_byte_for_byte_in_every_process():
+    said = []
+    for seed in ("1", "77"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", DIGESTS], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert len(set(said[0].split())) == 4
+
+
+def test_a_case_is_written_and_read(tmp_path: Path):
+    case = msgspec.structs.replace(draw_case(3), mutant="lineage_ignored")
+    write_case(tmp_path / "case.json", case)
+    assert read_case(tmp_path / "case.json") == case
+    assert isinstance(case, Case)

@@ -1,0 +1,188 @@
+"""Faults, done to a simulation when their time comes."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from r3async.world.simulated.disk import WRITING, SimulatedDisk
+from r3async.world.simulated.network import ANY
+from r3async.world.simulated.processes import HostProcess
+from tools.simulate.faults import Fault, quiet_after
+from tools.simulate.history import Injected, Quiet
+from tools.simulate.observe import Watched
+
+RUNS = Path("/runs")
+"""Where runs are on the simulated disk."""
+
+
+class Injector:
+    """Schedules everything at once, when it is made. `stop()`: the person stops the run. `injected` counts faults by kind."""
+
+    def __init__(self, simulation: Watched, faults: Sequence[Fault], stop: Callable[[], None]):
+        self._simulation = simulation
+        self.injected: Counter[str] = Counter()
+        self._active: dict[str, list[Fault]] = {}
+        self._rng = simulation.rng("faults")
+        self._traps: list[tuple[Fault, Counter[str]]] = []
+        self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
+        self._delay = simulation.network.delay
+        self._start = simulation.plan_start
+        simulation.network.delay = self._delayed
+        simulation.plan_start = self._planned_start
+        self._disk.observe = self._before
+        self._kinds: dict[str, Callable[[Fault], None]] = {
+            "cut": self._cut,
+            "half_open": self._half_open,
+            "stall": self._stall,
+            "delay": self._lasts,
+            "damage": self._damage,
+            "disk_full": self._spoil_disk,
+            "disk_error": self._spoil_disk,
+            "short_write": self._spoil_disk,
+            "slow_disk": self._spoil_disk,
+            "power": self._lose,
+            "power_writing": self._trap,
+            "kill": self._kill,
+            "kill_writing": self._trap,
+            "freeze": self._freeze,
+            "slow_start": self._lasts,
+            "failing_start": self._lasts,
+            "clock": self._step_clock,
+            "stop": lambda fault: stop(),
+        }
+        for fault in faults:
+            self._at(fault.at, self._begin, fault)
+        self._at(quiet_after(faults), self._all_over)
+
+    def _at(self, when: float, callback: Callable[..., object], *args: Any) -> None:
+        self._simulation.loop.call_at(when, callback, *args, context=Context())
+
+    def _all_over(self) -> None:
+        if not self._waiting_for_hosts():
+            self._traps.clear()
+            self._simulation.see(Quiet)
+        else:
+            self._at(self._simulation.loop.now + 1.0, self._all_over)
+
+    def _waiting_for_hosts(self) -> bool:
+        return any(host.lost for host in self._simulation.hosts.values())
+
+    def _begin(self, fault: Fault) -> None:
+        self.injected[fault.kind] += 1
+        self._simulation.see(Injected, fault.describe())
+        self._kinds[fault.kind](fault)
+
+    def _lasts(self, fault: Fault, over: Callable[[], None] = lambda: None) -> None:
+        """It is active until its end; then `over()` is called."""
+        self._active.setdefault(fault.kind, []).append(fault)
+
+        def end() -> None:
+            self._active[fault.kind].remove(fault)
+            self._simulation.see(Injected, f"{fault.kind.replace('_', ' ')} is over")
+            over()
+
+        self._at(fault.end, end)
+
+    def _most(self, kind: str) -> float:
+        return max((fault.amount for fault in self._active.get(kind, ())), default=0.0)
+
+    # -- network -------------------------------------------------------------------------------------------------------
+
+    def _cut(self, fault: Fault) -> None:
+        """Where the generator is on another host, calls wait, too."""
+        simulation = self._simulation
+        process, (first, *_) = simulation.find(fault.target), simulation.hosts.values()
+        if process is not None and process.host is not first:
+            simulation.cut(process.host, first, fault.seconds)
+        simulation.network.cut(fault.target, "learner", fault.seconds)
+
+    def _half_open(self, fault: Fault) -> None:
+        self._simulation.network.half_open(fault.target, ANY, fault.seconds)
+
+    def _stall(self, fault: Fault) -> None:
+        self._simulation.network.stall(fault.target, "learner", fault.seconds)
+
+    def _delayed(self, rng: Random) -> float:
+        return self._delay(rng) + rng.random() * self._most("delay") if self._active.get("delay") else self._delay(rng)
+
+    def _damage(self, fault: Fault) -> None:
+        self._lasts(fault, self._set_damage)
+        self._set_damage()
+
+    def _set_damage(self) -> None:
+        self._simulation.network.damage = self._most("damage")
+
+    # -- disk ----------------------------------------------------------------------------------------------------------
+
+    def _spoil_disk(self, fault: Fault) -> None:
+        self._lasts(fault, self._set_disk)
+        self._set_disk()
+
+    def _set_disk(self) -> None:
+        root = RUNS  # weights are in shared memory
+        if self._active.get("disk_error"):
+            self._disk.refuse(root, errno.EIO)
+        elif self._active.get("disk_full"):
+            self._disk.refuse(root, errno.ENOSPC)
+        else:
+            self._disk.allow(root)
+        self._disk.short_writes = self._most("short_write")
+        self._disk.latency = self._most("slow_disk")
+
+    def _lose(self, fault: Fault) -> None:
+        simulation = self._simulation
+        host = simulation.hosts[fault.target]
+        lost = [each for each in simulation.hosts.values() if not each.lost]
+        simulation.lose(host)
+
+        def restore() -> None:
+            for each in lost:
+                simulation.restore(each)
+
+        self._at(max(fault.end, simulation.loop.now + fault.seconds), restore)
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _kill(self, fault: Fault) -> None:
+        if (process := self._simulation.find(fault.target)) is not None:
+            self._simulation.end(process, "killed")
+
+    def _freeze(self, fault: Fault) -> None:
+        if (process := self._simulation.find(fault.target)) is not None:
+            self._simulation.freeze(process)
+            self._at(fault.end, self._simulation.thaw, process)
+
+    def _trap(self, fault: Fault) -> None:
+        self._traps.append((fault, Counter()))
+
+    def _before(self, process: Any, operation: str, path: Path) -> None:
+        """Before an operation on the disk."""
+        if operation not in WRITING or not self._traps:
+            return
+        for trap in list(self._traps):
+            fault, count = trap
+            if fault.kind == "kill_writing" and process.name != fault.target:
+                continue
+            count["operations"] += 1
+            if count["operations"] >= fault.amount:
+                self._traps.remove(trap)
+                self._simulation.see(Injected, f"{fault.describe()}: {process.name}, {operation} {path.name}")
+                if fault.kind == "power_writing":
+                    self._lose(fault)
+                elif isinstance(process, HostProcess):
+                    self._simulation.end(process, "killed while it wrote")
+                return
+
+    def _planned_start(self, actor: Any) -> tuple[float, bool]:
+        seconds, fails = self._start(actor)
+        fails = fails or any(self._rng.random() < fault.amount for fault in self._active.get("failing_start", ()))
+        return seconds + self._most("slow_start"), fails
+
+    def _step_clock(self, fault: Fault) -> None:
+        self._simulation.step_clock(self._simulation.hosts[fault.target], fault.amount)

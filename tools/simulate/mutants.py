@@ -1,0 +1,451 @@
+"""Defects, planted to prove that the search finds what it is there for: each replaces one method of a production class while a
+simulation runs. A search that finds none of its mutants proves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from actors.learning import Learning
+from actors.publishing import Publishing
+from actors.ranks import LocalLearner
+from actors.reception import Reception
+from actors.saving import Saver
+from r3async.buffer.groups import GroupBuffer
+from r3async.buffer.spool import Spool
+from r3async.checkpoint.directory import Checkpoints
+from r3async.checkpoint.writer import CheckpointWriter
+from r3async.lineage import Lineage
+from r3async.scheduling.admission import Admission, GroupLease
+from r3async.transport import wire as wire_room
+from r3async.transport.credit import CreditPool
+from r3async.transport.intake import Intake
+from r3async.transport.outbox import Outbox
+from r3async.transport.sender import Sender
+from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
+
+
+class Mutant(NamedTuple):
+    """`plant`: what is wrong as long as it is entered."""
+
+    name: str
+    what: str
+    plant: Callable[[], AbstractContextManager[None]]
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` is `make(what it was)` meanwhile."""
+    before = vars(owner)[name]
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """The decorated function makes the replacement of a method from what it was; its docstring says what is wrong."""
+
+    def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        what = " ".join((make.__doc__ or "").split())
+        MUTANTS[make.__name__] = Mutant(make.__name__, what, lambda: replaced(owner, method, make))
+        return make
+
+    return add
+
+
+# -- delivery and the spool --------------------------------------------------------------------------------------------
+
+
+@_mutant(Spool, "put")
+def ack_before_store(put: Any) -> Any:
+    """A trajectory is acknowledged before it is in the spool."""
+
+    async def later(self: Spool, trajectory: Any, frames: Any, *, spill: bool) -> None:
+        async def store() -> None:
+            await asyncio.sleep(0.5)
+            await put(self, trajectory, frames, spill=spill)
+
+        self.late = [*getattr(self, "late", ()), asyncio.create_task(store())]  # type: ignore[attr-defined]
+
+    return later
+
+
+@_mutant(Reception, "trained")
+def unlink_before_commit(trained: Any) -> Any:
+    """The spool lets go of groups when they are trained, not when a checkpoint has trained them."""
+
+    def early(self: Reception, indices: Any) -> None:
+        trained(self, indices)
+        if self.spool is not None:
+            self.early = asyncio.create_task(self.spool.commit(list(indices)))  # type: ignore[attr-defined]
+
+    return early
+
+
+@_mutant(CheckpointWriter, "_write")
+def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
+    """The spool lets go of what a checkpoint trains when the checkpoint is begun."""
+
+    async def eager(self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]) -> Any:
+        then()
+        return await write(self, state, parts, lambda: None)
+
+    return eager
+
+
+@_mutant(Spool, "_unlink")
+def spool_kept_after_commit(unlink: Any) -> Any:
+    """Files of the spool stay when a checkpoint has trained them."""
+    return lambda self, groups: None
+
+
+@_mutant(SimulatedFile, "truncate")
+def torn_tail_not_cut(truncate: Any) -> Any:
+    """What a write that failed left in a file of the spool stays there, and the next record follows it."""
+
+    def keep(self: SimulatedFile, size: int) -> None:
+        if self._path.suffix != ".spool":
+            truncate(self, size)
+
+    return keep
+
+
+@_mutant(Spool, "recover")
+def recovery_forgets(recover: Any) -> Any:
+    """Of what the spool kept, a start takes back all but the last."""
+
+    async def some(self: Spool) -> Any:
+        return (await recover(self))[:-1]
+
+    return some
+
+
+@_mutant(Spool, "room")
+def disk_bytes_ignored(room: Any) -> Any:
+    """Credit is granted whatever the spool holds."""
+    return property(lambda self: 10**12)
+
+
+@_mutant(CreditPool, "grant")
+def credit_ignored(grant: Any) -> Any:
+    """Everything that is offered is granted."""
+
+    def all_of_it(self: CreditPool, room: float = 0.0) -> Any:
+        total, self.total = self.total, 10**12
+        try:
+            return grant(self, room)
+        finally:
+            self.total = total
+
+    return all_of_it
+
+
+@_mutant(CreditPool, "release")
+def credit_not_returned(release: Any) -> Any:
+    """What is trained keeps its credit."""
+    return lambda self, message: None
+
+
+@_mutant(Outbox, "reset")
+def unacknowledged_forgotten(reset: Any) -> Any:
+    """A sender that connects again does not send again what was not acknowledged."""
+
+    def forget(self: Outbox) -> int:
+        self.flying = {}
+        return reset(self)
+
+    return forget
+
+
+@_mutant(Sender, "_deliver")
+def sent_is_settled(deliver: Any) -> Any:
+    """A sender takes what it has sent for acknowledged."""
+
+    def settle(self: Sender, granted: Any) -> None:
+        deliver(self, granted)
+        for name in list(self._outbox.flying):
+            self._settle(name)
+
+    return settle
+
+
+@_mutant(wire_room, "checksum")
+def payload_unchecked(checksum: Any) -> Any:
+    """The payload of a trajectory has no checksum."""
+    return lambda buffers: 0
+
+
+@_mutant(Intake, "_take_in")
+def taken_without_admission(take_in: Any) -> Any:
+    """A group that cannot have a slot, or an episode that is here, is stored and handed over all the same."""
+
+    async def all_of_it(self: Intake, parcel: Any) -> Any:
+        admit, self._admit = self._admit, None
+        try:
+            return await take_in(self, parcel)
+        finally:
+            self._admit = admit
+
+    return all_of_it
+
+
+# -- leases and slots --------------------------------------------------------------------------------------------------
+
+
+@_mutant(Admission, "trained")
+def slot_freed_early(trained: Any) -> Any:
+    """The slots of a step's groups are free when it is made, not when its weights are installed."""
+
+    def early(self: Admission, version: int, groups: Any) -> None:
+        trained(self, version, groups)
+        self._freed += self._uninstalled[version]
+        self._uninstalled[version] = 0
+
+    return early
+
+
+@_mutant(Admission, "lease")
+def stale_generator_leased(lease: Any) -> Any:
+    """A generator is leased work whatever weights its engine has."""
+
+    def whoever(self: Admission, owner: str, *, version: int, **facts: Any) -> Any:
+        return lease(self, owner, version=max(version, self.version), **facts)
+
+    return whoever
+
+
+@_mutant(Admission, "lose")
+def lease_lost_with_its_generator(lose: Any) -> Any:
+    """What a generator that ended was leased is leased to nobody again."""
+
+    def forget(self: Admission, owner: str, missing: Any) -> list[int]:
+        return lose(self, owner, lambda group: ())
+
+    return forget
+
+
+@_mutant(Admission, "lose")
+def missing_not_subtracted(lose: Any) -> Any:
+    """All that a generator was leased returns, also what has arrived."""
+
+    def everything(self: Admission, owner: str, missing: Any) -> list[int]:
+        return lose(self, owner, lambda group: range(self.samples_per_group))
+
+    return everything
+
+
+@_mutant(Admission, "adopt")
+def kept_is_not_adopted(adopt: Any) -> Any:
+    """A start without a checkpoint plays everything again, also what its spool kept."""
+
+    def nothing(self: Admission, newest: int, missing: Any) -> list[int]:
+        return adopt(self, newest, missing) if self.version or self._next_group else []
+
+    return nothing
+
+
+@_mutant(Admission, "adopt")
+def resume_leases_what_was_kept(adopt: Any) -> Any:
+    """A resumed run leases its groups whole, also what the spool kept of them."""
+
+    def whole(self: Admission, newest: int, missing: Any) -> list[int]:
+        return adopt(self, newest, lambda group: range(self.samples_per_group) if missing(group) else ())
+
+    return whole
+
+
+@_mutant(Admission, "lease")
+def group_passed_over(lease: Any) -> Any:
+    """Now and then a group is never leased."""
+
+    def skip(self: Admission, owner: str, **facts: Any) -> GroupLease | None:
+        if self._next_group == 5 and not self._waiting:
+            self._next_group = 6
+        return lease(self, owner, **facts)
+
+    return skip
+
+
+@_mutant(Admission, "lease")
+def leased_twice(lease: Any) -> Any:
+    """A part of a group that is split is leased to two generators."""
+
+    def twice(self: Admission, owner: str, **facts: Any) -> GroupLease | None:
+        found = lease(self, owner, **facts)
+        if found is not None and found.group_index in self._waiting:
+            rest = {*self._waiting[found.group_index], found.episode_indices[0]}
+            self._waiting[found.group_index] = tuple(sorted(rest))
+        return found
+
+    return twice
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@_mutant(GroupBuffer, "batch")
+def younger_groups_first(batch: Any) -> Any:
+    """A step takes the youngest complete groups of the window."""
+
+    def youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
+        window = [g for g in self._taken.within() if not self.missing(g)]
+        return sorted(window[-at_least:]) if len(window) >= at_least else batch(self, at_least, at_most, tokens)
+
+    return youngest
+
+
+@_mutant(GroupBuffer, "__init__")
+def window_one_wider(init: Any) -> Any:
+    """The learner's window is one group wider than the schedule says."""
+
+    def wider(self: GroupBuffer, samples_per_group: int, window: int = 1, **facts: Any) -> None:
+        init(self, samples_per_group, window + 1, **facts)
+
+    return wider
+
+
+@_mutant(GroupBuffer, "__init__")
+def resume_forgets_what_was_trained(init: Any) -> Any:
+    """A resumed learner takes groups for untrained that its checkpoint has trained beyond the oldest."""
+
+    def forget(self: GroupBuffer, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
+        init(self, samples_per_group, window, head=head)
+
+    return forget
+
+
+@_mutant(Learning, "train_step")
+def version_counted_twice(train_step: Any) -> Any:
+    """A publication counts for two versions."""
+
+    async def twice(self: Learning, *args: Any) -> Any:
+        result = await train_step(self, *args)
+        if result is not None and result["new_weights"]:
+            self.model.counts.version += 1
+        return result
+
+    return twice
+
+
+@_mutant(LocalLearner, "snapshot")
+def old_weights_under_a_new_number(snapshot: Any) -> Any:
+    """The third version that a learner publishes has the weights of the one before."""
+
+    def old(self: Any, version: int) -> None:
+        before = getattr(self, "copies", [])
+        snapshot(self, version)
+        self.copies = [*before, self._snapshot[1]]
+        if len(self.copies) == 3:
+            self._snapshot = version, self.copies[1]
+
+    return old
+
+
+# -- lineages and weights ----------------------------------------------------------------------------------------------
+
+
+@_mutant(Lineage, "refusal")
+def lineage_ignored(refusal: Any) -> Any:
+    """Tokens are trained whatever lineage they are of: also of weights that a resume took back."""
+    return lambda self, lineage, newest, learner, *, kept=False: ""
+
+
+@_mutant(Lineage, "child")
+def lineage_used_again(child: Any) -> Any:
+    """A start does not look at the numbers that were taken before."""
+
+    def again(self: Lineage, starts: Any, *args: Any) -> Any:
+        return child(self, (), *args)
+
+    return again
+
+
+@_mutant(Publishing, "write")
+def another_lineage_published(write: Any) -> Any:
+    """A resumed learner names its weights after the first lineage."""
+
+    async def first(self: Publishing, reading: Any = ()) -> Any:
+        published = await write(self, reading)
+        manifest = msgspec.structs.replace(published.publication.manifest, lineage=1)
+        return msgspec.structs.replace(
+            published, publication=msgspec.structs.replace(published.publication, manifest=manifest)
+        )
+
+    return first
+
+
+@_mutant(LocalLearner, "restore")
+def checkpoint_not_loaded(restore: Any) -> Any:
+    """A resumed learner begins with the start model's weights."""
+    return lambda self, path: None
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@_mutant(SimulatedFiles, "sync_directory")
+def unsynced_rename(sync_directory: Any) -> Any:
+    """The directory of a checkpoint that was given its name is not synced."""
+
+    def not_this_one(self: SimulatedFiles, directory: Path) -> None:
+        if directory.name != "checkpoints":
+            sync_directory(self, directory)
+
+    return not_this_one
+
+
+@_mutant(SimulatedFile, "sync")
+def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
+    """The files of a checkpoint are not synced."""
+
+    def not_these(self: SimulatedFile) -> None:
+        if not self._path.parent.name.endswith(".partial"):
+            sync(self)
+
+    return not_these
+
+
+@_mutant(Checkpoints, "newest")
+def resumed_from_an_older_one(newest: Any) -> Any:
+    """A run resumes from the oldest checkpoint that is there."""
+
+    def oldest(self: Checkpoints) -> Any:
+        while len(steps := self.steps()) > 1:
+            self._set_aside(self.path(steps[-1]), "superseded")
+        return newest(self)
+
+    return oldest
+
+
+@_mutant(Checkpoints, "prune")
+def pruned_too_much(prune: Any) -> Any:
+    """No checkpoint is kept but every second one."""
+
+    def more(self: Checkpoints) -> list[int]:
+        removed = prune(self)
+        if len(steps := self.steps()) % 2 == 0 and steps:
+            self.files.remove_tree(self.path(steps[-1]))
+        return removed
+
+    return more
+
+
+@_mutant(Saver, "save")
+def checkpoint_forgets_who_overtook(save: Any) -> Any:
+    """A checkpoint does not say which groups overtook the oldest that is not trained."""
+
+    async def forget(self: Saver, hold: Any, write: Any, books: Any, progress: Any, then: Any) -> None:
+        await save(self, hold, write, books, msgspec.structs.replace(progress, consumed_beyond=[]), then)
+
+    return forget

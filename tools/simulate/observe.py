@@ -1,0 +1,395 @@
+"""A simulation in which everything that an invariant needs is seen at the seam: calls between actors and what they answer,
+frames on the wire, operations on files, and what the learner's thread is given to train. Nothing in the production code knows
+of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from actors.conductor import Conductor
+from actors.generator import GeneratorActor
+from actors.learner import LearnerActor
+from actors.training import StepOf
+from r3async.checkpoint.books import decode_state
+from r3async.engines.base import RoutingShape
+from r3async.engines.scripted import DIGEST
+from r3async.episodes.chat import ChatRenderer
+from r3async.lineage import Lineage
+from r3async.scheduling.admission import GroupLease
+from r3async.transport.codec import WireError
+from r3async.transport.wire import Ack, Deliver, Reject, decode_control, decode_trajectory, decoded_bytes, joined
+from r3async.world import File, Files, Lane, Placement, Stat
+from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
+from r3async.world.simulated.disk import SimulatedDisk
+from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.threads import SimulatedThreads
+from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
+from tools.simulate.facts import facts_of
+from tools.simulate.history import (
+    Acknowledged,
+    Asked,
+    Began,
+    Event,
+    Installed,
+    Leased,
+    Lost,
+    PowerFailed,
+    Published,
+    Refused,
+    Saved,
+    Sent,
+    Slots,
+    Stored,
+    Taken,
+    Trained,
+    Unlinked,
+)
+from tools.simulate.invariants import Checker, Violated
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MEMORY = Path("/memory")
+_SPOOL = re.compile(r"(\d{9})-\d+\.spool")
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class Watched(Simulation):
+    """Judges what it sees: at the first event that must not be, `violation` is set and the loop stops."""
+
+    def __init__(self, seed: int, checker: Checker, *, routing: RoutingShape | None, **options: Any):
+        super().__init__(seed, **options)
+        self.checker, self.routing = checker, routing
+        self.history: list[Event] = []
+        self.violation: Violated | None = None
+        self.delay_training: Callable[[HostProcess], float] = lambda process: 0.0
+        """How long a step takes."""
+        first = next(iter(self.hosts.values()))
+        self.memory = {name: SimulatedDisk(self.rng(f"memory/{name}")) for name in self.hosts}
+        """By host: its file system in memory, where weights are."""
+        for host in self.hosts.values():  # a run's directory is the same on all of them
+            host.disk = first.disk
+
+    def see(self, kind: type[Event], *args: Any) -> None:
+        """Something happened now."""
+        if self.violation is not None:
+            return
+        event = kind(round(self.loop.now, 6), *args)
+        self.history.append(event)
+        try:
+            self.checker.see(event)
+        except Violated as violation:
+            self.violation = violation
+            self.loop.stop()
+
+    # -- processes and hosts -------------------------------------------------------------------------------------------
+
+    def begin_process(self, name: str, host: Host, actor: Any = None) -> HostProcess:
+        process = super().begin_process(name, host, actor)
+        process.world = WatchedWorld(process)
+        return process
+
+    def place(self, actor: Actor) -> Host | None:
+        """Generators on the hosts behind the first, in turn; all else on the first, which their configuration names."""
+        hosts = list(self.hosts.values())
+        name, _, number = actor.name.partition("-")
+        if name == "generator" and len(hosts) > 1:
+            hosts = hosts[1 + int(number) % (len(hosts) - 1) :]
+        return None if hosts[0].lost else hosts[0]
+
+    def end(self, process: HostProcess, reason: str) -> None:
+        if not process.ended:
+            self.see(Lost, process.name)
+        super().end(process, reason)
+
+    def lose(self, host: Host) -> None:
+        """The first host has the disk: without it nobody goes on."""
+        hosts = list(self.hosts.values())
+        if host is not hosts[0]:
+            self._stop_host(host)
+            return
+        for each in hosts:
+            self._stop_host(each)
+        host.disk.lose_power()
+        self.see(PowerFailed, host.name)
+
+    def _stop_host(self, host: Host) -> None:
+        if not host.lost:
+            self.log.event(host.name, "host_lost")
+            host.lost = True
+            self.memory[host.name] = SimulatedDisk(self.rng(f"memory/{host.name}/{self.loop.now}"))
+            self.network.vanish(host.name)
+            for process in list(host.processes.values()):
+                self.end(process, f"{host.name} was lost")
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def _message(self, event: str, route: Any, frames: Sequence[Any]) -> None:
+        super()._message(event, route, frames)
+        if event != "sent":
+            return
+        try:
+            message = decode_control(frames[0])
+            if isinstance(message, Ack):
+                self.see(Acknowledged, route.target, tuple(message.ids))
+            elif isinstance(message, Reject) and not message.damaged:
+                self.see(Refused, route.target, message.trajectory_id, message.reason)
+            elif isinstance(message, Deliver):
+                self._see_sent(route.source, joined(frames[1:]))
+        except WireError:
+            return  # not of ours; the receiver says so
+
+    def _see_sent(self, generator: str, frames: Sequence[Any]) -> None:
+        trajectory = decode_trajectory(frames)
+        nbytes = decoded_bytes(frames, trajectory)
+        self.see(Sent, generator, facts_of(trajectory, self.checker.known.published, self.routing, nbytes))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def see_trained(self, lineage: int, step: StepOf, done: Any) -> None:
+        """What the learner's thread has trained."""
+        keys = self.checker.known.published
+        groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
+        updates = int(done.metrics.get("optimizer/updates", 0))
+        self.see(Trained, lineage, step.number, step.version, groups, updates)
+
+
+class WatchedWorld(SimulatedWorld):
+    """Of one process."""
+
+    def __init__(self, process: HostProcess):
+        super().__init__(process)
+        self.threads = WatchedThreads(process)
+        self.actors = WatchedActors(process)
+
+    @cached_property
+    def files(self) -> Files:
+        simulation, host = _watched(self.process), self.process.host
+        memory = simulation.memory[host.name].files(self.process)
+        return WatchedFiles(host.disk.files(self.process), memory, simulation)
+
+
+def _watched(process: HostProcess) -> Watched:
+    assert isinstance(process.simulation, Watched)
+    return process.simulation
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+class WatchedThreads(SimulatedThreads):
+    """A step takes its time. The tokenizer is read once, for all simulations of this process."""
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if function == ChatRenderer.from_model:
+            return await super().run(_renderer, function, *args)
+        return await super().run(function, *args, **kwargs)
+
+    def lane(self, name: str) -> Lane:  # type: ignore[override]
+        return WatchedLane(super().lane(name), self._process)
+
+
+_RENDERERS: dict[str, Any] = {}
+
+
+def _renderer(function: Callable[..., Any], *args: Any) -> Any:
+    key = repr(args)
+    if key not in _RENDERERS:
+        _RENDERERS[key] = function(*args)
+    return _RENDERERS[key]
+
+
+class WatchedLane:
+    """See `world.Lane`."""
+
+    def __init__(self, lane: Lane, process: HostProcess):
+        self._lane, self._process = lane, process
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        step = getattr(function, "__self__", None)
+        if not isinstance(step, StepOf):
+            return await self._lane.run(function, *args, **kwargs)
+        simulation = _watched(self._process)
+        lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
+        groups: Any = args[1]
+        simulation.see(Taken, lineage, step.number, step.version, tuple(g[0].group_index for g in groups))
+        await asyncio.sleep(simulation.delay_training(self._process))
+        done = await self._lane.run(function, *args, **kwargs)
+        simulation.see_trained(lineage, step, done)
+        return done
+
+    async def close(self) -> None:
+        await self._lane.close()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class WatchedFiles:
+    """See `world.Files`: two file systems, a disk and one in memory. Tells of the spool, and of checkpoints that are safe."""
+
+    def __init__(self, files: Files, memory: Files, simulation: Watched):
+        self._disk, self._memory, self._simulation = files, memory, simulation
+
+    def _of(self, path: Path) -> Files:
+        return self._memory if path.is_relative_to(MEMORY) else self._disk
+
+    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> File:
+        file = self._of(path).open(path, create=create, new=new, mode=mode)
+        spooled = _spooled(path) if create or new else None
+        return WatchedFile(file, self._simulation, int(spooled[1]), path.name) if spooled else file
+
+    def stat(self, path: Path) -> Stat | None:
+        return self._of(path).stat(path)
+
+    def list(self, directory: Path) -> list[str]:
+        return self._of(directory).list(directory)
+
+    def make(self, directory: Path, mode: int = 0o777) -> None:
+        self._of(directory).make(directory, mode)
+
+    def claim(self, directory: Path) -> None:
+        self._of(directory).claim(directory)
+
+    def rename(self, path: Path, to: Path) -> None:
+        self._of(path).rename(path, to)
+
+    def remove(self, path: Path) -> None:
+        spooled = _spooled(path)
+        there = spooled and self._disk.stat(path)
+        self._of(path).remove(path)
+        if spooled and there:
+            self._simulation.see(Unlinked, int(spooled[1]), path.name)
+
+    def remove_tree(self, path: Path) -> None:
+        self._of(path).remove_tree(path)
+
+    def free(self, path: Path) -> int:
+        return self._of(path).free(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        self._of(directory).sync_directory(directory)
+        if directory.name == "checkpoints":
+            steps = [int(found[1]) for name in self._disk.list(directory) if (found := _STEP.fullmatch(name))]
+            if steps and max(steps) > self._simulation.checker.known.safe:
+                self._simulation.see(Saved, max(steps))
+
+
+def _spooled(path: Path) -> re.Match[str] | None:
+    return _SPOOL.fullmatch(path.name) if path.parent.name == "spool" else None
+
+
+class WatchedFile:
+    """A file of the spool."""
+
+    def __init__(self, file: File, simulation: Watched, group: int, name: str):
+        self._file, self._simulation, self._group, self._name = file, simulation, group, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def append(self, pieces: Sequence[Any]) -> int:
+        written = self._file.append(pieces)
+        self._simulation.see(Stored, self._group, self._name, self._file.size())
+        return written
+
+    def __enter__(self) -> WatchedFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+# -- actors ------------------------------------------------------------------------------------------------------------
+
+
+class WatchedActors(SimulatedActors):
+    """What is spawned tells what it answers."""
+
+    def spawn(self, kind: type, *args: Any, name: str, placement: Placement = PLACEMENT) -> SimulatedRef:
+        simulation = _watched(self._process)
+        if issubclass(kind, Conductor):
+            simulation.see(Began, *_began(args))
+        return super().spawn(_telling(kind), *args, name=name, placement=placement)
+
+
+def _began(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Of a conductor's arguments: lineage and checkpoint of this start."""
+    lineage = next(arg for arg in args if isinstance(arg, Lineage))
+    state = next(decode_state(arg) if arg else None for arg in args if isinstance(arg, bytes))
+    if state is None:
+        return lineage.number, 0, 0, 0, 0, ()
+    beyond = tuple(sorted(state.consumed_beyond))
+    return lineage.number, lineage.parent, lineage.version, state.steps, state.consumed, beyond
+
+
+@lru_cache
+def _telling(kind: type) -> type:
+    for base, made in _TELLING.items():
+        if issubclass(kind, base):
+            return made(kind)
+    return kind
+
+
+def _conductor(kind: type) -> type:
+    class TellingConductor(kind):
+        async def lease(self, generator_id: str, *args: Any) -> dict[str, Any]:
+            answer = await super().lease(generator_id, *args)
+            leases = msgspec.msgpack.decode(answer["leases"], type=list[GroupLease])
+            told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
+            simulation = _watched(self.world.process)
+            asked = simulation.find(generator_id)
+            ended = asked is None or asked.pid != self.fleet[generator_id].pid
+            simulation.see(Leased, generator_id, told, ended)
+            return answer
+
+        def status(self, since: int) -> dict[str, Any]:
+            answer = super().status(since)
+            _watched(self.world.process).see(Slots, answer["slots_taken"], answer["slots"])
+            return answer
+
+    return TellingConductor
+
+
+def _learner(kind: type) -> type:
+    class TellingLearner(kind):
+        def missing(self, group_indices: list[int]) -> dict[int, list[int]]:
+            answer = super().missing(group_indices)
+            _watched(self.world.process).see(Asked, {group: list(lacking) for group, lacking in answer.items()})
+            return answer
+
+        async def write(self, *args: Any) -> Any:  # `publish` ends in it, too
+            published = await super().write(*args)
+            manifest = published.publication.manifest
+            weights = manifest.tensors[DIGEST].checksum
+            _watched(self.world.process).see(Published, manifest.lineage, manifest.version, weights)
+            return published
+
+    return TellingLearner
+
+
+def _generator(kind: type) -> type:
+    class TellingGenerator(kind):
+        async def install(self, publication: Any) -> Any:
+            report = await super().install(publication)
+            manifest = publication.manifest
+            weights = manifest.tensors[DIGEST].checksum
+            told = (self.generator_id, manifest.lineage, report.version, weights)
+            _watched(self.world.process).see(Installed, *told)
+            return report
+
+    return TellingGenerator
+
+
+_TELLING: dict[type, Callable[[type], type]] = {
+    Conductor: _conductor,
+    LearnerActor: _learner,
+    GeneratorActor: _generator,
+}

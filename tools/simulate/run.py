@@ -1,0 +1,309 @@
+"""One simulated run, from its seed to its verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextvars import Context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.deaths import ProcessDied, RunFailed
+from actors.pipeline import Pipeline
+from actors.run_dir import LOCK_SECONDS, open_run
+from actors.supervise import supervise
+from r3async.checkpoint import CheckpointError
+from r3async.checkpoint.directory import Report, silent
+from r3async.config import Config, ConfigError, InitConfig
+from r3async.engines.base import moe_geometry
+from r3async.observe.timeline import Span, read_timeline
+from r3async.world.simulated.loop import Deadlock, LimitReached
+from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.world import Host
+from tools.simulate.faults import draw_faults, quiet_after
+from tools.simulate.history import Event, Finished, Injected, Passed
+from tools.simulate.inject import RUNS, Injector
+from tools.simulate.invariants import Checker, Violated
+from tools.simulate.observe import Watched
+from tools.simulate.shrink import Case
+from tools.simulate.workload import draw_workload
+
+MODEL = Path("model")
+"""Relative: what a run writes is the same wherever it is simulated."""
+CALLBACKS = 3_000_000
+MOST_SECONDS = 7200.0
+LOOK_SECONDS = 5.0
+DISK_SECONDS = 30.0
+"""After the last fault, until nothing can fail for a disk any more."""
+AGAIN_SECONDS = 5.0
+"""Until the person gives the command again, after the driver ended or failed."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """`digest`: of everything that happened. `faults`: by kind, those that were injected. `gave_up`: reasons with which the run
+    ended before the last fault was over, and was begun again. `seconds`: real ones, which are not the same every time."""
+
+    seed: int
+    steps: int
+    virtual_seconds: float
+    events: int
+    callbacks: int
+    lineages: int
+    digest: str
+    violated: str = ""
+    reason: str = ""
+    faults: dict[str, int] = {}
+    gave_up: list[str] = []
+    unhandled: list[str] = []
+    seconds: float = 0.0
+
+
+class Person:
+    """See `actors.supervise.Person`: says nothing, and stops the run when a fault has it do so."""
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+        self.step = 0
+        self.report: Report = silent
+
+    def say(self, line: str) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def loading(self) -> None:
+        pass
+
+    def started(self) -> None:
+        pass
+
+    def show(self, status: dict[str, Any]) -> None:
+        for row in status["rows"]:
+            self.step = row["step"]
+
+    def rewind(self, step: int) -> None:
+        self.step = step
+
+
+@contextlib.contextmanager
+def model_here() -> Iterator[Path]:
+    """A directory with a tiny model's `config.json` and tokenizer, which is the working directory meanwhile."""
+    from tools.init_model import byte_tokenizer
+
+    before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
+    model = directory / MODEL
+    try:
+        model.mkdir()
+        byte_tokenizer().save_pretrained(model)
+        init = InitConfig(layers=2, experts=8, top_k=2)
+        (model / "config.json").write_bytes(
+            msgspec.json.encode(
+                {
+                    "model_type": "qwen3_moe",
+                    "hidden_size": init.hidden_size,
+                    "num_hidden_layers": init.layers,
+                    "num_attention_heads": init.heads,
+                    "num_key_value_heads": init.kv_heads,
+                    "num_experts": init.experts,
+                    "num_experts_per_tok": init.top_k,
+                    "moe_intermediate_size": init.expert_hidden_size,
+                    "head_dim": 32,
+                    "vocab_size": 512,
+                }
+            )
+        )
+        os.chdir(directory)
+        yield model
+    finally:
+        os.chdir(before)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Simulated:
+    """One run. `run` returns what became of it; `history` and `spans` are there then."""
+
+    def __init__(self, case: Case, pipeline: type[Pipeline] = Pipeline, details: bool = False):
+        self.case, self._pipeline = case, pipeline
+        self.config: Config = case.workload.config(MODEL)
+        described = msgspec.json.decode((MODEL / "config.json").read_bytes())
+        routing, _ = moe_geometry(described)
+        self.checker = Checker(case.workload.rules())
+        self.simulation = Watched(
+            case.workload.seed,
+            self.checker,
+            routing=routing,
+            hosts=case.workload.host_names,
+            callbacks=CALLBACKS,
+            seconds=MOST_SECONDS,
+            details=details,
+        )
+        self.gave_up: list[str] = []
+        self._person = Person()
+        self._last = quiet_after(case.faults)
+        self._training = self.simulation.rng("training")
+        self.simulation.delay_training = lambda process: self._training.random() * case.workload.train_seconds
+        self._injector = Injector(self.simulation, case.faults, self._stop)
+        self._copy_model()
+
+    def _copy_model(self) -> None:
+        """To the simulated disk, under the name that it has here."""
+        host = next(iter(self.simulation.hosts.values()))
+        process = self.simulation.begin_process("setup", host)
+        files = host.disk.files(process)
+        for directory in (RUNS, *(() if MODEL.is_absolute() else (MODEL,))):
+            files.make(directory)
+        with files.open(MODEL / "config.json", new=True) as file:
+            file.append([(MODEL / "config.json").read_bytes()])
+            file.sync()
+        host.disk.write_back()
+        self.simulation.end(process, "the disk is ready")
+
+    @property
+    def history(self) -> list[Event]:
+        return self.simulation.history
+
+    def run(self) -> Result:
+        """To its end, or to the first event that violates an invariant."""
+        began, loop = time.perf_counter(), self.simulation.loop
+        violation: Violated | None = None
+        try:
+            root = loop.create_task(self._root(), name="root", context=Context())
+            root.add_done_callback(lambda _: loop.stop())
+            loop.run_forever()
+            violation = self.simulation.violation
+            if violation is None:
+                root.result()
+        except (Deadlock, LimitReached) as error:
+            violation = self.simulation.violation or Violated("stuck", f"{type(error).__name__}: {error}")
+        self.spans = self._spans()
+        self.simulation.close()
+        known = self.checker.known
+        return Result(
+            seed=self.case.workload.seed,
+            steps=len(known.branch.steps) if known.branches else 0,
+            virtual_seconds=round(loop.now, 3),
+            events=len(self.history),
+            callbacks=loop.ran,
+            lineages=len(known.branches),
+            digest=self.digest(),
+            violated=violation.name if violation is not None else "",
+            reason=violation.reason if violation is not None else "",
+            faults=dict(sorted(self._injector.injected.items())),
+            gave_up=self.gave_up,
+            unhandled=loop.failures,
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+    def digest(self) -> str:
+        """Of every call, message and event."""
+        told = hashlib.blake2b(self.simulation.log.digest().encode(), digest_size=16)
+        for event in self.history:
+            told.update(msgspec.json.encode(event))
+        return told.hexdigest()
+
+    def _spans(self) -> list[Span]:
+        """What the run's processes wrote of their time."""
+        host = next(iter(self.simulation.hosts.values()))
+        process = self.simulation.begin_process("reader", host)
+        try:
+            return read_timeline(RUNS / "run", files=host.disk.files(process))
+        finally:
+            self.simulation.end(process, "it has read")
+
+    # -- the person, and the driver ------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._person.stop_requested = True
+
+    async def _root(self) -> None:
+        """The person gives the command, and again whenever it ended before the run did. In no process."""
+        loop, host = self.simulation.loop, next(iter(self.simulation.hosts.values()))
+        watching = loop.create_task(self._pass_time())
+        while True:
+            outcome = await self._drive(self.simulation.begin_process("driver", host))
+            if self._is_over(outcome):
+                break
+            await asyncio.sleep(AGAIN_SECONDS)
+            await self._host_is_there(host)
+        watching.cancel()
+
+    async def _host_is_there(self, host: Host) -> None:
+        while host.lost:  # noqa: ASYNC110
+            await asyncio.sleep(1.0)
+
+    async def _pass_time(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.simulation.see(Passed)
+
+    async def _drive(self, process: HostProcess) -> Exception | str | None:
+        """What the driver raised, or why it ended; None if it returned."""
+        self._person = Person()
+        ended = self.simulation.loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result("its process ended")
+
+        process.at_end(end)
+        task = self.simulation.loop.create_task(self._command(process), name="driver", context=process.context.copy())
+        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            return ended.result()
+        self.simulation.end(process, "the command has ended")
+        return task.exception()  # type: ignore[return-value]
+
+    async def _command(self, process: HostProcess) -> None:
+        world, person = process.world, self._person
+        run = await open_run(self.config, RUNS / "run", person.say, person.report, world=world)
+        try:
+            await supervise(world, self.config, MODEL, run, person, self._pipeline)
+        finally:
+            run.lock.close()
+
+    def _is_over(self, outcome: Exception | str | None) -> bool:
+        """Whether the person is content, or the run has failed for good."""
+        known = self.checker.known
+        made = len(known.branch.steps) if known.branches else 0
+        if made == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)):
+            self.simulation.see(Finished, made)
+            return True
+        if self._person.stop_requested and (outcome is None or isinstance(outcome, ProcessDied)):
+            self.simulation.see(Injected, "the person begins the run again")
+            return False
+        said = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
+        if isinstance(outcome, str):
+            self.simulation.see(Injected, f"the driver ended ({outcome}); the person begins the run again")
+            return False
+        if not isinstance(outcome, RunFailed | ConfigError | CheckpointError | OSError | None):
+            raise outcome
+        if _may_fail(outcome, self._last, self.simulation.loop.now):
+            self.gave_up.append(said)
+            self.simulation.see(Injected, f"the command failed ({said}); the person gives it again")
+            return False
+        self.simulation.see(Finished, made, said)
+        return True
+
+
+def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
+    """Whether a person would give the command again: a disk did not do what it must, or processes of the run still write. Both
+    are over some time after the `last` fault."""
+    said = str(outcome)
+    disk = isinstance(outcome, OSError) or "[Errno 5]" in said or "[Errno 28]" in said
+    busy = isinstance(outcome, ConfigError) and ("in use by another" in said or "did not end within" in said)
+    return (disk and now < last + DISK_SECONDS) or (busy and now < last + LOCK_SECONDS)
+
+
+def draw_case(seed: int, mutant: str = "") -> Case:
+    """What is simulated for a seed."""
+    workload = draw_workload(seed)
+    return Case(workload, tuple(draw_faults(workload)), mutant)

@@ -182,8 +182,9 @@ class Holder:
             await unawaited
             raise
         finally:
+            again = asyncio.gather(*(later(asyncio.sleep(1.0), asyncio.sleep(1.0)) for _ in range(2)))
             try:
-                await asyncio.sleep(1.0)
+                await again
             finally:
                 self.process.check()
                 self.effects.append("a finally had an effect")

@@ -327,8 +327,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = True
         asyncio._set_running_loop(self)
         try:
-            for task in self.tasks():
-                close(task, self)
+            closed: set[Task] = set()
+            while left := [
+                task for task in self.tasks() if task not in closed
+            ]:  # also what a `finally` has made meanwhile
+                for task in left:
+                    closed.add(task)
+                    close(task, self)
         finally:
             asyncio._set_running_loop(None)
         self.ready.clear()

@@ -1,0 +1,112 @@
+"""`r3async simulate PRESET --capacity` and `--published`: what a cluster would do, said to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from r3async.config import Config, ConfigError, load_config
+from tools.simulate.calibrate import CalibrationError, calibrate
+from tools.simulate.capacity import lines, picture, sweep
+from tools.simulate.cluster import Model, predict
+from tools.simulate.estimate import HARDWARE, estimate
+from tools.simulate.published import CASES, markdown, reproduce
+
+Say = Callable[[str], object]
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What is asked for. `generators`, `staleness`: to be compared; the preset's own if empty. `ranks`: of the learner, 0 for the
+    preset's. `lost`: seconds between two failures of a generator. `run`: whose durations are taken, instead of estimates."""
+
+    generators: tuple[int, ...] = ()
+    staleness: tuple[int, ...] = ()
+    ranks: int = 0
+    hardware: str = "h100"
+    lost: float = 0.0
+    steps: int = 32
+    seed: int = 0
+    run: Path | None = None
+    picture: Path | None = None
+
+
+def capacity_command(
+    preset: str, overrides: Sequence[str], settings: Settings, *, json: bool = False, say: Say, note: Say
+) -> None:
+    """Say the table and the advice. Raises `ConfigError`."""
+    if settings.hardware not in HARDWARE:
+        raise ConfigError(f"--hardware {settings.hardware!r} must be one of {', '.join(HARDWARE)}")
+    if settings.steps < 12:
+        raise ConfigError(f"--steps {settings.steps} must be at least 12: the first eight fill the pipeline")
+    config = _config(preset, overrides, settings.run)
+    model = msgspec.structs.replace(_model(config, settings), lost=settings.lost)
+    if settings.run is not None:
+        _compare(config, model, settings, note)
+    report = sweep(
+        model,
+        staleness=settings.staleness or (config.schedule.max_staleness,),
+        generators=settings.generators or (model.generators,),
+        steps=settings.steps,
+        seed=settings.seed,
+        say=note,
+    )
+    if settings.picture is not None:
+        settings.picture.write_text(picture(report))
+        note(f"picture: {settings.picture}")
+    if json:
+        say(msgspec.json.encode(report).decode())
+    else:
+        for line in lines(report):
+            say(line)
+
+
+def _config(preset: str, overrides: Sequence[str], run: Path | None) -> Config:
+    if run is not None and not (run / "config.toml").is_file():
+        raise ConfigError(f"--calibrate {run}: it is no directory of a run (no config.toml in it)")
+    if run is None and not preset:
+        raise ConfigError("--capacity needs a preset, or --calibrate RUN")
+    return load_config(preset or str(run / "config.toml" if run else ""), list(overrides))
+
+
+def _model(config: Config, settings: Settings) -> Model:
+    if settings.run is not None:
+        try:
+            return calibrate(settings.run, config)
+        except CalibrationError as error:
+            raise ConfigError(str(error)) from error
+    ranks = settings.ranks or config.learner.parallel.world
+    return estimate(config, generators=config.generator.count, ranks=ranks, hardware=HARDWARE[settings.hardware])
+
+
+def _compare(config: Config, model: Model, settings: Settings, note: Say) -> None:
+    """How well the run itself is met: what its durations predict, and what it took."""
+    from r3async.observe.metrics import read_metrics
+
+    assert settings.run is not None
+    rows = read_metrics(settings.run / "metrics.jsonl")
+    settle = min(8, len(rows) // 3)
+    took = (rows[-1]["time"] - rows[settle]["time"]) / max(len(rows) - 1 - settle, 1)
+    made = predict(model, steps=max(len(rows), settings.steps), settle=settle, seed=settings.seed)
+    note(
+        f"{settings.run.name} took {took:.3g} s a step; its durations predict {made.seconds_per_step:.3g} "
+        f"({made.seconds_per_step / took - 1:+.0%})"
+    )
+
+
+def published_command(*, json: bool = False, say: Say, note: Say) -> None:
+    """Every published curve, predicted."""
+    rows = [row for case in CASES.values() for row in reproduce(case(), note)]
+    say(msgspec.json.encode(rows).decode() if json else markdown(rows))
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """`1,2,4`. Raises `ConfigError`."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = (-1,)
+    if any(number < 0 for number in found):
+        raise ConfigError(f"{option} {text!r}: whole numbers with commas between them, like 1,2,4")
+    return found

@@ -1,4 +1,5 @@
-"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9."""
+"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9. What the books say of
+learners that are wrong: `sim/test_books.py`."""
 
 import io
 
@@ -52,24 +53,3 @@ def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_
     report = rehearse(untrained, tmp_path, [], scenario="full-disk")
     assert report.problems == []
     assert report.faults == {"disk": 2}
-
-
-@pytest.mark.parametrize(
-    ("fault", "roles", "problem"),
-    [
-        ("ack-before-spool", ["learner"], "was acknowledged and then played again"),
-        ("unlink-before-commit", ["learner"], "was acknowledged and then played again"),
-        ("no-dedupe", [], "times"),
-    ],
-)
-def test_the_books_show_what_a_learner_does_wrong(untrained, tmp_path, fault, roles, problem):
-    # A checkpoint every few steps only: the learner dies with something that it has trained and not saved.
-    settings = ["checkpoint.every_steps=5", "steps=10", "generator.count=1"]
-    noise = Noise()
-    if not roles:
-        # Without deaths, what comes twice is what was sent again because its acknowledgement was damaged. It has to come
-        # while its group still waits for others, so they differ in how long they take, and a loss is noticed soon.
-        noise = Noise(damage=0.2)
-        settings += ["transport.ack_timeout=0.3", "env.args={ seconds = 1.0 }", "env.workers=8"]
-    report = rehearse(untrained, tmp_path, roles, *settings, fault=fault, noise=noise)
-    assert any(problem in found for found in report.problems), report

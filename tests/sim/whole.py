@@ -26,7 +26,7 @@ from r3async.world import Files
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host, Simulation
 
-SCRIPTED = ["generator.engine=scripted", "learner.backend=scripted", "weights.backend=object_store"]
+SCRIPTED = ["generator.engine=scripted", "learner.backend=scripted", "weights.directory=/memory"]
 SMALL = [
     *SCRIPTED,
     "env.name=tests.sim.whole:Game",

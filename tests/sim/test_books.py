@@ -1,0 +1,110 @@
+"""What passed between generators and learner of a whole run, simulated, and its records: `tools.chaos.books` finds nothing wrong
+with a learner as it is, whatever is killed, and finds out each that is wrong. On Ray: `test_chaos_run.py`."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from r3async.config import load_config
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, joined
+from r3async.world.simulated.world import EPOCH
+from tests.sim.whole import SMALL, Simulated
+from tools.chaos.actors import FAULTS, Notebook, chaos_directory
+from tools.chaos.books import Acknowledged
+from tools.chaos.run import Rehearsal, look_into
+
+SETTINGS = [
+    "generator.concurrency=16",
+    "generator.max_restarts=20",
+    "supervise.max_run_restarts=20",
+    "supervise.stall_seconds=60",
+    "checkpoint.every_steps=2",
+    "buffer.durability=disk",
+    "transport.ack_timeout=1",
+    "schedule.max_staleness=2",
+    "schedule.window=3",
+    "episode.retries=30",
+    "episode.max_new_tokens=12",
+    "env.name=tools.simulate.environment:Errand",
+    "env.args={ turns = 2, seconds = 0.3, tail = 20, failing = 50 }",
+    "episode.max_turns=2",
+]
+
+
+def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0):
+    """What the books say of a run whose processes `kills` are killed, one after the other, every two steps."""
+    machine.simulation.network.damage = damage
+    passed, message = [], machine.simulation._message
+
+    def note(event, route, frames):
+        message(event, route, frames)
+        if event != "sent":
+            return
+        try:
+            told = decode_control(frames[0])
+        except WireError:
+            return
+        now = EPOCH + machine.seconds
+        if isinstance(told, Deliver):
+            sent = Notebook._sent(decode_trajectory(joined(frames[1:])))
+            passed.append(msgspec.structs.replace(sent, at=now))
+        elif isinstance(told, Ack):
+            passed.append(Acknowledged(now, list(told.ids)))
+
+    machine.simulation.network.observe = note
+    done = Counter()
+
+    async def kill(machine):
+        for number, name in enumerate(kills):
+            await machine.until(lambda: len(machine.trained()) >= 1 + 2 * number)  # noqa: B023
+            await machine.kill(name)
+            done[name.partition("-")[0]] += 1
+
+    class Faulty(Simulated):
+        learner = FAULTS[fault] if fault else Simulated.learner
+
+    chosen = [*SETTINGS, *overrides]
+    run_dir = machine.train(*chosen, meddle=kill, pipeline=Faulty)
+    directory = chaos_directory(run_dir)
+    directory.mkdir()
+    (directory / "passed.jsonl").write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in passed))
+    config = load_config("quickstart", [*SMALL, f"model.path={machine.model}", *chosen])
+    rehearsal = Rehearsal("quickstart", chosen, "kills", 0, fault, tmp_path, Console(file=io.StringIO()))
+    return look_into(config, rehearsal, run_dir, done, machine.seconds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, seed):
+    kills = ["generator-0", "learner", "generator-1", "conductor", "generator-2"]
+    report = rehearse(machine, tmp_path, kills, "generator.count=3", "steps=14", damage=0.15)
+    assert report.problems == []
+    assert report.faults == {"generator": 3, "learner": 1, "conductor": 1}
+    assert report.resumed >= 2
+    assert report.trajectories == report.steps * 8
+    assert report.damaged
+
+
+@pytest.mark.parametrize(
+    ("fault", "kills", "problem"),
+    [
+        ("ack-before-spool", ["learner"], "was acknowledged and then played again"),
+        ("unlink-before-commit", ["learner"], "was acknowledged and then played again"),
+        ("no-dedupe", [], "times"),
+    ],
+)
+def test_the_books_show_what_a_learner_does_wrong(machine, tmp_path, fault, kills, problem):
+    # A checkpoint every few steps only: the learner dies with something that it has trained and not saved.
+    settings = ["checkpoint.every_steps=5", "steps=10", "generator.count=1"]
+    damage = 0.0
+    if not kills:
+        # Without deaths, what comes twice is what was sent again because its acknowledgement was damaged. It has to come
+        # while its group still waits for others, so they differ in how long they take, and a loss is noticed soon.
+        damage = 0.2
+        settings += ["transport.ack_timeout=0.3"]
+    report = rehearse(machine, tmp_path, kills, *settings, fault=fault, damage=damage)
+    assert any(problem in found for found in report.problems), report

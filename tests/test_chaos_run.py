@@ -1,5 +1,5 @@
-"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9. What the books say of
-learners that are wrong: `sim/test_books.py`."""
+"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9. What the books
+say of learners that are wrong: `sim/test_books.py`."""
 
 import io
 

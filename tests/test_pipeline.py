@@ -180,9 +180,3 @@ def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(warm_model,
         run(warm_model, tmp_path, "corrupted", worker_extension_cls="tests.test_pipeline.NoRepack")
     assert read_metrics(tmp_path / "corrupted" / "metrics.jsonl") == []
     assert not (tmp_path / "corrupted" / "model").exists()
-
-
-def test_a_prompt_that_is_too_long_stops_the_run_and_names_the_setting(warm_model, tmp_path):
-    scripted = ["generator.engine=scripted", "weights.probe=false"]  # no answer is ever asked for
-    with pytest.raises(RunFailed, match=r"episode\.max_prompt_tokens = 8"):
-        run(warm_model, tmp_path, "long", "episode.max_prompt_tokens=8", "env.args.letters=9", *scripted)

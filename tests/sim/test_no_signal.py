@@ -1,0 +1,83 @@
+"""Whole runs, simulated, in which nothing can be learnt: what they tell, and how they end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.deaths import NotTrained, RunFailed
+from r3async.algorithms.policy_loss import LossInputs, PolicyLoss
+from r3async.checkpoint import Checkpoints
+from r3async.engines.scripted import DIGEST
+from r3async.envs.base import Action, Message, StepResult
+from r3async.observe.metrics import read_metrics
+from r3async.observe.summary import NOT_TRAINED, summarize
+from tests.test_resume_run import events
+
+HERE = "tests.sim.test_no_signal"
+STEPS = 100
+REAL_LEARNER = ["learner.backend=torch", "weights.probe=false"]
+"""It has a gradient, and the scripted engine does not answer as it does."""
+
+
+class Indifferent:
+    """Every answer is as good as any other."""
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        return [Message("user", "whatever")]
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(0.3, done=True)
+
+
+def spoilt(inputs: LossInputs) -> PolicyLoss:
+    """A loss whose gradient is not finite."""
+    return PolicyLoss(inputs.logprobs * float("nan"), torch.zeros_like(inputs.mask))
+
+
+def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themselves_training(machine):
+    flat = [f"env.name={HERE}:Indifferent", "checkpoint.every_steps=50"]
+    with pytest.raises(NotTrained, match=rf"none of {STEPS} steps made an update \({STEPS} x no contrast\)"):
+        machine.train(f"steps={STEPS}", *flat)
+    run_dir = machine.run_dir
+    assert "trained model" not in machine.person.screen
+    assert not (run_dir / "model").exists()
+
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [row["version"] for row in rows] == list(range(1, STEPS + 1))  # slots were freed all the same
+    assert {row["advantage/zero_variance_share"] for row in rows} == {1.0}
+    assert {(row["optimizer/updates"], row["optimizer/no_contrast"]) for row in rows} == {(0.0, 1.0)}
+    (told,) = events(run_dir, "no_contrast")
+    assert (told["step"], told["level"]) == (1, "warning")
+    assert not events(run_dir, "step_skipped")
+    (ended,) = events(run_dir, "run_finished")
+    assert (ended["updates"], ended["model"]) == (0, None)
+
+    summary = summarize(run_dir)
+    assert (summary.status, summary.updates, summary.steps_without_contrast) == (NOT_TRAINED, 0, STEPS)
+
+    for step in (50, STEPS):
+        (part,) = Checkpoints(run_dir / "checkpoints").path(step).glob("learner-*.safetensors")
+        kept = load_file(part)
+        assert not [name for name in kept if "exp_avg" in name]
+        assert not kept[f"master/{DIGEST}"].any()  # as it began
+
+    with pytest.raises(NotTrained, match=r"none of 102 steps made an update \(2 x no contrast\)"):  # nor after a resume
+        machine.train(f"steps={STEPS + 2}", *flat)
+
+
+def test_a_run_whose_gradients_are_never_finite_fails_at_the_limit_with_its_cause(machine):
+    limit = 3
+    reason = r"4 steps in a row .*supervise\.max_skipped_steps = 3: 4 x gradient not finite"
+    settings = ["steps=50", f"algorithm.policy_loss={HERE}:spoilt", f"supervise.max_skipped_steps={limit}"]
+    with pytest.raises(RunFailed, match=reason):
+        machine.train(*settings, *REAL_LEARNER)
+    run_dir = machine.run_dir
+    assert len(events(run_dir, "step_skipped")) == limit + 1
+    (failed,) = events(run_dir, "run_failed")
+    assert "supervise.max_skipped_steps" in failed["error"]
+    summary = summarize(run_dir)
+    assert summary.status == "failed"
+    assert "gradient not finite" in summary.reason
+    assert not (run_dir / "model").exists()

@@ -1,0 +1,130 @@
+"""Whole runs, simulated, in which tasks, trajectories or prompts are no good: what is trained without them, and when it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from actors.deaths import RunFailed
+from actors.learner import LearnerActor
+from actors.reception import Reception
+from r3async.envs.base import Action, Message, StepResult
+from r3async.observe.quarantine import read_quarantine
+from r3async.transport import Refuse
+from tests.sim.whole import Simulated
+from tests.test_resume_run import check_books, events
+from tools.inspect_look import describe_rest
+
+SIZE, BAD, SAMPLES = 12, 5, 8
+SEEDS = pytest.mark.parametrize("seed", range(3))
+ASKED: list[int] = []
+"""Task seeds that `Rows` was asked for. All simulated processes are this one."""
+
+
+# -- the learner refuses -----------------------------------------------------------------------------------------------
+
+
+class Dislikes(Reception):
+    """Refuses what was played of one episode in each fourth group; what stands for a failed one has no turn."""
+
+    groups = 4
+
+    def _validate(self, trajectory):
+        if trajectory.turns and trajectory.episode_index == 1 and trajectory.group_index % self.groups == 0:
+            raise Refuse("not to my liking")
+        super()._validate(trajectory)
+
+
+class DislikesAll(Dislikes):
+    groups = 1
+
+
+class Disliking(LearnerActor):
+    receives = Dislikes
+
+
+class DislikingAll(LearnerActor):
+    receives = DislikesAll
+
+
+class Refusing(Simulated):
+    learner = Disliking
+
+
+class RefusingAll(Simulated):
+    learner = DislikingAll
+
+
+@SEEDS
+def test_one_bad_sample_costs_its_group_one_sample(machine, seed):
+    machine.train("steps=6", pipeline=Refusing)
+    steps = machine.rows()
+    assert [s["step"] for s in steps] == list(range(1, 7))
+    assert sum(s["episode/ended_error"] for s in steps) == 3  # groups 0, 4 and 8 of twelve
+    assert steps[-1]["transport/rejected"] == 3
+    refused = machine.events("trajectory_rejected")
+    assert [e["trajectory_id"] for e in refused] == [f"g{group:08d}e0001" for group in (0, 4, 8)]
+
+
+@SEEDS
+def test_a_learner_that_refuses_too_much_ends_the_run_with_its_reason(machine, seed):
+    reason = r"too many tasks fail: 9 .*of the last \d+ tasks, failed by the learner; .*rejected trajectory g\d+e0001: not to"
+    with pytest.raises(RunFailed, match=reason):
+        machine.train("steps=6", pipeline=RefusingAll)
+
+
+# -- a task is no good -------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """A data set of `SIZE` rows, of which one can not be posed."""
+
+    size = SIZE
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        ASKED.append(task_seed)
+        if task_seed == BAD:
+            raise ValueError("row 5 has no question")
+        return [Message("user", str(task_seed))]
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(float(len(action.text) % 2), done=True)
+
+
+@SEEDS
+def test_a_bad_row_costs_its_group_and_is_not_posed_again_also_after_a_resume(machine, seed):
+    settings = [
+        f"schedule.samples_per_group={SAMPLES}",
+        "generator.count=2",
+        "generator.concurrency=4",  # groups are played in parts, by both
+        "episode.retries=0",
+        "env.name=tests.sim.test_refused:Rows",
+        "checkpoint.every_steps=2",
+    ]
+    ASKED.clear()
+    run_dir = machine.train("steps=14", *settings)  # 28 groups: two epochs, and some
+    assert ASKED.count(BAD) == SAMPLES
+    check_books(run_dir, 14, samples=SAMPLES)
+    (quarantined,) = events(run_dir, "task_quarantined")
+    assert (quarantined["task_seed"], quarantined["failed_by"]) == (BAD, "environment")
+    assert "row 5 has no question" in quarantined["error"]
+    (kept,) = read_quarantine(run_dir)
+    assert (kept.task_seed, kept.group) == (BAD, quarantined["group"])
+    told = f"task seed {BAD}: group {kept.group} failed by the environment"
+    assert any(told in line for line in describe_rest(run_dir))
+
+    ASKED.clear()
+    machine.train("steps=20", *settings)
+    assert len(ASKED) == 12 * SAMPLES
+    assert BAD not in ASKED
+    check_books(run_dir, 20, samples=SAMPLES)
+    assert len(events(run_dir, "task_quarantined")) == 1
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["data/quarantined_tasks"] == 1
+
+
+def test_a_prompt_that_is_too_long_stops_the_run_and_names_the_setting(machine):
+    settings = ["env.name=reverse-text", "env.args={ letters = 9, turns = 3 }", "episode.max_prompt_tokens=8"]
+    with pytest.raises(RunFailed, match=r"episode\.max_prompt_tokens = 8"):
+        machine.train("steps=4", *settings)

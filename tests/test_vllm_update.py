@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import torch
 
 from r3async.engines.base import EngineError
 from r3async.engines.vllm import VllmEngine
+from r3async.engines.vllm_update import _confirm
 from r3async.versions import VersionSpan, expand
+from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled
 
@@ -194,3 +197,20 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, o
                 await engine.generate(request(prompt(9), 5))
     finally:
         await engine.stop()
+
+
+@dataclass
+class SaysOtherwise:
+    """Workers of which the second has the version before."""
+
+    digest: int
+
+    async def collective_rpc(self, method):
+        assert method == "r3_installed"
+        return [(1, self.digest), (0, 5)]
+
+
+async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
+    manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
+    with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):
+        await _confirm(SaysOtherwise(manifest.digest), manifest)

@@ -60,7 +60,7 @@ class Game:
 _RENDERERS: dict[str, ChatRenderer] = {}
 
 
-def _renderer(path: str, args: Any) -> ChatRenderer:
+def renderer(path: str, args: Any) -> ChatRenderer:
     """Read once: the tokenizer is on the real disk, and the same for all simulations."""
     if path not in _RENDERERS:
         _RENDERERS[path] = ChatRenderer.from_model(path, args)
@@ -70,7 +70,7 @@ def _renderer(path: str, args: Any) -> ChatRenderer:
 class Player(GeneratorActor):
     """A generator whose tokenizer is read once for all."""
 
-    parts = GeneratorParts(renderer=_renderer)
+    parts = GeneratorParts(renderer=renderer)
 
     def __init__(self, *args: Any):
         super().__init__(*args, parts=self.parts)

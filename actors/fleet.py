@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import RunFailed
+from actors.deaths import within
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import Health, HealthState
@@ -172,12 +172,9 @@ class Fleet:
 
     async def load_one(self, generator: Generator) -> dict[str, Any]:
         limit = self.config.generator.start_timeout
-        try:
-            info = await generator.handle.call("start", timeout=limit)
-        except TimeoutError as error:
-            raise RunFailed(
-                f"{generator.generator_id} did not load its engine within {limit:g} s (generator.start_timeout)"
-            ) from error
+        loaded = generator.handle.call("start", timeout=limit)
+        failure = f"{generator.generator_id} did not load its engine"
+        info = await within(loaded, limit, failure, "generator.start_timeout")
         generator.pid, generator.host = info["pid"], info["host"]
         generator.health.loaded()
         return info
@@ -187,7 +184,9 @@ class Fleet:
         await asyncio.gather(*(self.connect_one(g, way) for g in self))
 
     async def connect_one(self, generator: Generator, way: Way) -> None:
-        await generator.handle.call("connect", way.endpoint, way.backend, way.keys, timeout=RPC_SECONDS)
+        limit = self.config.generator.start_timeout
+        connected = generator.handle.call("connect", way.endpoint, way.backend, way.keys, timeout=limit)
+        await within(connected, limit, f"{generator.generator_id} did not connect", "generator.start_timeout")
 
     async def probe_tokens(self) -> list[int] | None:
         """The text that learner and engines score, as the generators' tokenizer has it; None without a probe."""
@@ -195,4 +194,6 @@ class Fleet:
             return None
         first = next(iter(self))
         text = probe_text(self.config.episode.max_total_tokens)
-        return await first.handle.call("encode_probe", text, timeout=RPC_SECONDS)
+        limit = self.config.generator.start_timeout
+        encoded = first.handle.call("encode_probe", text, timeout=limit)
+        return await within(encoded, limit, f"{first.generator_id} did not encode the probe", "generator.start_timeout")

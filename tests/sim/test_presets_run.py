@@ -1,0 +1,33 @@
+"""Presets, simulated: a run with the preset's own environment, schedule, algorithm and a real learner keeps its bound."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from actors.deaths import NotTrained
+from r3async.config import load_config
+from r3async.observe.metrics import read_metrics
+from tools.plan import make_plan
+
+CHANCE = contextlib.suppress(NotTrained)
+"""Whether a script finds a reward in a few steps is left to chance, and is not what is tested."""
+
+
+PRESETS = ["on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "reverse-text", "alphabet-sort"]
+PRESETS += ["stepwise_search"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, name):
+    small = ["steps=3", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "weights.directory=/memory"]
+    settings = [*small, "generator.engine=scripted", "weights.probe=false"]
+    settings += ["schedule.tokens_per_step=40"] * (name == "fully_async_long_tail")
+    machine.run_dir.mkdir(parents=True)
+    with CHANCE:
+        machine.train(preset=name, settings=settings)
+    rows = read_metrics(machine.run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["staleness/max"] for row in rows) <= make_plan(load_config(name, settings)).staleness_bound
+    assert all(row["batch/trained_tokens"] > 0 for row in rows)

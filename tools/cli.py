@@ -170,6 +170,7 @@ def chaos(
 
 @app.command()
 def simulate(
+    settings: Annotated[list[str] | None, typer.Argument(help="for --capacity: a preset, and overrides")] = None,
     seeds: Annotated[int, typer.Option(help="how many runs", min=1)] = 100,
     seed: Annotated[int | None, typer.Option(help="only this run", min=0)] = None,
     first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
@@ -182,8 +183,46 @@ def simulate(
         Path | None, typer.Option(help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
+    capacity: Annotated[bool, typer.Option("--capacity", help="predict how fast a cluster would train")] = False,
+    published: Annotated[bool, typer.Option("--published", help="predict curves that others published")] = False,
+    calibrate: Annotated[Path | None, typer.Option(help="with --capacity: durations of this run's directory")] = None,
+    generators: Annotated[str, typer.Option(help="with --capacity: numbers to compare, like 8,16,32")] = "",
+    staleness: Annotated[str, typer.Option(help="with --capacity: bounds to compare, like 0,1,2,4")] = "",
+    ranks: Annotated[int, typer.Option(help="with --capacity: learner ranks, a GPU each", min=0)] = 0,
+    hardware: Annotated[str, typer.Option(help="with --capacity: h100, h200, a100, h20 or cpu")] = "h100",
+    lost: Annotated[float, typer.Option(help="with --capacity: seconds between two failures of a generator")] = 0.0,
+    steps: Annotated[int, typer.Option(help="with --capacity: of each run")] = 32,
+    picture: Annotated[Path | None, typer.Option(help="with --capacity: draw it to this SVG file")] = None,
 ) -> None:
     """Run the whole system in virtual time, with faults, each run from a seed. Exit 1 at the first that breaks an invariant."""
+    if capacity or published or calibrate is not None:
+        from tools.simulate.capacity_command import Settings, capacity_command, numbers, published_command
+
+        if published:
+            return published_command(json=json, say=typer.echo, note=_note)
+        preset, *overrides = settings or [""]
+        return capacity_command(
+            preset,
+            overrides,
+            Settings(
+                generators=numbers(generators, "--generators"),
+                staleness=numbers(staleness, "--staleness"),
+                ranks=ranks,
+                hardware=hardware,
+                lost=lost,
+                steps=steps,
+                seed=seed or 0,
+                run=calibrate,
+                picture=picture,
+            ),
+            json=json,
+            say=typer.echo,
+            note=_note,
+        )
+    if settings:
+        raise ConfigError(
+            f"`{settings[0]}`: a preset is simulated with --capacity; without it, runs are drawn from seeds"
+        )
     from tools.simulate.command import simulate_command
 
     raise typer.Exit(
@@ -302,6 +341,10 @@ def main() -> None:
                 _fail(f"checkpoint error: {error}", 2)
         sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)
+
+
+def _note(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _fail(message: str, code: int) -> NoReturn:

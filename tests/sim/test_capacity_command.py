@@ -1,0 +1,61 @@
+"""`r3async simulate` as a person gives it, for a cluster that nobody has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from r3async.config import ConfigError, load_config, to_toml
+from r3async.observe.timeline import Timeline
+from tests.sim.test_capacity import row
+from tools.cli import app
+
+
+def simulate(*words: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *words])
+
+
+def test_a_preset_is_predicted_by_bound_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "capacity.svg"
+    words = ["quickstart", "--capacity", "--hardware", "cpu", "--staleness", "0,2", "--steps", "12", "--json"]
+    answer = simulate(*words, "--picture", str(picture))
+    assert answer.exit_code == 0, answer.output
+    report = json.loads(answer.stdout.splitlines()[-1])
+    assert [point["max_staleness"] for point in report["points"]] == [0, 2]
+    assert picture.read_text().startswith("<svg")
+
+
+def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: Path) -> None:
+    config = load_config("quickstart", ["steps=12", "generator.concurrency=16", "schedule.max_staleness=0"])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    timeline = Timeline(tmp_path, "generator-0")
+    rows = []
+    for step in range(12):
+        for _ in range(4):
+            timeline.add("call", 10.0 + 3 * step, 11.0 + 3 * step, turn=0, tokens=10, prompt=0, running=8)
+        rows.append({**row(100, 1.0), "step": step + 1, "time": 12.0 + 3 * step})
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rows))
+    answer = simulate("--calibrate", str(tmp_path), "--steps", "12")
+    assert answer.exit_code == 0, answer.output
+    assert "took 3 s a step; its durations predict" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["quickstart"], "a preset is simulated with --capacity"),
+        (["--capacity"], "needs a preset"),
+        (["quickstart", "--capacity", "--staleness", "few"], "whole numbers"),
+        (["quickstart", "--capacity", "--hardware", "abacus"], "must be one of h100"),
+        (["quickstart", "--capacity", "--steps", "3"], "at least 12"),
+        (["--calibrate", "nowhere"], "no directory of a run"),
+    ],
+)
+def test_what_can_be_mended_is_said(words: list[str], reason: str) -> None:
+    error = simulate(*words).exception
+    assert isinstance(error, ConfigError)
+    assert reason in str(error)

@@ -3,6 +3,8 @@ with a learner as it is, whatever is killed, and finds out each that is wrong. O
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 from collections import Counter
 
@@ -36,8 +38,20 @@ SETTINGS = [
 ]
 
 
-def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0):
-    """What the books say of a run whose processes `kills` are killed, one after the other, every two steps."""
+def killing(kills, done):
+    """Kills these processes, one after the other, every two steps."""
+
+    async def kill(machine):
+        for number, name in enumerate(kills):
+            await machine.until(lambda: len(machine.trained()) >= 1 + 2 * number)  # noqa: B023
+            await machine.kill(name)
+            done[name.partition("-")[0]] += 1
+
+    return kill
+
+
+def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=None):
+    """What the books say of a run whose processes `kills` are killed, or to which `meddle` does something."""
     machine.simulation.network.damage = damage
     passed, message = [], machine.simulation._message
 
@@ -59,17 +73,11 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0):
     machine.simulation.network.observe = note
     done = Counter()
 
-    async def kill(machine):
-        for number, name in enumerate(kills):
-            await machine.until(lambda: len(machine.trained()) >= 1 + 2 * number)  # noqa: B023
-            await machine.kill(name)
-            done[name.partition("-")[0]] += 1
-
     class Faulty(Simulated):
         learner = FAULTS[fault] if fault else Simulated.learner
 
     chosen = [*SETTINGS, *overrides]
-    run_dir = machine.train(*chosen, meddle=kill, pipeline=Faulty)
+    run_dir = machine.train(*chosen, meddle=meddle or killing(kills, done), pipeline=Faulty)
     directory = chaos_directory(run_dir)
     directory.mkdir()
     (directory / "passed.jsonl").write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in passed))
@@ -108,3 +116,29 @@ def test_the_books_show_what_a_learner_does_wrong(machine, tmp_path, fault, kill
         settings += ["transport.ack_timeout=0.3"]
     report = rehearse(machine, tmp_path, kills, *settings, fault=fault, damage=damage)
     assert any(problem in found for found in report.problems), report
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(
+    machine, tmp_path, seed
+):
+    full = []
+
+    async def fill(machine):
+        for step in (2, 12):
+            await machine.step(step)
+            machine.host.disk.refuse(machine.root, errno.ENOSPC)
+            began = EPOCH + machine.seconds
+            await asyncio.sleep(5)
+            machine.host.disk.allow(machine.root)
+            full.append((began, EPOCH + machine.seconds))
+
+    # A full spool pauses generators; here the run has to make steps all the while.
+    settings = ["buffer.durability=memory", "routing.trace=all", "steps=24", "checkpoint.every_steps=0"]
+    report = rehearse(machine, tmp_path, [], *settings, "generator.engine_args={ token_seconds = 0.1 }", meddle=fill)
+    assert report.problems == []
+    made = [row["time"] for row in machine.rows()]
+    for began, ended in full:
+        assert any(began < at < ended for at in made)
+    assert len(machine.events("records_kept")) == len(machine.events("records_written")) >= 2
+    assert not machine.events("records_lost")

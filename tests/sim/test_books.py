@@ -87,9 +87,11 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, seed):
+@pytest.mark.parametrize("backend", ["shared_memory", "object_store"])
+def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, backend, seed):
     kills = ["generator-0", "learner", "generator-1", "conductor", "generator-2"]
-    report = rehearse(machine, tmp_path, kills, "generator.count=3", "steps=14", damage=0.15)
+    settings = ["generator.count=3", "steps=14", f"weights.backend={backend}"]
+    report = rehearse(machine, tmp_path, kills, *settings, damage=0.15)
     assert report.problems == []
     assert report.faults == {"generator": 3, "learner": 1, "conductor": 1}
     assert report.resumed >= 2

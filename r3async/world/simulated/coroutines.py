@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio.tasks import _enter_task, _leave_task  # what runs a task outside its loop has to say so
+from asyncio.tasks import _enter_task, _leave_task, _unregister_task  # what runs a task outside its loop has to say so
 from inspect import CORO_CREATED, getcoroutinestate
 from pathlib import Path
 from types import CodeType, CoroutineType, FrameType
@@ -29,6 +29,7 @@ def close(task: Any, loop: Any) -> None:
         pass
     finally:
         _leave_task(loop, task)
+        _unregister_task(task)  # those of the next loop have the same numbers
 
 
 def _discard_unawaited(coroutine: Any) -> None:

@@ -327,12 +327,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = True
         asyncio._set_running_loop(self)
         try:
-            closed: set[Task] = set()
-            while left := [
-                task for task in self.tasks() if task not in closed
-            ]:  # also what a `finally` has made meanwhile
+            while left := self.tasks():  # also what a `finally` has made meanwhile
                 for task in left:
-                    closed.add(task)
                     close(task, self)
         finally:
             asyncio._set_running_loop(None)

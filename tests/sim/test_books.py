@@ -33,7 +33,7 @@ SETTINGS = [
     "episode.retries=30",
     "episode.max_new_tokens=12",
     "env.name=tools.simulate.environment:Errand",
-    "env.args={ turns = 2, seconds = 0.3, tail = 20, failing = 50 }",
+    "env.args={ turns = 2, seconds = 1.0, tail = 10, failing = 50 }",
     "episode.max_turns=2",
 ]
 

@@ -39,11 +39,13 @@ SETTINGS = [
 
 
 def killing(kills, done):
-    """Kills these processes, one after the other, every two steps."""
+    """Kills these processes, one after the other, every two steps, and up to two seconds later."""
 
     async def kill(machine):
+        rng = machine.simulation.rng("kills")
         for number, name in enumerate(kills):
             await machine.until(lambda: len(machine.trained()) >= 1 + 2 * number)  # noqa: B023
+            await asyncio.sleep(rng.uniform(0, 2))
             await machine.kill(name)
             done[name.partition("-")[0]] += 1
 
@@ -90,7 +92,7 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
 @pytest.mark.parametrize("backend", ["shared_memory", "object_store"])
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp_path, backend, seed):
     kills = ["generator-0", "learner", "generator-1", "conductor", "generator-2"]
-    settings = ["generator.count=3", "steps=14", f"weights.backend={backend}"]
+    settings = ["generator.count=3", "generator.concurrency=4", "steps=16", f"weights.backend={backend}"]
     report = rehearse(machine, tmp_path, kills, *settings, damage=0.15)
     assert report.problems == []
     assert report.faults == {"generator": 3, "learner": 1, "conductor": 1}

@@ -121,6 +121,8 @@ class Known:
         """Of the spool, by group: their sizes."""
         self.spoiled = False
         """A disk failed: what could not be removed stays until the next start."""
+        self.cut_short = False
+        """A process of this start, or power, ended in the middle of something: what it left is removed by the next start."""
         self.quiet = False
         """The last fault is over."""
         self.deadline = math.inf
@@ -189,6 +191,7 @@ class Known:
     def _began(self, event: Began) -> None:
         branch = Branch(event.lineage, self.branches.get(event.parent), event.step, event.version)
         self.branches[event.lineage], self.lineage = branch, event.lineage
+        self.cut_short = False
         if self.rules.durable != "power":  # a process that ends takes no name back
             self.safe = max(self.safe, event.step)
         for engine in self.engines.values():
@@ -276,7 +279,8 @@ class Known:
         self.files[event.group].pop(event.file, None)
 
     def _injected(self, event: Injected) -> None:
-        self.spoiled |= "disk" in event.what or "write" in event.what
+        self.spoiled |= "disk" in event.what or "short write" in event.what
+        self.cut_short |= "kill" in event.what or "power" in event.what
 
     def _quiet(self, event: Quiet) -> None:
         self.quiet, self.deadline = True, event.at + self.rules.first_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from actors import reception
+from actors.installer import Installer
 from actors.learning import Learning
 from actors.publishing import Publishing
 from actors.ranks import LocalLearner
@@ -25,7 +28,7 @@ from r3async.lineage import Lineage
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.transport import wire as wire_room
 from r3async.transport.credit import CreditPool
-from r3async.transport.intake import Intake
+from r3async.transport.ledger import Ledger
 from r3async.transport.outbox import Outbox
 from r3async.transport.sender import Sender
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
@@ -62,6 +65,19 @@ def _mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callabl
         return make
 
     return add
+
+
+def _plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]) -> None:
+    """A mutant of several methods."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, method, make in replacements:
+                stack.enter_context(replaced(owner, method, make))
+            yield
+
+    MUTANTS[name] = Mutant(name, what, plant)
 
 
 # -- delivery and the spool --------------------------------------------------------------------------------------------
@@ -141,7 +157,7 @@ def disk_bytes_ignored(room: Any) -> Any:
 def credit_ignored(grant: Any) -> Any:
     """Everything that is offered is granted."""
 
-    def all_of_it(self: CreditPool, room: float = 0.0) -> Any:
+    def all_of_it(self: CreditPool, room: float = math.inf) -> Any:
         total, self.total = self.total, 10**12
         try:
             return grant(self, room)
@@ -186,20 +202,6 @@ def payload_unchecked(checksum: Any) -> Any:
     return lambda buffers: 0
 
 
-@_mutant(Intake, "_take_in")
-def taken_without_admission(take_in: Any) -> Any:
-    """A group that cannot have a slot, or an episode that is here, is stored and handed over all the same."""
-
-    async def all_of_it(self: Intake, parcel: Any) -> Any:
-        admit, self._admit = self._admit, None
-        try:
-            return await take_in(self, parcel)
-        finally:
-            self._admit = admit
-
-    return all_of_it
-
-
 # -- leases and slots --------------------------------------------------------------------------------------------------
 
 
@@ -215,14 +217,27 @@ def slot_freed_early(trained: Any) -> Any:
     return early
 
 
-@_mutant(Admission, "lease")
-def stale_generator_leased(lease: Any) -> Any:
-    """A generator is leased work whatever weights its engine has."""
-
+def _whoever(lease: Any) -> Any:
     def whoever(self: Admission, owner: str, *, version: int, **facts: Any) -> Any:
         return lease(self, owner, version=max(version, self.version), **facts)
 
     return whoever
+
+
+def _first_is_enough(give: Any) -> Any:
+    def first(self: Installer, version: int, reports: Any) -> Any:
+        awaited = give(self, version, reports)
+        return [] if any(generator.version >= version for generator in self.fleet) else awaited
+
+    return first
+
+
+_plant(
+    "stale_generator_leased",
+    "A version counts as installed when one engine has it, and the others are leased work all the same.",
+    (Admission, "lease", _whoever),
+    (Installer, "_give", _first_is_enough),
+)
 
 
 @_mutant(Admission, "lose")
@@ -325,6 +340,14 @@ def resume_forgets_what_was_trained(init: Any) -> Any:
     return forget
 
 
+_plant(
+    "no_dedupe",
+    "A resumed learner does not know what was trained, and takes it again.",
+    (Ledger, "over", lambda over: classmethod(lambda cls, head, beyond=(): cls())),
+    (GroupBuffer, "__init__", lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window)),
+)
+
+
 @_mutant(Learning, "train_step")
 def version_counted_twice(train_step: Any) -> Any:
     """A publication counts for two versions."""
@@ -355,10 +378,16 @@ def old_weights_under_a_new_number(snapshot: Any) -> Any:
 # -- lineages and weights ----------------------------------------------------------------------------------------------
 
 
-@_mutant(Lineage, "refusal")
-def lineage_ignored(refusal: Any) -> Any:
-    """Tokens are trained whatever lineage they are of: also of weights that a resume took back."""
-    return lambda self, lineage, newest, learner, *, kept=False: ""
+def _unless_kept(validate: Any) -> Any:
+    return lambda trajectory, **facts: None if facts.get("kept") else validate(trajectory, **facts)
+
+
+_plant(
+    "lineage_ignored",
+    "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
+    (Lineage, "refusal", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
+    (reception, "validate_trajectory", _unless_kept),
+)
 
 
 @_mutant(Lineage, "child")

@@ -153,8 +153,9 @@ def what_is_needed_stays_stored(known: Known, event: Unlinked) -> str:
 
 @rule(DELIVERY, "store", Finished)
 def nothing_stays_stored_for_ever(known: Known, event: Finished) -> str:
-    """When the run has ended, the spool has nothing of groups that a safe checkpoint trained, unless a disk failed meanwhile."""
-    if known.spoiled or not known.branches or event.failed:
+    """When the run has ended, the spool has nothing of groups that a safe checkpoint trained, unless a disk failed meanwhile,
+    or the last start was cut short."""
+    if known.spoiled or known.cut_short or not known.branches or event.failed:
         return ""
     over = [
         g

@@ -166,10 +166,8 @@ def published_versions_go_up(known: Known, event: Published) -> str:
     if before and (since := branch.behind(max(before))) is not None:
         updated = any(step.updates for step in behind[len(since) :])
         if updated == (known.published[event.lineage, max(before)] == event.weights):
-            changed = "the same" if updated else "other"
-            return (
-                f"version {event.version} of lineage {event.lineage} has {changed} weights than version {max(before)}"
-            )
+            changed = "the same" if updated else "not the same"
+            return f"version {event.version} of lineage {event.lineage} has {changed} weights as version {max(before)}"
     return ""
 
 

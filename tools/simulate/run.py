@@ -277,7 +277,7 @@ class Simulated:
         if made == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)):
             self.simulation.see(Finished, made)
             return True
-        if self._person.stop_requested and (outcome is None or isinstance(outcome, ProcessDied)):
+        if self._person.stop_requested and _was_stopped(outcome):
             self.simulation.see(Injected, "the person begins the run again")
             return False
         said = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
@@ -292,6 +292,11 @@ class Simulated:
             return False
         self.simulation.see(Finished, made, said)
         return True
+
+
+def _was_stopped(outcome: Exception | str | None) -> bool:
+    """How a run ends that a person has stopped: in order, or because an actor was lost, or did not end."""
+    return outcome is None or isinstance(outcome, ProcessDied) or "stop_grace_seconds" in str(outcome)
 
 
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:

@@ -17,7 +17,7 @@ from tools.simulate.search import quiet_logs, run_case, search
 from tools.simulate.shrink import Case
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
-SEEDS = 40
+SEEDS = 120
 """As many as fit into half a minute of two cores. `r3async simulate --seeds 1000` runs more."""
 QUICK = ("unlink_before_commit", "version_counted_twice", "recovery_forgets")
 WITHIN = 25

@@ -23,7 +23,7 @@ from r3async.checkpoint.lineages import mark, origin_of, read_starts
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import check_settings
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
-from r3async.files import make_directory, read_file, replace_file
+from r3async.files import make_directory, read_file, replace_file, settle_directory
 from r3async.observe.events import open_events
 from r3async.observe.quarantine import FILE as QUARANTINE
 from r3async.world import Files, World
@@ -89,6 +89,7 @@ async def open_run(
                 'name, or set resume="none", which keeps it under another one'
             )
     make_directory(directory, files=files)
+    settle_directory(directory, files=files)  # `checkpoints` in it, too
     lock = await _locked(directory, say, world)
     try:
         mark(directory, files=files)  # first of all: whatever ends this process now, the directory is that of a run

@@ -30,6 +30,16 @@ def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL.fi
     files.sync_directory(directory.parent)
 
 
+def settle_directory(directory: Path, *, files: Files = REAL.files) -> None:
+    """Have the names in `directory`, its own, and those of all directories above it on the disk, as far as this user may.
+
+    For one that was there: whoever made it may have been killed before it was synced. Raises `OSError`.
+    """
+    for path in (directory, *directory.parents):
+        with contextlib.suppress(PermissionError):
+            files.sync_directory(path)
+
+
 def _is_directory(path: Path, files: Files) -> bool:
     found = files.stat(path)
     return found is not None and found.directory

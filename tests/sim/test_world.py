@@ -73,8 +73,6 @@ STORY = """
 import asyncio, sys
 from r3async.world import ActorLost, Placement
 from r3async.world.simulated.world import Simulation
-from tests.helpers_models import make_hf_model
-from tests.helpers_parity import config
 
 class Worker:
     def __init__(self, world):

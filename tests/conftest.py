@@ -102,7 +102,11 @@ STARTED_BY = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        # The longest file first, or one process waits for the other at the end.
+        long = {item.path for item in items if item.get_closest_marker("short_run")}
+        items.sort(key=lambda item: item.path not in long)
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         for fixture in getattr(item, "fixturenames", ()):

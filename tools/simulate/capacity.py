@@ -50,7 +50,7 @@ def sweep(
             made = predict(settings, steps=steps, settle=settle, seed=seed)
             points.append(Point(bound, count, msgspec.structs.replace(made, step_ends=[])))
             say(f"{count} generators, max_staleness {bound}: {made.seconds_per_step:.2f} s a step")
-    return Report("capacity", msgspec.structs.replace(model), points, advise(points))
+    return Report("capacity", model, points, advise(points))
 
 
 def best(points: Sequence[Point]) -> Point:

@@ -43,7 +43,7 @@ def capacity_command(
     config = _config(preset, overrides, settings.run)
     model = msgspec.structs.replace(_model(config, settings), lost=settings.lost)
     if settings.run is not None:
-        _compare(config, model, settings, note)
+        _compare(model, settings, note)
     report = sweep(
         model,
         staleness=settings.staleness or (config.schedule.max_staleness,),
@@ -80,7 +80,7 @@ def _model(config: Config, settings: Settings) -> Model:
     return estimate(config, generators=config.generator.count, ranks=ranks, hardware=HARDWARE[settings.hardware])
 
 
-def _compare(config: Config, model: Model, settings: Settings, note: Say) -> None:
+def _compare(model: Model, settings: Settings, note: Say) -> None:
     """How well the run itself is met: what its durations predict, and what it took."""
     from r3async.observe.metrics import read_metrics
 
@@ -97,7 +97,10 @@ def _compare(config: Config, model: Model, settings: Settings, note: Say) -> Non
 
 def published_command(*, json: bool = False, say: Say, note: Say) -> None:
     """Every published curve, predicted."""
-    rows = [row for case in CASES.values() for row in reproduce(case(), note)]
+    cases = [make() for make in CASES.values()]
+    for case in cases:
+        note(f"{case.name}. Source: {case.source}. Given: {case.inputs}. Assumed: {case.assumed}.")
+    rows = [row for case in cases for row in reproduce(case, note)]
     say(msgspec.json.encode(rows).decode() if json else markdown(rows))
 
 

@@ -22,7 +22,7 @@ help:
 	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
 	@echo "make test         install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead"
 	@echo "make test-all     install, then run every test: with Ray, vLLM and process groups"
-	@echo "make lint         ruff, mypy, and what may pass the seam to the world by"
+	@echo "make lint         ruff, mypy, what may pass the seam to the world by, and what may import what"
 	@echo "make format       let ruff format the code"
 	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
 
@@ -44,13 +44,14 @@ lint: install
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python -m tools.lint_seam
+	@$(VENV)/lint-imports --no-logo
 
 format: install
 	@$(VENV)/ruff check --fix-only .
 	@$(VENV)/ruff format .
 
 clean:
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
 	@find . -path ./.venv -prune -o -path ./runs -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 distclean: clean

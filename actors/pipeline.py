@@ -29,6 +29,7 @@ STACKS_SECONDS = 2.0
 LATE_SECONDS = 30.0
 """Between two questions: who asked so late was stopped, and judges nobody by that."""
 ANSWERING = "answering/conductor"
+AT_FIRST = f"{ANSWERING} at first"
 
 
 class Pipeline:
@@ -105,10 +106,10 @@ class Running:
         self._processes: dict[str, tuple[int, str]] = {}
         """By role: process id and host."""
         supervise = self.config.supervise
-        # It is created, and imports what it needs, before it can answer.
+        # It is created, and imports what it needs, before it answers for the first time.
         first = max(supervise.stall_seconds, self.config.learner.start_timeout)
         clock = self._world.clock.monotonic
-        self._dog = Watchdog(clock, supervise.stall_seconds, {f"{ANSWERING} at first": first})
+        self._dog = Watchdog(clock, supervise.stall_seconds, {AT_FIRST: first})
 
     async def status(self, since: int = 0, timeout: float = STATUS_SECONDS) -> dict[str, Any] | None:
         """The conductor's status, with the rows of steps after `since`, or after that of a question which it had not answered
@@ -128,7 +129,9 @@ class Running:
     def _look(self, answered: bool) -> None:
         now, before = self._world.clock.monotonic(), self._looked
         self._looked, self._answers = now, self._answers + answered
-        stage = ANSWERING if self._answers else f"{ANSWERING} at first"
+        if self._answers:
+            self._dog.forget(AT_FIRST)
+        stage = ANSWERING if self._answers else AT_FIRST
         if now - before > LATE_SECONDS:  # this very process was stopped
             self._dog.forget(stage)
         self._dog.see(stage, self._answers, 1)

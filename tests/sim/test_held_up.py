@@ -112,6 +112,15 @@ def test_a_run_whose_conductor_or_learner_is_stopped_restarts_from_its_checkpoin
     assert stopped[0].ended
 
 
+def test_a_conductor_that_answers_is_not_blamed_for_the_time_before_its_first_answer(machine):
+    """The run takes longer than a conductor may take to start."""
+    limits = ["supervise.stall_seconds=8", "learner.start_timeout=8", "generator.start_timeout=8"]
+    run(machine, None, *limits, "env.name=tests.sim.test_held_up:Slow", "schedule.max_staleness=0")
+    assert machine.seconds > 12
+    assert not machine.events("stalled")
+    assert len(machine.events("conductor_started")) == 1
+
+
 @SEEDS
 def test_a_spool_whose_disk_is_full_is_named_and_waited_for_and_no_generator_is_blamed(machine, seed):
     async def fill_up(machine):

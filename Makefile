@@ -22,7 +22,7 @@ help:
 	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
 	@echo "make test         install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead"
 	@echo "make test-all     install, then run every test: with Ray, vLLM and process groups"
-	@echo "make lint         ruff, mypy, what may pass the seam to the world by, and what may import what"
+	@echo "make lint         ruff, mypy, what may pass the seam to the world by, what may import what, generated docs"
 	@echo "make format       let ruff format the code"
 	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
 
@@ -45,6 +45,7 @@ lint: install
 	@$(VENV)/mypy
 	@$(VENV)/python -m tools.lint_seam
 	@$(VENV)/lint-imports --no-logo
+	@$(VENV)/python -m tools.config_reference --check
 
 format: install
 	@$(VENV)/ruff check --fix-only .

@@ -18,12 +18,13 @@ from rich.console import Console
 
 from r3async.appending import Keeper
 from r3async.config import Config, to_toml
+from r3async.observe.catalogue import METRICS
 from r3async.observe.charts import CHARTS, describe_charts
 from r3async.observe.events import format_event, open_events, read_events
 from r3async.observe.follow import FollowedRun
 from r3async.observe.history import counted, history_of
 from r3async.observe.maps import MAX_COLUMNS, describe_maps
-from r3async.observe.metrics import METRICS, MetricsWriter, read_metrics
+from r3async.observe.metrics import MetricsWriter, read_metrics
 from r3async.observe.report import write_report
 from r3async.observe.summary import format_number, format_percent, format_seconds, format_summary, summarize
 
@@ -183,13 +184,13 @@ def test_summary(tmp_path: Path) -> None:
     events.info("run_finished", steps=20, stopped=False)
     summary = summarize(run)
     assert (summary.name, summary.status, summary.steps, summary.planned_steps) == ("demo", "finished", 20, 20)
-    assert summary.reward_first == pytest.approx(0.1)  # mean of 1, 2, 3 twentieths
-    assert summary.reward_last == pytest.approx(15.5 / 20)
-    assert summary.reward_best == pytest.approx(1.0)
-    assert summary.drift == pytest.approx(15.5e-4)
-    assert summary.drift_max == pytest.approx(20e-4)
-    assert (summary.staleness_max, summary.staleness_bound, summary.stale) == (2, 2, False)
-    assert (summary.restarts, summary.rejected, summary.warnings, summary.errors) == (1, 2, 2, 0)
+    assert summary["reward/mean"].first == pytest.approx(0.1)  # mean of 1, 2, 3 twentieths
+    assert summary["reward/mean"].last == pytest.approx(15.5 / 20)
+    assert summary["reward/mean"].high == pytest.approx(1.0)
+    assert summary["rollout_kl/k3"].last == pytest.approx(15.5e-4)
+    assert summary["rollout_kl/k3"].high == pytest.approx(20e-4)
+    assert (summary["staleness/max"].high, summary.staleness_bound, summary.stale) == (2, 2, False)
+    assert (summary.history.generators_lost, summary.rejected, summary.warnings, summary.errors) == (1, 2, 2, 0)
     text = rendered(summary)
     assert "0.1 → 0.775" in text
     assert "finished" in text
@@ -211,8 +212,8 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
         if life == 1:
             events.info("run_finished", steps=4, stopped=True)  # and somebody resumed it
     summary = summarize(run)
-    assert (summary.restarts, summary.run_restarts) == (3, 1)
-    assert (summary.failed_episodes, summary.refused) == (3, 3)
+    assert (summary.history.generators_lost, summary.history.run_restarts) == (3, 1)
+    assert (summary.history.failed_episodes, summary.history.refused) == (3, 3)
     assert (summary.rejected, summary.duplicates) == (5 + 3 + 1, 1 + 2)
     text = rendered(summary)
     assert "3 of generators, 1 of the run" in text
@@ -231,7 +232,7 @@ def rendered(summary) -> str:
 
 def test_summary_of_nothing(tmp_path: Path) -> None:
     summary = summarize(tmp_path)
-    assert (summary.status, summary.steps, summary.reward_first, summary.duration_seconds) == (
+    assert (summary.status, summary.steps, summary["reward/mean"].first, summary.duration_seconds) == (
         "unfinished",
         0,
         None,
@@ -244,7 +245,7 @@ def test_summary_of_a_failed_and_of_a_stopped_run(tmp_path: Path) -> None:
     fill(tmp_path / "a", 2, **{"reward/mean": None, "staleness/max": 3})
     open_events(tmp_path / "a", "conductor").error("run_failed", error="no [route] came")
     summary = summarize(tmp_path / "a")
-    assert (summary.status, summary.reason, summary.reward_last, summary.stale) == (
+    assert (summary.status, summary.reason, summary["reward/mean"].last, summary.stale) == (
         "failed",
         "no [route] came",
         None,
@@ -337,7 +338,7 @@ def test_report_without_steps(tmp_path: Path) -> None:
 
 
 def test_report_of_hostile_text(tmp_path: Path) -> None:
-    evil = "<script>x</script>@@body@@&amp;'\""
+    evil = "<script>x</script>{{ title }}{% raw %}&amp;'\""
     fill(tmp_path / "run", 1, **{"step": "<script>x</script>", "reward/mean": evil})
     events = open_events(tmp_path / "run", evil)
     events.error("run_failed", error=evil, **{evil: evil})

@@ -122,7 +122,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     names = [e["event"] for e in events(run_dir)]
     assert "generator_died" in names
     assert "generator_restarted" in names
-    assert summarize(run_dir).restarts == 1
+    assert summarize(run_dir).history.generators_lost == 1
     assert "restart" in screen.getvalue()
     for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):
         assert (run_dir / product).stat().st_size > 0, product

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.config import Config, to_toml
+from r3async.observe.catalogue import METRICS
+from r3async.observe.charts import CHARTS
 from r3async.observe.events import open_events
 from r3async.observe.follow import Columns, FollowedFile, FollowedRun
-from r3async.observe.metrics import METRICS
 from r3async.observe.summary import summarize
 from r3async.scheduling.admission import age_bound
 from tools import tail_view as view
@@ -389,5 +390,5 @@ def test_the_age_allowed_counts_groups_that_may_overtake(tmp_path: Path) -> None
     (age,) = [gauge for gauge in view.gauges(run) if gauge.label == "age"]
     assert (age.note, age.style) == ("oldest 4 of 4 allowed", "bold")
     assert summarize(run_dir).staleness_bound == 4
-    (drawn,) = [drawing for drawing in view.DRAWINGS if drawing.title.startswith("age")]
-    assert drawn.line(run) == 4
+    (drawn,) = [chart for chart in CHARTS if chart.bound]
+    assert view.held_to(drawn, run) == 4

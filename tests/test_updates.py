@@ -9,9 +9,10 @@ from rich.console import Console
 
 from actors.deaths import NotTrained, ProcessDied, RunFailed
 from r3async.config import ConfigError
+from r3async.observe.catalogue import METRICS
 from r3async.observe.events import open_events
 from r3async.observe.follow import FollowedRun
-from r3async.observe.metrics import METRICS, MetricsWriter
+from r3async.observe.metrics import MetricsWriter
 from r3async.observe.summary import format_summary, summarize
 from r3async.scheduling.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
 from tools import cli

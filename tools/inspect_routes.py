@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from r3async.observe.routes import Entry, RouteIndex, TrainedRoutes, load
-from r3async.observe.summary import format_percent, read_run_config
+from r3async.observe.settings import read_run_config
+from r3async.observe.summary import format_percent
 from r3async.observe.tokens import RunTokenizer, roles
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
 from r3async.printable import printable

@@ -14,7 +14,7 @@ from r3async.observe.jsonl import read_objects
 from r3async.observe.metrics import read_metrics
 from r3async.observe.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.observe.routes import load as load_route
-from r3async.observe.summary import read_run_config
+from r3async.observe.settings import read_run_config
 from r3async.observe.verify import engine_rows
 from r3async.records import SCHEMA
 from r3async.transport.wire import WireError

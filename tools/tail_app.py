@@ -34,19 +34,7 @@ HELP = """\
  z  zoom: curves over all steps, the last 200, 50 or 20
  space  hold the screen still, and let it go on
  arrows, page up/down, home, end  scroll     ?  this page     q  quit
-
- reward        mean of the last step; what it began at, and the best step
- drift         KL(rollout ‖ learner), k3, nats a token; green: near its target
- age           of trained tokens in versions of the weights; red: over the bound
- routes agree  (token, layer) where the learner would choose the same experts
- generated     tokens a second of all engines, by wall time
- trained       the same of the learner
- learner       seconds of a step, and of waiting for data (the curve)
- weights       newest version; how long delivery and the engines' pause took
- slots         groups leased or not yet installed; all taken: generators wait
- buffer        complete groups for the learner; none: the learner waits
- arrived       trajectories; those that came again, or were refused
- generators    processes that play, and how often any was restarted"""
+"""
 
 
 class TailApp(App[None]):
@@ -145,7 +133,7 @@ class TailApp(App[None]):
     def _body(self, width: int, height: int) -> list[Text]:
         run, window = self.run_followed, WINDOWS[self.window_index]
         if self.shown == "help":
-            return [Text(line) for line in HELP.splitlines()]
+            return [Text(line) for line in [*HELP.splitlines(), "", *view.gauge_help(min(width, 78))]]
         if self.shown == "metrics":
             return view.metric_lines(run, width - 1, window)
         if self.shown in ("events", "warnings"):

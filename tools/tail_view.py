@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
 
+from r3async.observe.catalogue import Metric, in_order, metric
+from r3async.observe.charts import CHARTS, Chart
 from r3async.observe.events import event_details
 from r3async.observe.follow import FollowedRun
-from r3async.observe.metrics import METRICS
-from r3async.observe.summary import NOT_TRAINED, format_number, format_percent, format_seconds
+from r3async.observe.summary import COLORS, KINDS, format_number, format_percent, format_seconds
 from r3async.scheduling.updates import why_no_update
 from tools.tail_draw import bar, plot, spark
 
@@ -20,16 +23,16 @@ LABEL, VALUE, NOTE = 12, 8, 25
 SILENT_SECONDS = 60.0
 """Nothing written for so long is told."""
 
-COLORS = {"finished": "green", "stopped": "yellow", "failed": "red", NOT_TRAINED: "red", "training": "cyan"}
 LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
-NOT_DRAWN = ("step", "version", "time")
+CURVES = {"blue": "cyan", "orange": "yellow", "green": "green", "violet": "magenta"}
+"""Of a report's colours, the terminal's."""
 
 
 class Gauge(NamedTuple):
-    """One line of the overview. `style` colours the value; `curve` is the metric of the sparkline, if it has one."""
+    """One line of the overview, about a metric, whose curve is drawn beside it. `style` colours the value."""
 
     label: str
-    curve: str
+    metric: str
     value: str
     note: str = ""
     style: str = ""
@@ -51,7 +54,9 @@ def header(run: FollowedRun, width: int, *, held: bool = False, window: int | No
     planned, phase = run.planned_steps, run.phase
     left = run.left_seconds
     first = Text(f" {run.name} ", style="bold")
-    first.append(f" {phase} ", style=f"reverse {COLORS.get(phase, 'blue')}")
+    first.append(
+        f" {phase} ", style=f"reverse {'cyan' if phase == 'training' else COLORS.get(KINDS.get(phase, ''), 'blue')}"
+    )
     if held:
         first.append(" held ", style="reverse yellow")
     if window:
@@ -72,30 +77,27 @@ def header(run: FollowedRun, width: int, *, held: bool = False, window: int | No
     return [clip(first, width), clip(second, width)]
 
 
-def gauges(run: FollowedRun) -> list[Gauge]:
-    """The overview, in the order in which people look."""
-    return [_reward(run), _contrast(run), _drift(run), _staleness(run), _routing(run), *_speed(run), _learner(run), _weights(run),
-            *_queues(run), _transport(run), _generators(run)]  # fmt: skip
+Shown = tuple[str, str, str]
+"""Value, note and style of a gauge."""
 
 
-def _reward(run: FollowedRun) -> Gauge:
+def _reward(run: FollowedRun) -> Shown:
     rewards = run.metrics.values("reward/mean")
     rewards = rewards[np.isfinite(rewards)]
     note = ""
     if len(rewards):
         note = f"began at {format_number(float(rewards[:3].mean()))}, top {format_number(float(rewards.max()))}"
-    return Gauge("reward", "reward/mean", format_number(run.metrics.last("reward/mean")), note, "bold green")
+    return format_number(run.metrics.last("reward/mean")), note, "bold green"
 
 
-def _contrast(run: FollowedRun) -> Gauge:
+def _contrast(run: FollowedRun) -> Shown:
     without, groups = run.metrics.last("advantage/zero_variance_groups"), run.metrics.last("batch/groups")
     value = "-" if without is None or groups is None else f"{groups - without:.0f} of {groups:.0f}"
     why = why_no_update(run.rows[-1]) if run.rows else ""
-    note = f"no update: {why}" if why else "groups differ within"
-    return Gauge("contrast", "advantage/zero_variance_share", value, note, "bold red" if why else "")
+    return value, f"no update: {why}" if why else "groups differ within", "bold red" if why else ""
 
 
-def _drift(run: FollowedRun) -> Gauge:
+def _drift(run: FollowedRun) -> Shown:
     last = run.metrics.last
     drift, target = last("rollout_kl/k3"), run.setting("algorithm.rollout_kl.target")
     limit, coef = run.setting("algorithm.rollout_kl.max"), last("rollout_kl/coef")
@@ -109,71 +111,67 @@ def _drift(run: FollowedRun) -> Gauge:
         "" if limit is None else f"limit {format_number(limit)}",
         "" if coef is None else f"coef {format_number(coef, 2)}",
     )
-    return Gauge("drift", "rollout_kl/k3", format_number(drift, 2), note, style)
+    return format_number(drift, 2), note, style
 
 
-def _staleness(run: FollowedRun) -> Gauge:
+def _age(run: FollowedRun) -> Shown:
     oldest, bound = run.metrics.last("staleness/max"), run.age_bound
     note = "" if oldest is None else f"oldest {format_number(oldest)}"
     note += "" if bound is None else f" of {bound} allowed"
     over = oldest is not None and bound is not None and oldest > bound
-    value = format_number(run.metrics.last("staleness/mean"), 2)
-    return Gauge("age", "staleness/mean", value, note, "bold red" if over else "bold")
+    return format_number(run.metrics.last("staleness/mean"), 2), note, "bold red" if over else "bold"
 
 
-def _routing(run: FollowedRun) -> Gauge:
+def _routes(run: FollowedRun) -> Shown:
     last = run.metrics.last
     recorded, lowest = last("routing/recorded_fraction"), last("routing/agreement_min")
     note = _join(
         "" if recorded is None else f"recorded {format_percent(recorded)}",
         "" if lowest is None else f"min {100 * lowest:.0f} %",
     )
-    return Gauge("routes agree", "routing/agreement", format_percent(last("routing/agreement")), note, "bold")
+    return format_percent(last("routing/agreement")), note, "bold"
 
 
-def _speed(run: FollowedRun) -> list[Gauge]:
-    return [
-        Gauge(name, metric, format_number(run.metrics.last(metric)), "tokens/s")
-        for name in ("generated", "trained")
-        for metric in [f"throughput/{name}_tokens_per_second"]
-    ]
+def _generated(run: FollowedRun) -> Shown:
+    return format_number(run.metrics.last("throughput/generated_tokens_per_second")), "tokens/s", ""
 
 
-def _learner(run: FollowedRun) -> Gauge:
+def _trained(run: FollowedRun) -> Shown:
+    return format_number(run.metrics.last("throughput/trained_tokens_per_second")), "tokens/s", ""
+
+
+def _learner(run: FollowedRun) -> Shown:
     step, wait = run.metrics.last("learner/step_seconds"), run.metrics.last("learner/wait_seconds")
-    note = "" if wait is None else f"a step; waited {format_seconds(wait)}"
-    return Gauge("learner", "learner/wait_seconds", format_seconds(step), note)
+    return format_seconds(step), "" if wait is None else f"a step; waited {format_seconds(wait)}", ""
 
 
-def _weights(run: FollowedRun) -> Gauge:
+def _weights(run: FollowedRun) -> Shown:
     last = run.metrics.last
     version, update, pause = last("version"), last("weights/update_seconds"), last("weights/pause_seconds")
     note = "" if update is None else f"in {format_seconds(update)}, pause {format_seconds(pause)}"
-    return Gauge("weights", "weights/update_seconds", "-" if version is None else f"v{version:.0f}", note)
+    return "-" if version is None else f"v{version:.0f}", note, ""
 
 
-def _queues(run: FollowedRun) -> list[Gauge]:
-    taken, slots = run.metrics.last("slots/taken"), run.slots
-    ready, needed = run.metrics.last("buffer/ready_groups"), run.setting("schedule.groups_per_step")
-    found = []
-    for label, metric, number, of, what in (
-        ("slots", "slots/taken", taken, slots, "taken"),
-        ("buffer", "buffer/ready_groups", ready, needed, "ready"),
-    ):
-        value = "-" if number is None else f"{number:.0f}" + (f" of {of}" if of else "")
-        note = f"{bar(number / of, 10)} groups {what}" if number is not None and of else ""
-        found.append(Gauge(label, metric, value, note))
-    return found
+def _slots(run: FollowedRun) -> Shown:
+    return _filled(run.metrics.last("slots/taken"), run.slots, "taken")
 
 
-def _transport(run: FollowedRun) -> Gauge:
+def _buffer(run: FollowedRun) -> Shown:
+    return _filled(run.metrics.last("buffer/ready_groups"), run.setting("schedule.groups_per_step"), "ready")
+
+
+def _filled(number: float | None, of: int | None, what: str) -> Shown:
+    value = "-" if number is None else f"{number:.0f}" + (f" of {of}" if of else "")
+    return value, f"{bar(number / of, 10)} groups {what}" if number is not None and of else "", ""
+
+
+def _arrived(run: FollowedRun) -> Shown:
     again, rejected = run.metrics.last("transport/duplicates"), run.metrics.last("transport/rejected")
     note = "" if rejected is None else f"{again or 0:.0f} again, {rejected:.0f} rejected"
-    value = format_number(run.metrics.last("transport/received"))
-    return Gauge("arrived", "", value, note, "yellow" if rejected else "")
+    return format_number(run.metrics.last("transport/received")), note, "yellow" if rejected else ""
 
 
-def _generators(run: FollowedRun) -> Gauge:
+def _generators(run: FollowedRun) -> Shown:
     restarts = run.history.generators_lost + run.history.run_restarts
     count = run.setting("generator.count") or len(run.generators)
     dead = [name for name, state in run.generators.items() if state == "dead"]
@@ -184,7 +182,40 @@ def _generators(run: FollowedRun) -> Gauge:
         note = _join(*(f"{', '.join(names)} {state}" for names, state in ((dead, "dead"), (silent, "silent")) if names))
     note = _join(note, f"{restarts} restart{'' if restarts == 1 else 's'}")
     style = "bold red" if dead else "yellow" if restarts or silent else ""
-    return Gauge("generators", "", f"{playing} of {count}", note, style)
+    return f"{playing} of {count}", note, style
+
+
+GAUGES: tuple[tuple[str, str, Callable[[FollowedRun], Shown]], ...] = (
+    ("reward", "reward/mean", _reward),
+    ("contrast", "advantage/zero_variance_share", _contrast),
+    ("drift", "rollout_kl/k3", _drift),
+    ("age", "staleness/mean", _age),
+    ("routes agree", "routing/agreement", _routes),
+    ("generated", "throughput/generated_tokens_per_second", _generated),
+    ("trained", "throughput/trained_tokens_per_second", _trained),
+    ("learner", "learner/wait_seconds", _learner),
+    ("weights", "weights/update_seconds", _weights),
+    ("slots", "slots/taken", _slots),
+    ("buffer", "buffer/ready_groups", _buffer),
+    ("arrived", "transport/received", _arrived),
+    ("generators", "generator/restarts", _generators),
+)
+"""The overview, in the order in which people look: what a line is called, the metric it is about, and what it says."""
+
+
+def gauges(run: FollowedRun) -> list[Gauge]:
+    return [Gauge(label, name, *show(run)) for label, name, show in GAUGES]
+
+
+def gauge_help(width: int) -> list[str]:
+    """What each gauge is about, in the catalogue's words."""
+    return [
+        line
+        for label, name, _ in GAUGES
+        for line in textwrap.wrap(
+            metric(name).docs, width, initial_indent=f" {label:<{LABEL + 2}}", subsequent_indent=" " * (LABEL + 3)
+        )
+    ]
 
 
 def overview(run: FollowedRun, width: int, window: int | None = None) -> list[Text]:
@@ -197,7 +228,7 @@ def overview(run: FollowedRun, width: int, window: int | None = None) -> list[Te
         line.append(f"  {gauge.note:<{NOTE}} ")
         line.truncate(width - max(room, 0), overflow="ellipsis", pad=True)
         if room >= 8:
-            line.append(spark(run.metrics.values(gauge.curve, window), room), style="not dim cyan")
+            line.append(spark(run.metrics.values(gauge.metric, window), room), style="not dim cyan")
         lines.append(clip(line, width))
     return lines
 
@@ -230,53 +261,14 @@ def events_title(run: FollowedRun, loud: bool = False) -> str:
     return f"warnings and errors ({noise})" if loud else f"events ({noise})"
 
 
-class Drawing(NamedTuple):
-    title: str
-    lines: Sequence[tuple[str, str]]
-    """Metrics and their colours."""
-    log: bool = False
-    floor: float | None = None
-    line: Callable[[FollowedRun], Any] = lambda run: None
-
-
-DRAWINGS = (
-    Drawing("reward", [("reward/mean", "green")]),
-    Drawing(
-        "drift, nats",
-        [("rollout_kl/k3", "cyan")],
-        log=True,
-        line=lambda run: run.setting("algorithm.rollout_kl.target"),
-    ),
-    Drawing(
-        "tokens/s: [green]generated[/] [cyan]trained[/]",
-        [("throughput/generated_tokens_per_second", "green"), ("throughput/trained_tokens_per_second", "cyan")],
-        floor=0.0,
-    ),
-    Drawing(
-        "age, versions: mean, [yellow]oldest[/], [red]allowed[/]",
-        [("staleness/max", "yellow"), ("staleness/mean", "cyan")],
-        floor=0.0,
-        line=lambda run: run.age_bound,
-    ),
-    Drawing("routes that agree", [("routing/agreement", "cyan")]),
-    Drawing(
-        "learner, s: [cyan]step[/] [yellow]waiting[/]",
-        [("learner/wait_seconds", "yellow"), ("learner/step_seconds", "cyan")],
-        floor=0.0,
-    ),
-    Drawing("gradient norm", [("grad_norm", "cyan")]),
-    Drawing("entropy, nats", [("entropy/mean", "cyan")]),
-)
-
-
 def charts(run: FollowedRun, width: int, height: int, window: int | None = None) -> list[Text]:
-    """As many charts as there is room for, two beside each other where they are wide enough."""
+    """As many of the report's charts as there is room for, two beside each other where they are wide enough."""
     across = 2 if width >= 80 else 1
-    down = max(1, min(height // 9, -(-len(DRAWINGS) // across)))
+    down = max(1, min(height // 9, -(-len(CHARTS) // across)))
     each, tall = width // across, height // down
     lines: list[Text] = []
     for first in range(0, down * across, across):
-        cells = [_chart(run, drawing, each, tall, window) for drawing in DRAWINGS[first : first + across]]
+        cells = [_chart(run, chart, each, tall, window) for chart in CHARTS[first : first + across]]
         for parts in zip(*cells, strict=True):
             line = Text()
             for part in parts:
@@ -286,42 +278,42 @@ def charts(run: FollowedRun, width: int, height: int, window: int | None = None)
     return lines
 
 
-def _chart(run: FollowedRun, drawing: Drawing, width: int, height: int, window: int | None) -> list[Text]:
-    title = clip(Text(" " * 8).append_text(Text.from_markup(drawing.title, style="bold")), width - 1)
-    target = drawing.line(run)
-    curves = [(run.metrics.values(name, window), color) for name, color in drawing.lines]
-    body = plot(curves, width - 2, height - 2, log=drawing.log, floor=drawing.floor, line=target)
-    return [title, *body, Text()]
+def held_to(chart: Chart, run: FollowedRun) -> Any:
+    """The value that the curve should stay at or below, if there is one."""
+    return run.age_bound if chart.bound else run.setting(chart.target) if chart.target else None
+
+
+def _chart(run: FollowedRun, chart: Chart, width: int, height: int, window: int | None) -> list[Text]:
+    lines = [line for line in chart.lines if not line.points]
+    title = Text(" " * 8 + ", ".join(filter(None, (chart.title.lower(), chart.unit))), style="bold")
+    if len(lines) > 1:
+        title.append(":")
+        for line in lines:
+            title.append(f" {line.label}", style=CURVES[line.color])
+    curves = [(run.metrics.values(line.metric, window), CURVES[line.color]) for line in lines]
+    floor = None if chart.log or chart.share else 0.0
+    body = plot(curves, width - 2, height - 2, log=chart.log, floor=floor, line=held_to(chart, run))
+    return [clip(title, width - 1), *body, Text()]
 
 
 def metric_lines(run: FollowedRun, width: int, window: int | None = None, limit: int = 10_000) -> list[Text]:
     """Every metric the run has, by prefix, with the labels and units that are known; `limit` lines of that."""
-    known = {name: index for index, name in enumerate(METRICS)}
-    groups: dict[str, list[str]] = {}
-    for name in sorted(run.metrics, key=lambda name: (known.get(name, len(known)), name)):
-        if name not in NOT_DRAWN:
-            groups.setdefault(name.partition("/")[0] if "/" in name else "", []).append(name)
-    if not groups:
-        return [Text(" no step was finished yet", style="dim")]
     lines: list[Text] = []
-    for prefix, names in groups.items():
-        lines.append(rule(prefix or "step", width))
-        lines += [_metric_line(run, name, width, window) for name in names[: max(0, limit - len(lines))]]
-        if len(lines) >= limit:
-            break
-    return lines[:limit]
+    for group, found in groupby(in_order(run.metrics), key=lambda known: known.group):
+        lines.append(rule(group, width))
+        lines += [_metric_line(run, known, width, window) for known in found]
+    return lines[:limit] or [Text(" no step was finished yet", style="dim")]
 
 
-def _metric_line(run: FollowedRun, name: str, width: int, window: int | None) -> Text:
-    metric = METRICS.get(name)
-    label = metric.label if metric else name.partition("/")[2] or name
-    line = Text(" ").append_text(clip(label, 24))
+def _metric_line(run: FollowedRun, known: Metric, width: int, window: int | None) -> Text:
+    line = Text(" ").append_text(clip(known.label.removeprefix(f"{known.group}/"), 24))
     line.pad_right(max(0, 26 - line.cell_len))
-    line.append(f"{format_number(run.metrics.last(name)):>10} ", style="bold")
-    line.append_text(clip(metric.unit if metric else "", 13))
+    line.append(f"{format_number(run.metrics.last(known.name)):>10} ", style="bold")
+    line.append_text(clip(known.unit, 13))
     line.pad_right(max(0, 52 - line.cell_len))
     room = width - 53
-    return clip(line.append(spark(run.metrics.values(name, window), room), "cyan") if room >= 8 else line, width)
+    curve = spark(run.metrics.values(known.name, window), room) if room >= 8 else ""
+    return clip(line.append(curve, "cyan"), width)
 
 
 def plain(lines: Iterable[Text]) -> str:

@@ -1,4 +1,4 @@
-"""Which curves a report draws, and their data and axes as the page's script wants them."""
+"""Which curves are drawn together, on a terminal and in a report; and for a report's script, their data and axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.observe.metrics import METRICS
+from r3async.observe.catalogue import finite, in_order
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -31,6 +31,8 @@ class Chart(msgspec.Struct, frozen=True):
     """A fraction: the axis ends at 100 %."""
     bound: bool = False
     """Draw the bound on age that the schedule promises."""
+    target: str = ""
+    """The setting that the curve is held to."""
 
 
 CHARTS = (
@@ -48,6 +50,7 @@ CHARTS = (
         "nats",
         ".2e",
         log=True,
+        target="algorithm.rollout_kl.target",
     ),
     Chart(
         "Staleness",
@@ -101,67 +104,52 @@ CHARTS = (
     ),
 )
 
-
-def finite(value: Any) -> float | None:
-    """A number short enough for a page; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+Series = dict[str, list[Any]]
+"""Columns that a page's script draws, by name."""
 
 
-def describe_charts(
-    rows: Sequence[dict[str, Any]], bound: int | None
-) -> tuple[list[dict[str, Any]], dict[str, list[float | None]]]:
+def describe_charts(rows: Sequence[dict[str, Any]], bound: int | None) -> tuple[list[dict[str, Any]], Series]:
     """The charts that have data, as the page's script wants them, and the columns they draw."""
     charts: list[dict[str, Any]] = []
-    series: dict[str, list[float | None]] = {}
+    series: Series = {}
     for chart in CHARTS:
-        lines = []
-        for line in chart.lines:
-            column = chart_column(chart, line.metric, rows)
-            if any(v is not None for v in column):
-                series[line.metric] = column
-                lines.append(line)
+        drawn = {line.metric: chart_column(chart, line.metric, rows) for line in chart.lines}
+        lines = [line for line in chart.lines if any(value is not None for value in drawn[line.metric])]
         if lines:
+            series |= {line.metric: drawn[line.metric] for line in lines}
             leading = [line for line in lines if not line.points] or lines
-            values = [v for line in leading for v in series[line.metric] if v is not None]
+            values = [v for line in leading for v in drawn[line.metric] if v is not None]
             frame = chart_frame(chart, values, bound, f"chart-{len(charts)}")
             charts.append(frame | {"lines": [msgspec.to_builtins(line) for line in lines]})
     return charts, series
 
 
-def chart_column(chart: Chart, metric: str, rows: Sequence[dict[str, Any]]) -> list[float | None]:
-    """A metric of all rows; None where there is nothing to draw."""
-    column = [finite(row.get(metric)) for row in rows]
+def chart_column(chart: Chart, name: str, rows: Sequence[dict[str, Any]]) -> list[float | None]:
+    """A metric of all rows, short enough for a page; None where there is nothing to draw."""
+    known = [finite(row.get(name)) for row in rows]
+    column = [float(f"{value:.6g}") if isinstance(value, float) else value for value in known]
     return [v if v is not None and v > 0 else None for v in column] if chart.log else column
 
 
 def describe_more(
     rows: Sequence[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[str, list[float | None]], list[tuple[str, float]]]:
-    """A chart for each metric that `CHARTS` has not, with the `group` it is in (the prefix of its name), their columns, and
-    the metrics that never change."""
-    drawn = {line.metric for chart in CHARTS for line in chart.lines} | {"step", "version", "time"}
-    order = {name: index for index, name in enumerate(METRICS)}
-    names = {name for row in rows for name in row} - drawn
+) -> tuple[list[dict[str, Any]], Series, list[tuple[str, float]]]:
+    """A chart for each metric that `CHARTS` has not, with the `group` it is in, their columns, and the labels and values of the
+    metrics that never change."""
+    drawn = {line.metric for chart in CHARTS for line in chart.lines}
     charts: list[dict[str, Any]] = []
-    series: dict[str, list[float | None]] = {}
+    series: Series = {}
     constants: list[tuple[str, float]] = []
-    for name in sorted(names, key=lambda name: (order.get(name, len(order)), name)):
-        metric = METRICS.get(name)
-        label = metric.label if metric else name
-        chart = Chart(label, (Line(name, label, "blue"),), unit=metric.unit if metric else "")
-        column = chart_column(chart, name, rows)
+    for known in in_order({name for row in rows for name in row} - drawn):
+        chart = Chart(known.label, (Line(known.name, known.label, "blue"),), known.docs, known.unit)
+        column = chart_column(chart, known.name, rows)
         values = [v for v in column if v is not None]
         if len(set(values)) == 1 and len(rows) > 1:
-            constants.append((label, values[0]))
+            constants.append((known.label, values[0]))
         elif values:
-            series[name] = column
+            series[known.name] = column
             frame = chart_frame(chart, values, None, f"more-{len(charts)}")
-            group = name.partition("/")[0] if "/" in name else "step"
-            charts.append(frame | {"group": group, "lines": [msgspec.to_builtins(line) for line in chart.lines]})
-    groups = list(dict.fromkeys(chart["group"] for chart in charts))
-    charts.sort(key=lambda chart: groups.index(chart["group"]))
+            charts.append(frame | {"group": known.group, "lines": msgspec.to_builtins(chart.lines)})
     return charts, series, constants
 
 

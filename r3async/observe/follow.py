@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from r3async.observe.history import History
-from r3async.observe.summary import ended_as, read_run_config, read_schedule
+from r3async.observe.settings import read_run_config, read_schedule
+from r3async.observe.summary import ended_as
 from r3async.scheduling.admission import age_bound, slots_of
 
 CHUNK = 1 << 20

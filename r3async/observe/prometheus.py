@@ -16,8 +16,8 @@ import msgspec
 
 from r3async.config.observe import ObserveConfig
 from r3async.files import make_directory, replace_file
-from r3async.observe.metrics import METRICS
-from r3async.observe.summary import read_run_config
+from r3async.observe.catalogue import metric
+from r3async.observe.settings import read_run_config
 
 PORTS_TRIED = 100
 
@@ -67,8 +67,7 @@ class Endpoint:
             print(f"figures for Prometheus could not be read: {error!r}", file=sys.stderr)
             now = {}
         for name, value in (self._row | now).items():
-            docs = METRICS[name].docs if name in METRICS else name
-            gauge = GaugeMetricFamily(metric_name(name), docs, labels=list(self._labels))
+            gauge = GaugeMetricFamily(metric_name(name), metric(name).docs, labels=list(self._labels))
             gauge.add_metric(list(self._labels.values()), value)
             yield gauge
 

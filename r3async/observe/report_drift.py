@@ -4,74 +4,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from r3async.observe.charts import finite
+from r3async.observe.catalogue import Stats, figure_label, finite, metric
 from r3async.observe.routes import RouteFileError, RouteIndex, TrainedRoutes, load
 from r3async.observe.summary import format_number
 
 PARTS = 10
 MAX_SAMPLES = 2000
-
-
-class Column(NamedTuple):
-    title: str
-    metric: str
-    worst: bool = False
-    """The largest of the part's steps, not their mean."""
-
-
 COLUMNS = (
-    Column("k1", "rollout_kl/k1"),
-    Column("k2", "rollout_kl/k2"),
-    Column("k3", "rollout_kl/k3"),
-    Column("worst k3", "rollout_kl/k3", True),
-    Column("coefficient", "rollout_kl/coef"),
-    Column("effective samples", "ratio/ess"),
-    Column("largest ratio", "ratio/max", True),
-    Column("clipped", "rollout_corr/clipped_fraction"),
-    Column("agreement", "routing/agreement"),
-    Column("mean age", "staleness/mean"),
-    Column("refused", "optimizer/broken", True),
+    ("rollout_kl/k1", "mean"),
+    ("rollout_kl/k2", "mean"),
+    ("rollout_kl/k3", "mean"),
+    ("rollout_kl/k3", "high"),
+    ("rollout_kl/coef", "mean"),
+    ("ratio/ess", "mean"),
+    ("ratio/max", "high"),
+    ("rollout_corr/clipped_fraction", "mean"),
+    ("routing/agreement", "mean"),
+    ("staleness/mean", "mean"),
+    ("optimizer/broken", "high"),
 )
+"""Metrics, and which of their `Stats` over a part of the run."""
 
 
-def _known(rows: Sequence[dict[str, Any]], column: Column) -> list[float]:
-    return [value for row in rows if (value := finite(row.get(column.metric))) is not None]
-
-
-def drift_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Ten parts of the run, then all of it. Columns that were never measured are left out."""
-    columns = [column for column in COLUMNS if _known(rows, column)]
-    if not columns or not any(column.metric.startswith("rollout_kl/k") for column in columns):
-        return ""
+def drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """`titles` of columns, and `lines` of steps and cells: ten parts of the run, then all of it. Columns that were never measured
+    are left out; None without any of drift."""
+    columns = [column for column in COLUMNS if Stats.of(rows, column[0]).mean is not None]
+    if not {"rollout_kl/k1", "rollout_kl/k2", "rollout_kl/k3"} & {name for name, _ in columns}:
+        return None
     edges = [len(rows) * part // min(PARTS, len(rows)) for part in range(min(PARTS, len(rows)) + 1)]
-    parts = [rows[a:b] for a, b in pairwise(edges)]
-    lines = [_line(_steps(part), part, columns) for part in parts]
-    if len(parts) > 1:
-        lines.append(_line("all", rows, columns, "class='total'"))
-    head = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
-    return (
-        "<h2>Drift<small>KL(rollout ‖ learner) in nats, means over steps</small></h2>\n"
-        f"<div class='card wide numbers'><table><tr><th>steps</th>{head}</tr>{''.join(lines)}</table></div>"
-    )
+    parts = [(_steps(rows[a:b]), rows[a:b]) for a, b in pairwise(edges)]
+    parts += [("all", rows)] if len(parts) > 1 else []
+    titles = [figure_label(metric(name), of) for name, of in columns]
+    lines = [
+        (steps, [format_number(getattr(Stats.of(part, name), of)) for name, of in columns]) for steps, part in parts
+    ]
+    return {"titles": titles, "lines": lines}
 
 
 def _steps(part: Sequence[dict[str, Any]]) -> str:
     first, last = part[0].get("step", "?"), part[-1].get("step", "?")
     return f"{first}" if first == last else f"{first} – {last}"
-
-
-def _line(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[Column], kind: str = "") -> str:
-    cells = []
-    for column in columns:
-        values = _known(rows, column)
-        number = None if not values else max(values) if column.worst else sum(values) / len(values)
-        cells.append(f"<td>{format_number(number)}</td>")
-    return f"<tr {kind}><td>{escape(title)}</td>{''.join(cells)}</tr>"
 
 
 def describe_ages(run_dir: Path, rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from r3async.observe.charts import finite
+from r3async.observe.catalogue import finite
 from r3async.observe.jsonl import read_objects
 from r3async.observe.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
 from r3async.observe.summary import format_number
@@ -44,111 +43,92 @@ def spread(count: int, most: int) -> list[int]:
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
-def conversations(path: Path, most: int = MAX_EPISODES) -> tuple[list[str], int]:
-    """A few episodes as cards, from the first to the last step; and how many there are."""
+def read_conversations(path: Path, most: int = MAX_EPISODES) -> tuple[list[dict[str, Any]], int]:
+    """A few episodes in words, from the first to the last step; and how many there are."""
     found = [e for e in read_objects(path) if isinstance(e.get("turns"), list)]
     return [_episode(found[index]) for index in spread(len(found), most)], len(found)
 
 
-def _episode(episode: dict[str, Any]) -> str:
+def _episode(episode: dict[str, Any]) -> dict[str, Any]:
     turns = [t for t in episode["turns"] if isinstance(t, dict)]
-    said = []
-    for turn in turns[:MAX_TURNS]:
-        said.append(_say(turn.get("user"), "say"))
-        said.append(_say(turn.get("assistant"), "say policy"))
-        if (earned := finite(turn.get("reward"))) is not None:
-            said.append(f"<div class='earned'>reward {format_number(earned)}</div>")
-    if len(turns) > MAX_TURNS:
-        said.append(f"<div class='earned'>and {len(turns) - MAX_TURNS} more turns</div>")
     reward = finite(episode.get("reward"))
-    kind = "" if reward is None else "good" if reward >= 0.8 else "warn" if reward >= 0.4 else "bad"
-    chip = f"<span class='chip {kind}'>reward {format_number(reward)}</span>"
-    top = f"<div class='top'><span>step {escape(str(episode.get('step', '?')))}</span>{chip}</div>"
-    return f"<article class='card episode'>{top}{''.join(said)}</article>"
+    return {
+        "step": episode.get("step", "?"),
+        "reward": format_number(reward),
+        "kind": "" if reward is None else "good" if reward >= 0.8 else "warn" if reward >= 0.4 else "bad",
+        "turns": [
+            {
+                "user": _cut(turn.get("user")),
+                "assistant": _cut(turn.get("assistant")),
+                "reward": "" if (earned := finite(turn.get("reward"))) is None else format_number(earned),
+            }
+            for turn in turns[:MAX_TURNS]
+        ],
+        "more": max(0, len(turns) - MAX_TURNS),
+    }
 
 
-def _say(text: Any, kind: str) -> str:
+def _cut(text: Any) -> str:
     text = "" if text is None else str(text)
-    if not text:
-        return f"<div class='{kind} empty'>nothing</div>"
-    return f"<div class='{kind}'>{escape(text[:MAX_TEXT])}{' …' if len(text) > MAX_TEXT else ''}</div>"
-
-
-def conversations_section(path: Path) -> str:
-    cards, count = conversations(path)
-    if not cards:
-        return ""
-    heading = f"<h2>Episodes<small>{len(cards)} of {count}, first to last</small></h2>"
-    return f"{heading}\n<div class='episodes'>{''.join(cards)}</div>"
+    return f"{text[:MAX_TEXT]} …" if len(text) > MAX_TEXT else text
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def tokens_section(run_dir: Path) -> str:
-    """Samples whose routes were kept, token by token; a control chooses what the colours mean."""
+def read_samples(run_dir: Path) -> tuple[list[Sample], int]:
+    """A few samples whose routes were kept, from the first to the last; and how many there are."""
     index = RouteIndex(run_dir)
     tokenizer = RunTokenizer(run_dir)
     samples = []
     for at in spread(len(index.trained), MAX_SAMPLES):
         try:
-            samples.append(_Sample(index, index.trained[at], tokenizer))
+            samples.append(Sample(index, index.trained[at], tokenizer))
         except RouteFileError:
             continue
-    if not samples:
-        return ""
-    modes = [mode for mode in MODES if mode[0] != "ratio" or any(s.ratio is not None for s in samples)]
-    controls = "".join(
-        f"<label><input type='radio' name='tokens' value='{key}'{' checked' if key == 'loss' else ''}>{label}</label>"
-        for key, label, _ in modes
-    )
-    notes = "".join(f"<p class='mode {key}'>{note}</p>" for key, _, note in modes)
-    heading = f"<h2>Tokens<small>{len(samples)} of {len(index.trained)} samples whose routes were kept</small></h2>"
-    cards = "".join(sample.card() for sample in samples)
-    return f"{heading}\n<div class='tokens'><div class='modes'>{controls}</div>{notes}<div class='samples'>{cards}</div></div>"
+    return samples, len(index.trained)
 
 
-class _Sample:
-    """One trained sample. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is recorded."""
+class Sample:
+    """One trained sample, token by token. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is
+    recorded; `ratio` float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept."""
 
     def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer):
-        self.trained = trained = load(entry, TrainedRoutes)
+        self._trained = trained = load(entry, TrainedRoutes)
         found = engine_rows(trained, index.calls_of(trained.trajectory_id))
         self.agreement = np.full(len(trained.token_ids), np.nan)
         if found is not None:
             rows, recorded = found
             self.agreement[recorded] = same_experts(rows, trained.own).mean(axis=-1)[recorded]
         self.ratio = None if trained.learner_logprobs is None else trained.learner_logprobs - trained.rollout_logprobs
-        self.roles = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
-        self.texts = [tokenizer.text(int(token)) for token in trained.token_ids[:MAX_TOKENS]]
+        self._roles = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
+        self._texts = [tokenizer.text(int(token)) for token in trained.token_ids[:MAX_TOKENS]]
+        self.step, self.name = trained.step, trained.sample_id
+        self.hidden = max(0, len(trained.token_ids) - MAX_TOKENS)
+        """Tokens that are not shown."""
 
-    def card(self) -> str:
-        trained = self.trained
+    @property
+    def facts(self) -> str:
+        trained = self._trained
         versions = sorted({int(v) for v in trained.policy_version if v >= 0})
         of = f"version {versions[0]}" if len(versions) == 1 else f"versions {', '.join(map(str, versions))}"
-        facts = f"{len(trained.token_ids)} tokens, {int(trained.loss_mask.sum())} trained, {of}"
-        top = (
-            f"<div class='top'><span>step {trained.step} · {escape(trained.sample_id)}</span><span>{facts}</span></div>"
-        )
-        return f"<article class='card sample'>{top}{''.join(self._blocks())}</article>"
+        return f"{len(trained.token_ids)} tokens, {int(trained.loss_mask.sum())} trained, {of}"
 
-    def _blocks(self) -> Iterator[str]:
+    @property
+    def blocks(self) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
+        """Role, its name, and the tokens of each stretch."""
         turn, at = 0, 0
-        while at < len(self.texts):
-            role, end = self.roles[at], at
-            while end < len(self.texts) and self.roles[end] == role:
+        while at < len(self._texts):
+            role, end = self._roles[at], at
+            while end < len(self._texts) and self._roles[end] == role:
                 end += 1
             turn += role == "sampled"
-            label = f"turn {turn}" if role == "sampled" else role
-            cells = "".join(self._token(i) for i in range(at, end))
-            yield f"<div class='block {role}'><b>{label}</b><div>{cells}</div></div>"
+            yield role, f"turn {turn}" if role == "sampled" else role, [self._token(i) for i in range(at, end)]
             at = end
-        if len(self.trained.token_ids) > MAX_TOKENS:
-            yield f"<div class='earned'>and {len(self.trained.token_ids) - MAX_TOKENS} more tokens</div>"
 
-    def _token(self, at: int) -> str:
+    def _token(self, at: int) -> dict[str, str]:
         """Colours are worked out here, as numbers from 0 to 1; what they look like is the style sheet's."""
-        trained, sampled = self.trained, bool(self.trained.loss_mask[at])
+        trained, sampled = self._trained, bool(self._trained.loss_mask[at])
         kinds, style = ["t"] * sampled, []
         title = [f"{at}: token {int(trained.token_ids[at])}"]
         if sampled:
@@ -168,23 +148,10 @@ class _Sample:
             title.append(f"{100 * agreement:.0f} % of layers agree")
             if agreement < 1:
                 style.append(f"--a:{_unit(1 - agreement)}")
-        styled = f" style='{';'.join(style)}'" if style else ""
         # A newline shows where it is, and breaks the line.
-        text = escape(self.texts[at]).replace("\n", "↵\n") or "·"
-        return f"<i class='{' '.join(kinds)}'{styled} title='{escape(', '.join(title), quote=True)}'>{text}</i>"
+        text = self._texts[at].replace("\n", "↵\n") or "·"
+        return {"kinds": " ".join(kinds), "style": ";".join(style), "title": ", ".join(title), "text": text}
 
 
 def _unit(value: float) -> str:
     return "0" if not math.isfinite(value) else f"{min(1.0, max(0.0, value)):.2g}"
-
-
-def beside(run_dirs: Sequence[Path], names: Sequence[str], most: int = 2) -> str:
-    """The first and last kept conversations of several runs, a column each."""
-    columns = [conversations(run_dir / "episodes.jsonl", most)[0] for run_dir in run_dirs]
-    if not any(columns):
-        return ""
-    cells = "".join(
-        f"<div><h3>{escape(name)}</h3>{''.join(cards) or '<p>none</p>'}</div>"
-        for name, cards in zip(names, columns, strict=True)
-    )
-    return f"<h2>Episodes<small>first and last of each run</small></h2>\n<div class='beside'>{cells}</div>"

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from r3async.observe.charts import Chart, Line, chart_column, chart_frame, finite
+from r3async.observe.catalogue import finite
+from r3async.observe.charts import Chart, Line, Series, chart_column, chart_frame
 from r3async.observe.jsonl import read_objects
 
 FILE = "evaluation.jsonl"
@@ -33,7 +34,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 def describe_evaluation(
     evaluations: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+) -> tuple[list[dict[str, Any]], Series]:
     """The chart as the page's script wants it, none without evaluations; and the columns it draws."""
     if not evaluations:
         return [], {}
@@ -50,10 +51,10 @@ def describe_evaluation(
 
 def describe_evaluations(
     runs: Sequence[Sequence[dict[str, Any]]], names: Sequence[str], colors: Sequence[str]
-) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+) -> tuple[list[dict[str, Any]], Series]:
     """One chart with a line for each run that has evaluations; and the columns it draws."""
     lines: list[dict[str, Any]] = []
-    series: dict[str, list[Any]] = {}
+    series: Series = {}
     for index, evaluations in enumerate(runs):
         if evaluations:
             series |= _columns(f"{index}:", evaluations)
@@ -66,7 +67,7 @@ def describe_evaluations(
     return [framed | {"caption": caption, "lines": lines}], series
 
 
-def _columns(prefix: str, evaluations: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+def _columns(prefix: str, evaluations: Sequence[dict[str, Any]]) -> Series:
     names = {"evaluation/step": "step", REWARD: REWARD, ERROR: ERROR}
     return {prefix + name: [each[key] for each in evaluations] for name, key in names.items()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from r3async.observe.summary import format_percent
@@ -86,7 +85,7 @@ def _where(span: Span) -> str:
 
 
 def waits(spans: Sequence[Span]) -> str:
-    """Sentences of HTML: who waited for whom, in shares of the whole time."""
+    """Sentences: who waited for whom, in shares of the whole time."""
     shares = busy_shares(spans)
     told = []
     train, wait = shares.get(("learner", "train"), 0.0), shares.get(("learner", "wait"), 0.0)
@@ -104,19 +103,4 @@ def waits(spans: Sequence[Span]) -> str:
     blocked = max((share for (who, what), share in shares.items() if what == "lease_wait"), default=0.0)
     if blocked:
         told.append(f"A generator waited {format_percent(blocked)} of the time for a free slot.")
-    return escape(" ".join(told))
-
-
-def timeline_card(timeline: dict[str, Any] | None, spans: Sequence[Span]) -> str:
-    if timeline is None:
-        return ""
-    legend = "".join(
-        f"<span style='--swatch:var(--{bar['color']});--dash:solid'>{escape(bar['label'])}</span>"
-        for bar in timeline["bars"]
-    )
-    height = 70 + 34 * len(timeline["lanes"])
-    return (
-        f"<h2>Timeline<small>who waited for whom</small></h2>\n<section class='card chart'><h3>{waits(spans)}</h3>"
-        f"<p>{escape(timeline['caption'])}</p><div class='legend'>{legend}</div>"
-        f"<div class='plot' id='{timeline['id']}' style='height:{height}px'></div></section>"
-    )
+    return " ".join(told)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config.observe import ObserveConfig
+from r3async.observe.settings import flat
 
 PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -32,17 +33,6 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if isinstance(value, (int, float)) and name not in ("step", "time")
     }
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`section.key` -> value as text."""
-    out: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = str(value)
-    return out
 
 
 class TensorBoard:
@@ -101,7 +91,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(config.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(config.project)
         self._run = self._client.create_run(number, run_name=run_dir.name).info.run_id
-        parameters = [Param(key, value[:500]) for key, value in flat(settings).items()]
+        parameters = [Param(key, str(value)[:500]) for key, value in flat(dict(settings)).items()]
         for first in range(0, len(parameters), 100):  # of one call, at most
             self._client.log_batch(self._run, params=parameters[first : first + 100])
 

@@ -1,0 +1,20 @@
+"""The catalogue of metrics is what a run writes: no more, no less."""
+
+from __future__ import annotations
+
+import contextlib
+
+from actors.deaths import NotTrained
+from r3async.observe.catalogue import METRICS, metric
+from r3async.observe.metrics import read_metrics
+
+
+def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> None:
+    settings = ["steps=3", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "weights.directory=/memory"]
+    machine.run_dir.mkdir(parents=True)
+    with contextlib.suppress(NotTrained):
+        machine.train(preset="fully_async", settings=[*settings, "generator.engine=scripted", "weights.probe=false"])
+    rows = read_metrics(machine.run_dir / "metrics.jsonl")
+    written = {name for row in rows for name in row}
+    assert {name for name in written if metric(name).docs == name} == set()
+    assert set(METRICS) - written == {"data/epochs"}  # the environment has no end of tasks

@@ -22,7 +22,7 @@ from actors.waiting import Waiting
 from actors.watch import Watch
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import RunState, restore_admission
-from r3async.checkpoint.books import decode_state
+from r3async.checkpoint.state import decode_state
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.lineage import FIRST, Lineage
@@ -63,12 +63,7 @@ class Conductor:
         self._waiting = Waiting()
         schedule, clock = self.config.schedule, world.clock.monotonic
         self.admission = Admission(
-            max_staleness=schedule.max_staleness,
-            groups_per_step=schedule.groups_per_step,
-            samples_per_group=schedule.samples_per_group,
-            steps_per_publication=schedule.steps_per_publication,
-            window=schedule.window,
-            split=schedule.split,
+            schedule,
             # Steps that take as many groups as have enough tokens need nobody knows how many.
             total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
             task_seed=self.tasks.task_seed,
@@ -324,11 +319,11 @@ class Conductor:
         self.delivered(published.version, no_delivery())  # of a resumed run's last step
         return installer
 
-    def books(self) -> Books:
+    async def books(self) -> Books:
         """For a checkpoint of the run as it is between two steps."""
         tokens = self._generated_tokens
         books = Books(self.admission.snapshot(), {}, self.book.pending, self._elapsed, tokens)
-        return books.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
+        return await books.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
 
     def delivered(self, version: int, figures: dict[str, float]) -> None:
         """`version` is installed: the rows of what made it, and of what was before, are written."""

@@ -153,8 +153,8 @@ class Learning:
         began, taken = clock(), self.reception.buffer.taken
         beyond = sorted(taken.beyond)
         progress = Progress(counts.steps, counts.version, taken.head, beyond, counts.since, self.lineage)
-        books = books.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
         backend, commit = model.backend, self.reception.commit()
+        books = await books.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
         await self.saver.save(lambda: model.torch.run(backend.hold), backend.write_state, books, progress, commit)
         return clock() - began
 

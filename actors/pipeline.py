@@ -13,9 +13,9 @@ from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.saving import checkpoint_directory
 from r3async.checkpoint import Opened
-from r3async.checkpoint.books import encode_state
 from r3async.checkpoint.lineages import origin_of, take_lineage
 from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.state import encode_state
 from r3async.config import Config, to_dict
 from r3async.lineage import Lineage
 from r3async.observe.events import open_events

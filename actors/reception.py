@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.saving import Trained
 from actors.waiting import wait_until
 from r3async.buffer.groups import GroupBuffer, largest_trajectory
 from r3async.buffer.quarantine import Quarantine
@@ -56,7 +55,7 @@ class Reception:
         self._world, self._config, self._lineage, self._events = world, config, lineage, events
         self.buffer, self.routing, self._vocab_size, self._version = buffer, routing, vocab_size, version
         self.age_bound = age_bound(schedule)
-        self._slots = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+        self._slots = slots_of(schedule)
         self._quarantine = Quarantine(
             run_dir / "quarantine", config.buffer.quarantine_bytes, events.error, files=world.files
         )
@@ -79,15 +78,14 @@ class Reception:
             store=self.spool,
             # A step may wait for that many groups, counted from the oldest that is not trained.
             window=(self._slots if schedule.tokens_per_step else schedule.groups_per_step) + schedule.window - 1,
-            ledger=Ledger.over(buffer.taken.head, sorted(buffer.taken.beyond)),
+            ledger=Ledger(buffer.taken),
             on_reject=self._rejected,
             world=world,
         )
         self._recovering = False
         """What is validated now was kept by the spool since before this start."""
         self._unsound = TaskFailures(config.supervise.max_failed_fraction, schedule.samples_per_group)
-        self._trained = Trained()
-        self._committing: list[asyncio.Task[None]] = []
+        self._committing: list[asyncio.Task[int]] = []
         self._arrived = asyncio.Event()
 
     async def start(self) -> str:
@@ -181,7 +179,6 @@ class Reception:
         """These groups are over."""
         for index in indices:
             self.receiver.forget(index)
-        self._trained.add(indices)
 
     def figures(self) -> dict[str, float]:
         """Metrics."""
@@ -212,18 +209,16 @@ class Reception:
 
     def commit(self) -> Callable[[], None]:
         """To be called when a checkpoint that is made now is on the disk: what it has trained need not be kept any more."""
-        groups = self._trained.now()
+        spool = self.spool
+        if spool is None:
+            return lambda: None
+        groups = [group for group in spool.groups if group in self.buffer.taken]
 
         def commit() -> None:
             self._committing = [task for task in self._committing if not task.done()]
-            self._committing.append(asyncio.get_running_loop().create_task(self._commit(groups)))
+            self._committing.append(asyncio.get_running_loop().create_task(spool.commit(groups)))
 
         return commit
-
-    async def _commit(self, groups: list[int]) -> None:
-        if self.spool is not None:
-            await self.spool.commit(groups)
-        self._trained.committed(groups)
 
     async def close(self) -> None:
         """Receive nothing any more, and let go of the spool."""

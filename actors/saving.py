@@ -33,9 +33,10 @@ class Books(msgspec.Struct, frozen=True):
     generated_tokens: int
     record_kept: dict[str, list[str]] = {}
 
-    def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper) -> Books:
-        """And where these records of the run are now, to which this process alone appends."""
+    async def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper) -> Books:
+        """And where these records of the run are now, to which this process alone appends; so far they are on the disk, too."""
         positions = {name: keeper.position(run_dir / name) for name in names}
+        await keeper.sync(run_dir, names)
         kept = {name: [line.decode(errors="replace") for line in at.kept] for name, at in positions.items() if at.kept}
         return msgspec.structs.replace(
             self,
@@ -137,22 +138,3 @@ class Saver:
         await self._let(self._writer.wait())
         if self._failure is not None and self._written != self._begun:
             raise self._failure
-
-
-class Trained:
-    """Groups that were trained, and whose trajectories the spool still has: until a checkpoint that trained them is there."""
-
-    def __init__(self) -> None:
-        self._groups: list[int] = []
-
-    def add(self, groups: Sequence[int]) -> None:
-        self._groups += groups
-
-    def now(self) -> list[int]:
-        """Those that a checkpoint which is made now has trained."""
-        return list(self._groups)
-
-    def committed(self, groups: Sequence[int]) -> None:
-        """They are gone from the spool."""
-        gone = set(groups)
-        self._groups = [g for g in self._groups if g not in gone]

@@ -75,7 +75,7 @@ class Steps:
         """Begin a checkpoint of the run as it is between two steps."""
         self._due.done(self.made)
         self._saved = self.made
-        books = self._conductor.books()
+        books = await self._conductor.books()
         with self._conductor.timeline.span("checkpoint", step=self.made):
             seconds = await self._learner.call("checkpoint", books)
         self._events.info("checkpoint_begun", step=self.made, training_waited_seconds=round(seconds, 4))

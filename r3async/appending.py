@@ -12,7 +12,7 @@ import contextlib
 import errno
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -268,6 +268,22 @@ class Keeper:
         with self._lock:
             files = [file for file in self._files if file.path == path]
         return files[0].position() if files else Position(whole_bytes(path, files=self._disk), [])
+
+    async def sync(self, directory: Path, names: Sequence[str]) -> None:
+        """What is in these files of `directory`, whoever appends to them, survives a power failure when this returns. A disk that
+        does not do it is reported."""
+        try:
+            await self._threads.run(self._sync, directory, names)
+        except OSError as error:
+            hint = "rows of steps that a checkpoint has may be missing after a power failure: look at that disk"
+            self._tell("records_not_synced", directory=str(directory), error=str(error), hint=hint)
+
+    def _sync(self, directory: Path, names: Sequence[str]) -> None:
+        for path in (directory / name for name in names):
+            if self._disk.stat(path) is not None:
+                with self._disk.open(path) as file:
+                    file.sync()
+        self._disk.sync_directory(directory)
 
     def _retry_until_done(self) -> bool:
         self.retry()

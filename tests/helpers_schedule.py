@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from r3async.buffer.groups import GroupBuffer
+from r3async.config import ScheduleConfig
 from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.scheduling.admission import Admission, most_groups, oldest_age
 from r3async.scheduling.age import check_ages, token_ages
@@ -79,13 +80,16 @@ class Run:
 
     def _admission(self) -> Admission:
         shape = self.shape
-        return self.kind(
+        schedule = ScheduleConfig(
             max_staleness=shape.staleness,
             groups_per_step=shape.per_step,
             samples_per_group=shape.samples,
             steps_per_publication=shape.per_version,
             window=shape.window,
             split=shape.split,
+        )
+        return self.kind(
+            schedule,
             total_groups=None if shape.tokens else shape.steps * shape.per_step,
             task_seed=self.cursor.task_seed,
         )
@@ -195,7 +199,7 @@ class Run:
         at_most = shape.per_step
         if shape.tokens:
             at_most = most_groups(
-                slots=(shape.staleness + 1) * shape.per_step * shape.per_version,
+                slots=self.admission.slots,
                 groups_per_step=shape.per_step,
                 steps_left=shape.per_version - self.since[0],
                 consumed_since=self.since[1],
@@ -242,7 +246,7 @@ class Run:
         state = msgspec.json.decode(msgspec.json.encode(self.admission.snapshot()))
         version = self.admission.version
         self.admission = self._admission()
-        self.admission.restore(state)
+        self.admission.restore(state, self.buffer.taken.head, sorted(self.buffer.taken.beyond))
         assert self.admission.version == version
         for name in self.players:
             self.die(name)

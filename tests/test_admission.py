@@ -3,18 +3,16 @@
 import msgspec
 import pytest
 
+from r3async.config import ScheduleConfig
 from r3async.scheduling.admission import Admission, oldest_age
 
 
 def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **settings):
-    return Admission(
-        max_staleness=max_staleness,
-        groups_per_step=groups_per_step,
-        samples_per_group=samples_per_group,
-        total_groups=steps * groups_per_step if steps else None,
-        task_seed=lambda g: 1000 + g,
-        **settings,
+    schedule = ScheduleConfig(
+        max_staleness=max_staleness, groups_per_step=groups_per_step, samples_per_group=samples_per_group, **settings
     )
+    total = steps * groups_per_step if steps else None
+    return Admission(schedule, total_groups=total, task_seed=lambda g: 1000 + g)
 
 
 def lease(admission, owner="a", version=0, room=100, **settings):
@@ -166,9 +164,9 @@ def test_a_version_counter_never_goes_backwards_across_restarts():
     with pytest.raises(ValueError, match="a step made version 2 after version 2"):
         admission.trained(2, [4])
     with pytest.raises(ValueError, match="a snapshot of version 1 can not follow version 2"):
-        admission.restore(old)
+        admission.restore(old, 0)
     restarted = make(max_staleness=3)
-    restarted.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())))
+    restarted.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())), 4)
     assert restarted.version == 2
     with pytest.raises(ValueError, match="version 1 was installed after version 2"):
         restarted.installed(1)
@@ -193,7 +191,7 @@ def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
     publish(admission, 1, 0)
     publish(admission, 2, 1)
     resumed = make(max_staleness=3, groups_per_step=1, samples_per_group=2, window=4, steps=9)
-    resumed.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())))
+    resumed.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())), 2)
     here = {2: [1], 3: [0, 1], 5: [0]}
     back = resumed.adopt(5, lambda g: [i for i in range(2) if i not in here.get(g, [])])
     assert back == [2, 4, 5]

@@ -17,10 +17,10 @@ from r3async.checkpoint import (
     check_same_run,
     restore_admission,
 )
-from r3async.checkpoint.books import decode_state, encode_state
 from r3async.checkpoint.resume import fingerprint_model, rewind
+from r3async.checkpoint.state import decode_state, encode_state
 from r3async.checkpoint.tensors import write_part
-from r3async.config import CheckpointConfig, ConfigError, config_from_dict, to_dict
+from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, to_dict
 from r3async.scheduling.admission import Admission
 from r3async.world.disk import Disk
 from tests.helpers_checkpoint import run_state, tiny_state
@@ -123,7 +123,7 @@ def test_the_books_come_back_as_they_were():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "schema 2, and this version of r3async reads 1"),
+        ({"schema": 1}, "schema 1, and this version of r3async reads 2"),
         ({"steps": -1}, "never negative"),
         ({"consumed": 2**63}, r"below 2\*\*63"),
         ({"record_bytes": {"metrics.jsonl": -1}}, "lengths, and never negative"),
@@ -152,13 +152,17 @@ def test_records_go_back_to_the_step(tmp_path):
     [
         ({"waiting": [[0, None]]}, r"Expected `array`, got `null` - at `\$.waiting"),
         ({"next_group": 10**12}, "1000000000000 slots are taken, of 4"),
-        ({"consumed": [3, []]}, "of 3 groups that were consumed, the slots of 0 are free and those of 0 not"),
+        (
+            {"uninstalled": [[4, 1]]},
+            "1 slots are taken, of 4: 0 groups were leased and 0 consumed, of which 1 hold their slots",
+        ),
         ({"version": 4}, "version 3 was installed after version 4"),
     ],
 )
 def test_leases_that_do_not_add_up_are_refused(changes, message):
-    admission = Admission(max_staleness=1, groups_per_step=2, samples_per_group=2, task_seed=lambda group: group)
-    state = run_state(3, version=3, admission=admission.snapshot() | {"version": 3})
+    schedule = ScheduleConfig(max_staleness=1, groups_per_step=2, samples_per_group=2)
+    admission = Admission(schedule, task_seed=lambda group: group)
+    state = run_state(3, version=3, consumed=0, admission=admission.snapshot() | {"version": 3})
     restore_admission(admission, state)
     with pytest.raises(CheckpointError, match=rf"run\.json: admission: {message}"):
         restore_admission(admission, msgspec.structs.replace(state, admission=state.admission | changes))

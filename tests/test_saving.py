@@ -5,7 +5,7 @@ import zlib
 import msgspec
 import pytest
 
-from actors.saving import Books, Progress, Saver, Trained
+from actors.saving import Books, Progress, Saver
 from r3async.appending import AppendFile
 from r3async.buffer.groups import GroupBuffer
 from r3async.checkpoint import CheckpointError, Checkpoints, open_checkpoint
@@ -109,20 +109,9 @@ async def test_a_place_of_ones_own_for_checkpoints(saver, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_only_groups_that_a_written_checkpoint_trained_leave_the_spool():
-    trained = Trained()
-    trained.add([0, 1])
-    first = trained.now()
-    trained.add([2])
-    assert first == [0, 1]
-    assert trained.now() == [0, 1, 2]  # The first was not written yet: the next one names them too.
-    trained.committed(first)
-    assert trained.now() == [2]
-
-
 def test_a_resumed_buffer_and_ledger_take_nothing_that_was_trained():
     buffer = GroupBuffer(1, window=3, head=4, beyond=[6])
-    ledger = Ledger.over(4, [6])
+    ledger = Ledger(buffer.taken)
     assert ledger.oldest == 4
     for group in range(8):
         over = group < 4 or group == 6
@@ -130,7 +119,8 @@ def test_a_resumed_buffer_and_ledger_take_nothing_that_was_trained():
         assert buffer.add(make_trajectory(group), 1) != over
     assert buffer.newest_group == 7
     assert buffer.batch(3, 3, 0) == [4, 5, 7]
-    assert Ledger.over(0).oldest == 0
+    buffer.take([4, 5])
+    assert (ledger.oldest, ledger.is_forgotten(5)) == (7, True)
 
 
 def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rates_of_their_own(tmp_path):

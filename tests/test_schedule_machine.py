@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -179,21 +180,20 @@ def test_the_bound_holds_nothing_is_lost_or_trained_twice_and_every_state_can_pr
 
 
 class OneSlotTooMany(Admission):
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
+    def __init__(self, schedule, **arguments):
+        super().__init__(schedule, **arguments)
         self.slots += 1
 
 
 class OneSlotTooFew(Admission):
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
+    def __init__(self, schedule, **arguments):
+        super().__init__(schedule, **arguments)
         self.slots -= 1
 
 
 class FreedAtConsumption(Admission):
     def trained(self, version, groups):
         super().trained(version, groups)
-        self._freed += len(groups)
         self._uninstalled[version] = 0
 
 
@@ -239,8 +239,8 @@ class ForgetsWhatOvertook(GroupBuffer):
 class WiderWindowUnseen(Admission):
     """Admission would notice the wider window of `WiderWindow` itself; here the age check has to."""
 
-    def __init__(self, *, window, **arguments):
-        super().__init__(window=window + 1, **arguments)
+    def __init__(self, schedule, **arguments):
+        super().__init__(msgspec.structs.replace(schedule, window=schedule.window + 1), **arguments)
 
 
 @pytest.mark.parametrize(

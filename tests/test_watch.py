@@ -15,7 +15,7 @@ import pytest
 from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import Fleet
 from actors.watch import Watch
-from r3async.config import load_config
+from r3async.config import ScheduleConfig, load_config
 from r3async.scheduling.admission import Admission
 from r3async.scheduling.watchdog import Stall
 from r3async.world.real import REAL
@@ -63,7 +63,9 @@ class Run:
             generator.health.loaded()
             generator.health.installed(0, 0)
             generator.pid, generator.host = 21, "far"
-        self.admission = Admission(max_staleness=0, groups_per_step=1, samples_per_group=4, task_seed=lambda group: 0)
+        self.admission = Admission(
+            ScheduleConfig(max_staleness=0, groups_per_step=1, samples_per_group=4), task_seed=lambda group: 0
+        )
         self.loads = {name: self.load() for name in named}
         self.resting = False
         self.world = Outside(self.clock)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from r3async.buffer.spool_file import Torn, load, map_file, read_records
-from r3async.checkpoint.books import decode_state
 from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.state import decode_state
 from r3async.observe.jsonl import read_objects
 from r3async.observe.metrics import read_metrics
 from r3async.observe.routes import RouteFileError, RouteIndex, TrainedRoutes

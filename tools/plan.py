@@ -91,7 +91,7 @@ def make_plan(config: Config) -> Plan:
     rank, engine = rank_memory(shape, config), engine_memory(shape, config)
     routing = shape.routing if config.routing.replay == "rollout" else None
     schedule, world = config.schedule, config.learner.parallel.world
-    slots = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+    slots = slots_of(schedule)
     episodes = schedule.groups_per_step * schedule.samples_per_group
     rows = config.episode.max_turns if config.episode.rows == "stepwise" else 1
     tokens = rows * config.episode.max_total_tokens
@@ -185,7 +185,7 @@ def _notes(config: Config, shape: Shape, engine: EngineMemory, world: int, on_gp
     """What is worth knowing, and what the actors can not do yet."""
     notes = []
     schedule, generator = config.schedule, config.generator
-    wanted = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+    wanted = slots_of(schedule)
     episodes = wanted * schedule.samples_per_group
     if episodes < generator.count * generator.concurrency:
         notes.append(

@@ -31,7 +31,7 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
     next waits to be sent, and nothing would ever move again. The window does not matter: who is overtaken keeps a slot.
     """
     schedule = config.schedule
-    groups = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+    groups = slots_of(schedule)
     episodes = groups * schedule.samples_per_group
     return episodes * (config.episode.max_total_tokens * _bytes_per_token(routing) + HEADER_BYTES)
 
@@ -64,7 +64,7 @@ class GroupBuffer:
 
     @property
     def taken(self) -> Consumed:
-        """The groups that were taken, to be looked at."""
+        """The groups that were taken: the one place that says so in the learner, which the receiver looks at too."""
         return self._taken
 
     @property
@@ -126,7 +126,7 @@ class GroupBuffer:
         incomplete = [g for g in groups if self.missing(g)]
         if incomplete:
             raise ValueError(f"groups {incomplete} are not complete")
-        self._taken = self._taken.after(groups)
+        self._taken.take(groups)
         members = [self._groups.pop(group) for group in groups]
         episodes = [[held[i][0] for i in range(self.samples_per_group)] for held in members]
         return episodes, sum(size for held in members for _, size in held.values())

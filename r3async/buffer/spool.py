@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from r3async.buffer.spool_file import Record, Stored, Torn, append, load, map_file, read_records
 from r3async.config import BufferConfig
@@ -22,7 +22,10 @@ from r3async.transport.wire import Frame, WireError
 from r3async.world import World
 from r3async.world.real import REAL
 
+R = TypeVar("R")
+
 RETRY_SECONDS = 1.0
+_NAME = re.compile(r"(\d{9,})-(\d{4,})\.spool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,15 @@ class Spool:
         self._files: dict[int, dict[Path, int]] = {}
         self._new: dict[int, tuple[Path, int]] = {}
         """By group: the file that this incarnation appends to, and the length of its whole records."""
-        self._over: dict[int, None] = {}
-        """Groups that are committed, and not deleted yet."""
         self._full = False
         self._stalled: tuple[float, str] | None = None
         """Since when the disk takes nothing, and why."""
         self._lane = world.threads.lane("spool")
+
+    @property
+    def groups(self) -> list[int]:
+        """Those that it has something of."""
+        return list(self._files)
 
     @property
     def room(self) -> int:
@@ -108,9 +114,13 @@ class Spool:
         """Everything that an earlier incarnation left, validated, in the order of groups; `damage` has the rest.
 
         A trajectory that was written twice (its first acknowledgement came too late) comes once. With `settings.fsync`, what is
-        found is durable: the process that wrote it may have ended before it was. Raises `OSError` if the disk does not do that.
+        found is durable: the process that wrote it may have ended before it was. A file that the disk does not give is no
+        damage: it is tried again until it does.
         """
-        found, self._files, self.damage = await self._lane.run(self._scan)
+        hint = (
+            "nothing starts until it can be read: mend the disk, or move the file aside to go on without what it holds"
+        )
+        found, self._files, self.damage = await self._insist(hint, self._scan)
         self._new = {}
         self.nbytes = sum(size for files in self._files.values() for size in files.values())
         for damage in self.damage:
@@ -122,15 +132,23 @@ class Spool:
 
         A disk that is full, or fails, is tried again until it takes it.
         """
+        hint = "make space there: senders wait until then, and nothing is lost"
+        path, offset, length = await self._insist(hint, self._write, trajectory.group_index, list(frames))
+        self.nbytes += length
+        files = self._files.setdefault(trajectory.group_index, {})
+        files[path] = files.get(path, 0) + length
+        return await self._lane.run(self._map, path, offset, length) if spill else None
+
+    async def _insist(self, hint: str, work: Callable[..., R], *args: Any) -> R:
+        """What `work(*args)` returns, in the spool's thread. A disk that is full, or fails, is tried again until it does it."""
         began = self._clock()
         failed = False
         while True:
             try:
-                path, offset, length = await self._lane.run(self._write, trajectory.group_index, list(frames))
+                done = await self._lane.run(work, *args)
                 break
             except OSError as error:
                 if not failed:
-                    hint = "make space there: senders wait until then, and nothing is lost"
                     self._report("spool_stalled", error=str(error), directory=str(self.directory), hint=hint)
                 failed = True
                 self._stalled = began, str(error)
@@ -139,27 +157,21 @@ class Spool:
         if failed:
             self.stalled_seconds += self._clock() - began
             self._report("spool_goes_on", seconds=self._clock() - began)
-        self.nbytes += length
-        files = self._files.setdefault(trajectory.group_index, {})
-        files[path] = files.get(path, 0) + length
-        return await self._lane.run(self._map, path, offset, length) if spill else None
+        return done
 
     async def commit(self, groups: Iterable[int]) -> int:
         """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.
 
-        What is mapped of them stays readable. Groups that are not there are skipped. A disk that does not allow it is reported;
-        the next call tries again.
+        What is mapped of them stays readable. Groups that are not there are skipped. A disk that does not allow it is reported,
+        and they stay among the `groups`.
         """
-        self._over |= dict.fromkeys(groups)
-        over = list(self._over)
+        over = [group for group in groups if group in self._files]
         try:
             await self._lane.run(self._unlink, over)
         except OSError as error:
             self._report("spool_not_cleaned", groups=over, error=str(error))
             return 0
         freed = sum(sum(self._files.pop(group, {}).values()) for group in over)
-        for group in over:
-            self._over.pop(group, None)
         self.nbytes -= freed
         return freed
 
@@ -262,12 +274,10 @@ class Spool:
         files: dict[int, dict[Path, int]] = {}
         damage: list[Damage] = []
         for path in self._paths():
-            try:
-                group = int(path.stem.partition("-")[0])
-                view = map_file(path, files=self._disk)
-            except (ValueError, OSError) as error:
-                damage.append(Damage(path, 0, f"not a file of the spool: {error}"))
+            if (named := _NAME.fullmatch(path.name)) is None:
+                damage.append(Damage(path, 0, "not a file of the spool"))
                 continue
+            group, view = int(named[1]), map_file(path, files=self._disk)
             files.setdefault(group, {})[path] = len(view)
             for record in read_records(view):
                 if isinstance(record, Torn):

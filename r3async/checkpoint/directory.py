@@ -8,14 +8,14 @@ them).
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from r3async.checkpoint.books import RunState, decode_state, encode_state
-from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.error import CheckpointError, Unreadable, not_read
 from r3async.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -25,6 +25,7 @@ from r3async.checkpoint.manifest import (
     decode_manifest,
     write_file,
 )
+from r3async.checkpoint.state import RunState, decode_state, encode_state
 from r3async.files import make_directory, read_file
 from r3async.world import Files
 from r3async.world.real import REAL
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 STATE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
+TRIES = 3
+"""To read a checkpoint that the disk does not give."""
 
 
 class Report(Protocol):
@@ -66,12 +69,12 @@ class Opened:
 def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = REAL.files) -> Opened:
     """Read and verify one. `check_tensors`: also the learner's files, which takes as long as reading them.
 
-    Raises `CheckpointError` naming the file and what is wrong with it.
+    Raises `CheckpointError` naming the file and what is wrong with it; `Unreadable` if the disk does not give it.
     """
     try:
         data = read_file(path / MANIFEST, files=files)
     except OSError as error:
-        raise CheckpointError(f"{MANIFEST}: {error.strerror or error}") from error
+        raise not_read(MANIFEST, error) from error
     manifest = decode_manifest(data)
     named = _STEP.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
@@ -84,7 +87,7 @@ def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = RE
     try:
         state = decode_state(read_file(path / STATE, files=files))
     except OSError as error:
-        raise CheckpointError(f"{STATE}: {error.strerror or error}") from error
+        raise not_read(STATE, error) from error
     if state.steps != manifest.step:
         raise CheckpointError(f"{STATE}: it is of step {state.steps}, and {MANIFEST} of step {manifest.step}")
     return Opened(path, state, manifest, files)
@@ -155,30 +158,48 @@ class Checkpoints:
         return final
 
     def open(self, step: int) -> Opened:
-        """That of `step`, verified. Raises `CheckpointError`."""
+        """That of `step`, verified. Raises `CheckpointError`; `Unreadable` if the disk does not give it, asked `TRIES` times."""
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(Unreadable):
+                return open_checkpoint(self.path(step), files=self.files)
         return open_checkpoint(self.path(step), files=self.files)
+
+    def newest_intact(self, bad: Callable[[int, CheckpointError], object]) -> Opened | None:
+        """The newest checkpoint that is intact; `bad(step, error)` for each newer one. Raises `Unreadable`: a checkpoint that the
+        disk does not give may be intact, and an older one must not take its place in silence."""
+        for step in reversed(self.steps()):
+            try:
+                return self.open(step)
+            except Unreadable as error:
+                raise Unreadable(
+                    f"{self.path(step)} cannot be read now ({error}), and may be intact: mend the disk and resume, or set "
+                    "`resume` to the path of an older checkpoint"
+                ) from error
+            except CheckpointError as error:
+                bad(step, error)
+        return None
 
     def newest(self) -> Opened | None:
         """The newest checkpoint that is intact; None if there never was one. Those that are not are set aside and reported.
 
-        Raises `CheckpointError` if there are some and none is intact: to begin anew would throw the run away in silence.
+        Raises `CheckpointError` if there are some and none is intact: to begin anew would throw the run away in silence. Raises
+        `Unreadable`, and sets nothing aside for it, if the disk does not give one.
         """
-        steps = self.steps()
-        reasons = []
-        for step in reversed(steps):
-            try:
-                return self.open(step)
-            except CheckpointError as error:
-                aside = self._set_aside(self.path(step), "bad")
-                reasons.append(f"step {step}: {error}")
-                self._report("checkpoint_bad", step=step, reason=str(error), kept_as=str(aside))
-        if reasons or self._bad():
+        reasons: list[str] = []
+
+        def set_aside(step: int, error: CheckpointError) -> None:
+            aside = self._set_aside(self.path(step), "bad")
+            reasons.append(f"step {step}: {error}")
+            self._report("checkpoint_bad", step=step, reason=str(error), kept_as=str(aside))
+
+        found = self.newest_intact(set_aside)
+        if found is None and (reasons or self._bad()):
             said = "; ".join(reasons) or "only those are left that could not be read before"
             raise CheckpointError(
                 f"no checkpoint in {self.directory} can be read ({said}); they are kept there as *.bad. Set "
                 'resume="none" to begin anew'
             )
-        return None
+        return found
 
     def _bad(self) -> list[Path]:
         """Those set aside because they could not be read."""
@@ -215,16 +236,8 @@ class Checkpoints:
         extra = [s for s in steps if s not in kept]
         if not extra:
             return []
-        for step in reversed(steps):
-            try:
-                self.open(step)
-            except CheckpointError as error:
-                self._report("checkpoint_bad", step=step, reason=str(error))
-                continue
-            removed = [s for s in extra if s != step]
-            break
-        else:
-            return []
+        intact = self.newest_intact(lambda step, error: self._report("checkpoint_bad", step=step, reason=str(error)))
+        removed = [s for s in extra if intact is not None and s != intact.state.steps]
         for step in removed:
             # Renamed first: a directory half removed must not pass for a checkpoint.
             going = self.path(step).with_suffix(".removing")
@@ -247,12 +260,10 @@ def find_checkpoint(path: Path, *, files: Files = REAL.files) -> Opened:
             raise CheckpointError(f"{path}: {error}") from error
     within = path / "checkpoints"
     inside = Checkpoints(within if files.stat(within) is not None else path, files=files)
-    reasons = []
-    for step in reversed(inside.steps()):
-        try:
-            return inside.open(step)
-        except CheckpointError as error:
-            reasons.append(f"step {step}: {error}")
+    reasons: list[str] = []
+    found = inside.newest_intact(lambda step, error: reasons.append(f"step {step}: {error}"))
+    if found is not None:
+        return found
     if reasons:
         raise CheckpointError(f"no checkpoint in {inside.directory} can be read ({'; '.join(reasons)})")
     raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints (checkpoints/step-*)")

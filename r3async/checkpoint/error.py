@@ -4,4 +4,14 @@ from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that can not be written, read or continued from; the message says which file, why, and what to do."""
+    """A checkpoint that cannot be written, read or continued from; the message says which file, why, and what to do."""
+
+
+class Unreadable(CheckpointError):
+    """The disk did not give a file of it. Nothing is known against the checkpoint: it may be intact."""
+
+
+def not_read(name: str, error: OSError) -> CheckpointError:
+    """What reading the file `name` failed with: `Unreadable`, except for a file that is not there, which is damage."""
+    missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return (CheckpointError if missing else Unreadable)(f"{name}: {error.strerror or error}")

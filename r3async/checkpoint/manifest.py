@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.error import CheckpointError, not_read
 from r3async.world import Files
 from r3async.world.real import REAL
 
@@ -65,7 +65,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def check_file(directory: Path, file: FileRecord, *, files: Files = REAL.files) -> None:
-    """Raises `CheckpointError` if the file is not there, or not as it was written."""
+    """Raises `CheckpointError` if the file is not there, or not as it was written, `Unreadable` if the disk does not give it."""
     path = directory / file.name
     try:
         with files.open(path) as stream:
@@ -78,7 +78,7 @@ def check_file(directory: Path, file: FileRecord, *, files: Files = REAL.files) 
             for at in range(0, size, _BLOCK):
                 digest.update(stream.read(at, _BLOCK))
     except OSError as error:
-        raise CheckpointError(f"{file.name}: {error.strerror or error}") from error
+        raise not_read(file.name, error) from error
     if digest.hexdigest() != file.sha256:
         raise CheckpointError(f"{file.name}: its checksum is wrong: changed after it was written")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from r3async.appending import whole_bytes
-from r3async.checkpoint.books import RunState
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.state import RunState
 from r3async.config import HIDDEN, Config, to_dict
 from r3async.scheduling.admission import Admission
 from r3async.world import Files
@@ -161,7 +161,7 @@ def restore_admission(admission: Admission, state: RunState) -> None:
     """Slots and leases as they were, and the checkpoint's weights in every engine. Raises `CheckpointError` if the books do
     not add up."""
     try:
-        admission.restore(state.admission)
+        admission.restore(state.admission, state.consumed, state.consumed_beyond)
         admission.installed(state.version)
     except ValueError as error:
         raise CheckpointError(f"{STATE}: admission: {error}") from error

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from r3async.checkpoint.books import RunState
 from r3async.checkpoint.directory import Checkpoints, Report, silent
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import FileRecord
+from r3async.checkpoint.state import RunState
 from r3async.config import CheckpointConfig
 from r3async.world import Clock, Threads
 from r3async.world.real import REAL
@@ -102,7 +102,10 @@ class CheckpointWriter:
         try:
             if removed := await self._lane.run(self._checkpoints.prune):
                 self._report("checkpoints_pruned", steps=removed)
-        except OSError as error:  # the one that was written is there all the same; the next one prunes again
+        except (
+            OSError,
+            CheckpointError,
+        ) as error:  # the one that was written is there all the same; the next one prunes again
             self._report("checkpoint_prune_failed", error=str(error))
         return None
 

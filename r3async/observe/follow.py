@@ -231,7 +231,7 @@ class FollowedRun:
         schedule = read_schedule(self.config)
         if schedule is None:
             return None
-        return slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+        return slots_of(schedule)
 
     @property
     def age_bound(self) -> int | None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
@@ -48,9 +48,9 @@ class GroupLease(msgspec.Struct, frozen=True):
     episode_indices: tuple[int, ...]
 
 
-def slots_of(max_staleness: int, groups_per_step: int, steps_per_publication: int) -> int:
+def slots_of(schedule: ScheduleConfig) -> int:
     """`(S + 1) * P * K`: groups that may be leased and not yet be part of the installed weights."""
-    return (max_staleness + 1) * groups_per_step * steps_per_publication
+    return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
 
 
 def age_bound(schedule: ScheduleConfig) -> int:
@@ -87,9 +87,6 @@ class _Snapshot(TypedDict):
 
     version: _Count
     next_group: _Count
-    freed: _Count
-    consumed: tuple[_Count, list[_Count]]
-    """`Consumed.head` and `.beyond`."""
     uninstalled: list[tuple[_Count, _Count]]
     waiting: list[tuple[_Count, tuple[_Count, ...]]]
     owners: list[tuple[_Count, list[tuple[str, tuple[_Count, ...]]]]]
@@ -97,37 +94,26 @@ class _Snapshot(TypedDict):
 
 class Admission:
     """Slots and leases. `task_seed(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
-
-    `split`: see `schedule.split`. `changed()` is called when there may be more to lease, or nothing any more.
+    `changed()` is called when there may be more to lease, or nothing any more.
     """
 
     def __init__(
         self,
+        schedule: ScheduleConfig,
         *,
-        max_staleness: int,
-        groups_per_step: int,
-        samples_per_group: int,
         task_seed: Callable[[int], int],
-        steps_per_publication: int = 1,
-        window: int = 1,
         total_groups: int | None = None,
-        split: Literal["idle", "room"] = "idle",
         changed: Callable[[], object] = lambda: None,
     ):
-        if max_staleness < 0 or min(groups_per_step, samples_per_group, steps_per_publication) < 1:
-            raise ValueError(
-                "max_staleness must be >= 0; groups_per_step, samples_per_group and steps_per_publication >= 1"
-            )
-        self.samples_per_group = samples_per_group
-        self.slots = slots_of(max_staleness, groups_per_step, steps_per_publication)
+        self.samples_per_group = schedule.samples_per_group
+        self.slots = slots_of(schedule)
         self.total_groups = total_groups
         self.version = 0
         """Version that every engine which answers has."""
-        self._split, self._changed = split, changed
+        self._split, self._changed = schedule.split, changed
         self._task_seed = task_seed
         self._next_group = 0
-        self._consumed = Consumed(window)
-        self._freed = 0
+        self._consumed = Consumed(schedule.window)
         self._uninstalled: dict[int, int] = {}
         """By version that is not installed yet: groups that it was trained from and its predecessors were not."""
         self._waiting: dict[int, tuple[int, ...]] = {}
@@ -137,7 +123,7 @@ class Admission:
 
     @property
     def slots_taken(self) -> int:
-        return self._next_group - self._freed
+        return self._next_group - len(self._consumed) + sum(self._uninstalled.values())
 
     @property
     def groups_leased(self) -> int:
@@ -239,7 +225,7 @@ class Admission:
             raise ValueError(f"a step made version {version} after version {max((self.version, *self._uninstalled))}")
         if max(groups, default=-1) >= self._next_group:
             raise ValueError(f"group {max(groups)} was consumed, but only {self._next_group} groups were leased")
-        self._consumed = self._consumed.after(groups)
+        self._consumed.take(groups)
         for group in groups:
             self._waiting.pop(group, None)  # lost with its owner, and yet arrived
             self._owners.pop(group, None)
@@ -257,40 +243,37 @@ class Admission:
             raise ValueError(f"version {version} was installed, but no step has made it")
         self.version = version
         for older in [v for v in self._uninstalled if v <= version]:
-            self._freed += self._uninstalled.pop(older)
+            del self._uninstalled[older]
         self._changed()
 
     # -- for a checkpoint ----------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data; `restore` reads it."""
+        """Plain data; `restore` reads it. Which groups were consumed is the learner's to say."""
         return {
             "version": self.version,
             "next_group": self._next_group,
-            "freed": self._freed,
-            "consumed": [self._consumed.head, sorted(self._consumed.beyond)],
             "uninstalled": sorted(self._uninstalled.items()),
             "waiting": sorted(self._waiting.items()),
             "owners": [[group, sorted(owners.items())] for group, owners in sorted(self._owners.items())],
         }
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on as the one that made the snapshot, whose settings must be this one's. Leases stay with their owners: `lose`
-        those that did not live on. Raises `ValueError` if the snapshot is of an older version than is installed here, or if it
-        is none: its groups do not add up."""
+    def restore(self, snapshot: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
+        """Go on as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
+        `beyond` it were consumed. Leases stay with their owners: `lose` those that did not live on. Raises `ValueError` if the
+        snapshot is of an older version than is installed here, or if it is none: its groups do not add up."""
         saved = msgspec.convert(snapshot, _Snapshot)
         if saved["version"] < self.version:
             raise ValueError(f"a snapshot of version {saved['version']} can not follow version {self.version}")
-        consumed, uninstalled = Consumed(self._consumed.window, *saved["consumed"]), dict(saved["uninstalled"])
-        taken = saved["next_group"] - saved["freed"]
-        if not 0 <= taken <= self.slots:
-            raise ValueError(f"{taken} slots are taken, of {self.slots}")
-        if saved["freed"] + sum(uninstalled.values()) != len(consumed):
+        consumed, uninstalled = Consumed(self._consumed.window, head, beyond), dict(saved["uninstalled"])
+        held, next_group = sum(uninstalled.values()), saved["next_group"]
+        taken = next_group - len(consumed) + held
+        if held > len(consumed) or not 0 <= taken <= self.slots:
             raise ValueError(
-                f"of {len(consumed)} groups that were consumed, the slots of {saved['freed']} are free and those of "
-                f"{sum(uninstalled.values())} not"
+                f"{taken} slots are taken, of {self.slots}: {next_group} groups were leased and {len(consumed)} "
+                f"consumed, of which {held} hold their slots"
             )
-        self.version, self._next_group, self._freed = saved["version"], saved["next_group"], saved["freed"]
+        self.version, self._next_group = saved["version"], next_group
         self._consumed, self._uninstalled = consumed, uninstalled
         self._waiting = dict(saved["waiting"])
         self._owners = {group: dict(owners) for group, owners in saved["owners"]}

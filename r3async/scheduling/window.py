@@ -56,6 +56,11 @@ class Consumed:
             self.beyond.remove(self.head)
             self.head += 1
 
+    def take(self, groups: Iterable[int]) -> None:
+        """Consume all of them, in this order, or, where `add` raises `ValueError`, none."""
+        future = self.after(groups)
+        self.head, self.beyond = future.head, future.beyond
+
     def choices(self, complete: Callable[[int], bool]) -> Iterator[int]:
         """The groups that would be consumed one after the other from here, until none in the window is complete."""
         future = self.after(())

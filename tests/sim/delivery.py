@@ -16,6 +16,7 @@ from typing import Any
 
 from r3async.config import TransportConfig
 from r3async.records import Trajectory
+from r3async.scheduling.window import Consumed
 from r3async.transport import Ledger, Receiver, Sender, decode_trajectory, wire
 from r3async.world import World
 from r3async.world.simulated.delays import draw
@@ -96,7 +97,7 @@ class Learner:
             store=self.store,
             window=WINDOW,
             port=5555,
-            ledger=delivery.ledger_kind.over(len(delivery.trained)),
+            ledger=delivery.ledger_kind(Consumed(head=len(delivery.trained))),
             on_reject=lambda name, reason: name and delivery.violate(f"{name} was rejected: {reason}"),
             world=process.world,
         )

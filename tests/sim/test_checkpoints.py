@@ -9,6 +9,7 @@ import errno
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,16 +17,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.run_dir import open_run
-from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter
+from actors.saving import RECORDS, Books, Progress, Saver
+from r3async.appending import AppendFile
+from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, find_checkpoint
+from r3async.checkpoint.error import Unreadable
 from r3async.checkpoint.lineages import origin_of, take_lineage
 from r3async.checkpoint.tensors import Place, write_part
 from r3async.config import Config, ConfigError, config_from_dict, to_dict
+from r3async.files import read_file, replace_file
 from r3async.world import Files, World
 from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
 from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host, Simulation
-from tests.helpers_checkpoint import run_state, tiny_state
+from tests.helpers_checkpoint import run_state, tiny_state, write_checkpoint
+from tests.sim.test_disk import Process
 
 RUN = Path("/runs/a")
 
@@ -209,3 +215,106 @@ def test_each_sync_is_needed(monkeypatch, operation, name):
     assert not any(finds(seed) for seed in range(6))
     monkeypatch.setattr(kind, operation, forgets)
     assert any(finds(seed) for seed in range(60))
+
+
+class Events:
+    """Takes what a structlog logger takes."""
+
+    def info(self, event: str, **facts: object) -> None:
+        pass
+
+    error = info
+
+
+async def save(world: World, rows: int) -> None:
+    """One start of a run, which records so many steps and makes a checkpoint of the last one."""
+    config = config_from_dict({"name": "a", "steps": 10_000})
+    run = await open_run(config, RUN, lambda said: None, world=world)
+    model = RUN / "model"
+    world.files.make(model)
+    replace_file(model / "config.json", b"{}", files=world.files)
+    for name in RECORDS:
+        record = AppendFile(run.path / name, world=world)
+        for step in range(rows):
+            record.append(b"%d" % step)
+    saver = Saver(config, "r", model, run.path, Events(), world=world)
+    books = await Books({}, {}, [], 0.0, 0).with_records(run.path, RECORDS, keeper=world.keeper)
+    progress = Progress(rows, rows, 4 * rows, [], (0, 0))
+
+    async def hold() -> None:
+        pass
+
+    await saver.save(
+        hold, lambda path: [write_part(path, tiny_state(rows), files=world.files)], books, progress, lambda: None
+    )
+    await saver.finish()
+    run.lock.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_row_that_a_checkpoint_counts_is_there_when_power_has_failed(seed):
+    simulation = Machine(seed)
+    (host,) = simulation.hosts.values()
+    process = simulation.begin_process("driver", host)
+    assert live(simulation, process, save(process.world, 5)) is None
+    simulation.lose(host)
+    simulation.restore(host)
+    files = simulation.begin_process("reader", host).world.files
+    state = find_checkpoint(RUN, files=files).state
+    assert state.record_bytes == dict.fromkeys(RECORDS, 10)
+    assert {name: read_file(RUN / name, files=files) for name in RECORDS} == dict.fromkeys(RECORDS, b"0\n1\n2\n3\n4\n")
+    simulation.close()
+
+
+def written(count: int) -> tuple[SimulatedDisk, Checkpoints, list[str]]:
+    """A disk with so many checkpoints, and what is reported of them."""
+    disk, reported = SimulatedDisk(Random(0)), []
+    files = disk.files(Process())
+    files.make(RUN.parent)
+    checkpoints = Checkpoints(RUN, report=lambda event, /, **_: reported.append(event), files=files)
+    for step in range(1, count + 1):
+        write_checkpoint(checkpoints, step)
+    return disk, checkpoints, reported
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "run.json", "learner-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_a_checkpoint_that_the_disk_does_not_give_is_asked_for_again_and_never_set_aside(name, operation):
+    disk, checkpoints, reported = written(2)
+    path, asked = checkpoints.path(2) / name, []
+
+    def recovers(_: Any, what: str, where: Path) -> None:
+        if (what, where) == (operation, path):
+            asked.append(what)
+            if len(asked) == 2:
+                disk.allow(path)
+
+    disk.observe = recovers
+    disk.refuse(path, errno.EIO, {operation})
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.state.steps == 2
+    assert len(asked) >= 2
+    disk.observe = lambda *_: None
+    disk.refuse(path, errno.EIO, {operation})
+    for find in (checkpoints.newest, lambda: find_checkpoint(RUN, files=checkpoints.files)):
+        with pytest.raises(Unreadable, match=rf"step-00000002 cannot be read now \({name}: .*older checkpoint"):
+            find()
+    assert checkpoints.steps() == [1, 2]
+    assert reported == []
+    disk.allow(path)
+    checkpoints.files.remove(path)  # that is damage
+    older = checkpoints.newest()
+    assert older is not None
+    assert (older.state.steps, reported) == (1, ["checkpoint_bad"])
+
+
+def test_nothing_is_removed_while_the_disk_does_not_give_the_newest_checkpoint():
+    disk, checkpoints, reported = written(5)
+    disk.refuse(checkpoints.path(5) / "run.json", errno.EIO, {"read"})
+    with pytest.raises(Unreadable):
+        checkpoints.prune()
+    assert checkpoints.steps() == [1, 2, 3, 4, 5]
+    disk.allow(checkpoints.path(5) / "run.json")
+    assert checkpoints.prune() == [1, 2]
+    assert reported == []

@@ -7,6 +7,7 @@ import errno
 from pathlib import Path
 from random import Random
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -139,5 +140,33 @@ def test_what_is_acknowledged_is_there_until_it_is_committed_or_refused(steps, s
         # Nothing is left behind, and nothing counted that is not there.
         await machine.spool.commit(range(4))
         assert (machine.spool.nbytes, machine.disk.used) == (0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("operation", ["open", "map"])
+def test_a_file_that_the_disk_does_not_give_at_the_start_is_no_damage(operation) -> None:
+    async def main() -> None:
+        machine = Machine(0, fsync=True)
+        for number in range(8):
+            await machine.do("put", number)
+        path, told, asked = DIRECTORY / "000000001-0000.spool", [], []
+        machine.process.end()
+        machine.start()
+        machine.disk.refuse(path, errno.EIO, {operation})
+
+        def recovers(_: Process, what: str, where: Path) -> None:
+            if (what, where) == (operation, path):
+                asked.append(what)
+                if len(asked) == 3:
+                    machine.disk.allow(path)
+
+        machine.disk.observe = recovers
+        machine.spool._report = lambda event, **facts: told.append(event)
+        async with asyncio.timeout(20):
+            found = await machine.spool.recover()
+        assert {kept.trajectory.trajectory_id for kept in found} == set(machine.held)
+        assert (machine.spool.damage, told) == ([], ["spool_stalled", "spool_goes_on"])
+        await machine.spool.close()
 
     asyncio.run(main())

@@ -233,7 +233,7 @@ def read_began(run_dir: Path) -> list[Began]:
 def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
     """Where the run began again. Without a checkpoint it did so from nothing."""
     schedule = config.schedule
-    slots = slots_of(schedule.max_staleness, schedule.groups_per_step, schedule.steps_per_publication)
+    slots = slots_of(schedule)
     starts = [e for e in read_events(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
     for event in starts[1:]:
         step = event["step"]

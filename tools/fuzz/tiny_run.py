@@ -89,14 +89,7 @@ class TinyRun:
         )
 
     def _admission(self) -> Admission:
-        schedule = self._config.schedule
-        return Admission(
-            max_staleness=schedule.max_staleness,
-            groups_per_step=schedule.groups_per_step,
-            samples_per_group=schedule.samples_per_group,
-            window=schedule.window,
-            task_seed=lambda group: group,
-        )
+        return Admission(self._config.schedule, task_seed=lambda group: group)
 
     def go_on(self, opened: Opened) -> tuple[Any, ...]:
         """What the driver, the ranks, the learner and the conductor make of it, and what they then hold."""

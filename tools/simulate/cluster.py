@@ -18,7 +18,8 @@ from statistics import fmean
 
 import msgspec
 
-from r3async.scheduling.admission import Admission, GroupLease, most_groups, slots_of
+from r3async.config import ScheduleConfig
+from r3async.scheduling.admission import Admission, GroupLease, most_groups
 from r3async.scheduling.window import Consumed
 
 
@@ -140,15 +141,15 @@ class Cluster:
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
-        self.admission = Admission(
+        schedule = ScheduleConfig(
             max_staleness=model.max_staleness,
             groups_per_step=model.groups_per_step,
             samples_per_group=model.samples_per_group,
             steps_per_publication=model.steps_per_publication,
             window=model.window,
-            task_seed=lambda group: group,
         )
-        self._slots = slots_of(model.max_staleness, model.groups_per_step, model.steps_per_publication)
+        self.admission = Admission(schedule, task_seed=lambda group: group)
+        self._slots = self.admission.slots
         self._consumed = Consumed(model.window)
         self._engines = {f"generator-{i}": _Engine(f"generator-{i}") for i in range(model.generators)}
         self._arrived: dict[int, dict[int, _Episode]] = {}

@@ -28,7 +28,6 @@ from r3async.lineage import Lineage
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.transport import wire as wire_room
 from r3async.transport.credit import CreditPool
-from r3async.transport.ledger import Ledger
 from r3async.transport.outbox import Outbox
 from r3async.transport.sender import Sender
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
@@ -211,7 +210,6 @@ def slot_freed_early(trained: Any) -> Any:
 
     def early(self: Admission, version: int, groups: Any) -> None:
         trained(self, version, groups)
-        self._freed += self._uninstalled[version]
         self._uninstalled[version] = 0
 
     return early
@@ -343,7 +341,6 @@ def resume_forgets_what_was_trained(init: Any) -> Any:
 _plant(
     "no_dedupe",
     "A resumed learner does not know what was trained, and takes it again.",
-    (Ledger, "over", lambda over: classmethod(lambda cls, head, beyond=(): cls())),
     (GroupBuffer, "__init__", lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window)),
 )
 

@@ -17,7 +17,7 @@ from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.training import StepOf
-from r3async.checkpoint.books import decode_state
+from r3async.checkpoint.state import decode_state
 from r3async.engines.base import RoutingShape
 from r3async.engines.scripted import DIGEST
 from r3async.episodes.chat import ChatRenderer

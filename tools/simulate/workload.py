@@ -160,7 +160,7 @@ class Workload(msgspec.Struct, frozen=True):
     def rules(self) -> Rules:
         """What this run promises, for the checker."""
         schedule = self.config(Path("model")).schedule
-        slots = slots_of(self.max_staleness, self.groups_per_step, self.steps_per_publication)
+        slots = slots_of(schedule)
         kept: Literal["process", "power"] = "power" if self.fsync else "process"
         return Rules(
             steps=self.steps,

@@ -1,4 +1,4 @@
-"""The books of a run at one step: everything but tensors. Pure data."""
+"""The state of a run at one step: everything but tensors. Pure data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from r3async.checkpoint.error import CheckpointError
 from r3async.lineage import Lineage
 
-STATE_SCHEMA = 1
+STATE_SCHEMA = 2
 """Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
 
 

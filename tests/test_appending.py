@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import resource
@@ -105,7 +106,7 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), keeper=keeper)
     for index in range(count + 1):
         if index == min(saved, count):
-            books = books.with_records(run_dir, [name], keeper=keeper)
+            books = asyncio.run(books.with_records(run_dir, [name], keeper=keeper))
         file.append(b"%d" % index)
         if index % 4 == 3:
             keeper.retry()

@@ -11,6 +11,7 @@ import msgspec
 
 from actors.deaths import ProcessDied, RunFailed, root_cause, within
 from actors.delivery import choose_backend, no_delivery
+from actors.dispatch import Dispatch, LeaseCall
 from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
 from actors.installer import Installer
@@ -18,7 +19,6 @@ from actors.process import begin
 from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.steps import Steps
 from actors.tasks import Tasks
-from actors.waiting import Waiting
 from actors.watch import Watch
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import RunState, restore_admission
@@ -30,8 +30,7 @@ from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.steps import StepBook
 from r3async.observe.timeline import Timeline
-from r3async.scheduling.admission import Admission, GroupLease
-from r3async.scheduling.failures import EpisodeEnd
+from r3async.scheduling.admission import Admission
 from r3async.scheduling.pace import Pacing
 from r3async.world import ActorLost, ActorRef, World
 
@@ -60,23 +59,21 @@ class Conductor:
         self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline, world=world)
         self.book = StepBook(self.run_dir, self.events.error, world=world)
         self.tasks = Tasks(self.config, self.run_dir, self.events, world=world)
-        self._waiting = Waiting()
         schedule, clock = self.config.schedule, world.clock.monotonic
         self.admission = Admission(
             schedule,
             # Steps that take as many groups as have enough tokens need nobody knows how many.
             total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
             task_seed=self.tasks.task_seed,
-            changed=self._waiting.ring,
+            changed=lambda: self.dispatch.ring(),
         )
         self.lag = LagMeter(world.processes)
         self.pacing = Pacing(schedule, self.events.warning, clock)
-        self._loads: dict[str, dict[str, float]] = {}
-        """What each generator said of itself last."""
         self._processes = {"conductor": (world.processes.pid, world.processes.host)}
         self.news = asyncio.Event()
         """There may be something to deliver."""
-        self.fleet = Fleet(self.config, self.events, generators, clock, self.news.set)
+        self.fleet = Fleet(self.config, self.events, generators, clock, self._wake)
+        self.dispatch = Dispatch(self.admission, self.fleet, lambda: self.stopping)
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
         self.stopping = False
         self._stop_requested = asyncio.Event()
@@ -89,55 +86,15 @@ class Conductor:
 
     # -- called by generators ------------------------------------------------------------------------------------
 
-    async def lease(
-        self, generator_id: str, room: int, stats: dict[str, float], ended: bytes = b"\x90", wait: float = 0.0
-    ) -> dict[str, Any]:
-        """Lease up to `room` episodes, or wait until there is one, `wait` seconds at most. A later call of the same generator
-        ends an earlier one.
-
-        `more` is False when nothing will ever be left, `blocked` tells that every slot is taken. `stats`: the engine's, and
-        how many episodes the generator is `playing`, of at most `limit`. `ended`: episodes that are over since the last call,
-        a list of `EpisodeEnd` in MessagePack."""
-        generator = self.fleet[generator_id]
+    async def lease(self, message: bytes) -> bytes:
+        """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
+        call = msgspec.msgpack.decode(message, type=LeaseCall)
+        generator, stats = self.fleet[call.generator_id], call.stats
         self.fleet.heard(generator)
-        self.tasks.ended(msgspec.msgpack.decode(ended, type=list[EpisodeEnd]), self.admission.groups_leased)
+        self.tasks.ended(call.ended, self.admission.groups_leased)
         generator.generated_tokens = int(stats["generated_tokens"])
-        generator.pause_seconds = float(stats.get("pause_seconds", 0.0))
-        self.pacing.heard(generator_id, stats)
-        self._loads[generator_id] = stats
-        clock, bell = self.world.clock.monotonic, self._waiting.begin(generator_id)
-        until = clock() + wait
-        while not (leases := self._lease(generator, room, stats)) and room and self._more:
-            left = until - clock()
-            if left <= 0 or not await self._waiting.wait(generator_id, bell, left):
-                break
-        return {"leases": msgspec.msgpack.encode(leases), "more": self._more, "blocked": self.admission.full}
-
-    @property
-    def _more(self) -> bool:
-        """Something is left to play, now or later."""
-        return not self.stopping and not self.admission.exhausted
-
-    def _lease(self, generator: Generator, room: int, stats: dict[str, float]) -> list[GroupLease]:
-        leases: list[GroupLease] = []
-        while not self.stopping and generator.health.may_lease:
-            lease = self.admission.lease(
-                generator.generator_id,
-                version=generator.version,
-                room=room,
-                at_once=int(stats["limit"]),
-                among=1 + sum(self._is_idle(g) for g in self.fleet if g is not generator),
-            )
-            if lease is None:
-                break
-            leases.append(lease)
-            room -= len(lease.episode_indices)
-            stats["playing"] += len(lease.episode_indices)
-        return leases
-
-    def _is_idle(self, generator: Generator) -> bool:
-        load, current = self._loads.get(generator.generator_id), generator.version >= self.admission.version
-        return generator.health.may_lease and current and load is not None and not load["playing"]
+        self.pacing.heard(call.generator_id, stats)
+        return msgspec.msgpack.encode(await self.dispatch.lease(call))
 
     # -- called by the driver ------------------------------------------------------------------------------------
 
@@ -168,7 +125,7 @@ class Conductor:
         if not self.stopping:
             self.stopping = True
             self._stop_requested.set()
-            self._waiting.ring()
+            self.dispatch.ring()
             self.events.warning("stop_requested")
             await self.learner.call("interrupt")
 
@@ -229,6 +186,11 @@ class Conductor:
             self._phase = "ended"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Of a generator: it may need weights, or be leased something."""
+        self.news.set()
+        self.dispatch.ring()
 
     async def _load(self) -> Installer | None:
         """Everything before the first step. None, without waiting for it any longer, if a stop is requested meanwhile."""
@@ -313,7 +275,7 @@ class Conductor:
         await self.learner.call("publish_through", way.backend, tokens)
         published = await self.learner.call("publish")
         clock = self.world.clock.monotonic
-        installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self.news.set)
+        installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self._wake)
         await installer.begin()
         self.admission.installed(published.version)
         self.delivered(published.version, no_delivery())  # of a resumed run's last step
@@ -330,7 +292,7 @@ class Conductor:
         figures = figures | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
-            "generator/concurrency": sum(load["limit"] for load in self._loads.values()),
+            "generator/concurrency": sum(load["limit"] for load in self.dispatch.loads.values()),
             **{f"lag/conductor_{name}": value for name, value in self.lag.figures().items()},
             **{f"lag/generator_{name}": self._worst(f"lag_{name}") for name in self.lag.NAMES},
             **self.tasks.figures(self.admission.groups_leased),
@@ -338,7 +300,7 @@ class Conductor:
         self.book.delivered(version, self._generated_tokens, figures)
 
     def _worst(self, stat: str) -> float:
-        return max((load[stat] for load in self._loads.values()), default=0.0)
+        return max((load[stat] for load in self.dispatch.loads.values()), default=0.0)
 
     async def _save_model(self) -> int:
         """And wait for the last checkpoint. Returns how many updates made the weights."""
@@ -354,7 +316,7 @@ class Conductor:
 
     async def _supervise(self, installer: Installer, generator: Generator, me: ActorRef) -> None:
         """Keep one generator playing. A death returns its leases; the restarted process installs current weights first."""
-        await installer.supervise(generator, me, stopping=lambda: self.stopping, died=self._bury, revived=self.news.set)
+        await installer.supervise(generator, me, stopping=lambda: self.stopping, died=self._bury, revived=self._wake)
 
     def _watch(self, installer: Installer) -> Watch:
         return Watch(
@@ -365,15 +327,14 @@ class Conductor:
             fleet=self.fleet,
             admission=self.admission,
             learner=self.learner,
-            loads=self._loads,
+            loads=self.dispatch.loads,
             published=lambda: installer.published.version,
             resting=lambda: self.stopping or self.evaluator.running,
         )
 
     async def _bury(self, generator: Generator, error: BaseException) -> list[int]:
-        self._waiting.end(generator.generator_id)
+        self.dispatch.lost(generator.generator_id)
         missing = await self.learner.call("missing", self.admission.leases(generator.generator_id))
-        self._loads.pop(generator.generator_id, None)
         return self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))
 
     async def _stop_actors(self) -> None:

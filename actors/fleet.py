@@ -38,7 +38,6 @@ class Generator(msgspec.Struct):
     pid: int = 0
     host: str = ""
     generated_tokens: int = 0
-    pause_seconds: float = 0.0
     paused_for_weights: float = 0.0
     """Seconds, in all its processes."""
     probed: int = -1

@@ -81,7 +81,7 @@ class Installer:
         version, before = self.published.version, self._clock()
         reports: list[InstallReport] = []
         while awaited := self._give(version, reports):
-            await asyncio.wait(awaited, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
         if not any(g.version >= version for g in self.fleet):
             return None
         return {

@@ -1,25 +1,33 @@
-"""A generator's leases: asked for as soon as there is room, played beside each other, and told of when they are over."""
+"""A generator's leases: asked for as soon as there is room for a group, and played beside each other."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from actors.dispatch import LeaseAnswer, LeaseCall
 from actors.waiting import wait_until
 from r3async.config import Config
 from r3async.engines.base import Engine
 from r3async.episodes.group import GroupPlayer
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.concurrency import Concurrency
+from r3async.scheduling.failures import EpisodeEnd
 from r3async.scheduling.pace import useful_places
+from r3async.world import ActorRef
 
 LOOK_SECONDS = 0.25
 """Between two looks, at most, at what the engine does."""
 HEARTBEAT_SECONDS = 1.0
-"""Between two calls, at most: whoever is silent is taken for dead."""
+"""Between two calls of one generator, at most, in a small fleet: whoever is silent is taken for lost."""
+HEARTBEATS_PER_SECOND = 64
+"""Of a large one."""
+CALLS_PER_SECOND = 400
+"""Of all generators together, at most. Each takes the conductor about a millisecond, most of it in Ray."""
 
 T = TypeVar("T")
 
@@ -52,8 +60,12 @@ class IdleCounter:
 
 
 class Leasing:
-    """Calls `lease(room, stats, wait)` (`Conductor.lease`) whenever an episode is over or leases have come, and as a heartbeat; a
-    call that finds nothing waits there. `play(lease)` plays one. `load()`: further `stats`. `check()` raises what ends it."""
+    """Calls the conductor (`LeaseCall`) when there is room for a group and no other call waits for one, and as a heartbeat.
+    Episodes that are over in between are told of together.
+
+    `play(lease)` plays one. `ended`: episodes that are over, to which whoever plays adds before `wake` is called. `load()`:
+    further statistics. `check()` raises what ends it.
+    """
 
     def __init__(
         self,
@@ -62,36 +74,40 @@ class Leasing:
         engine: Engine,
         player: GroupPlayer,
         *,
-        lease: Callable[[int, dict[str, float], float], Coroutine[Any, Any, dict[str, Any]]],
+        generator_id: str,
+        conductor: ActorRef,
         play: Callable[[GroupLease], Coroutine[Any, Any, None]],
+        ended: list[EpisodeEnd],
         load: Callable[[], Mapping[str, float]],
         check: Callable[[], None],
     ):
-        settings = config.generator
+        settings, schedule = config.generator, config.schedule
         self._clock, self._engine, self._player = clock, engine, player
-        self._lease, self._play, self._load, self._check = lease, play, load, check
-        self._heartbeat = min(HEARTBEAT_SECONDS, config.supervise.silence_seconds / 4)
+        self._generator_id, self._conductor = generator_id, conductor
+        self._play, self._ended, self._load, self._check = play, ended, load, check
+        heartbeat = max(HEARTBEAT_SECONDS, settings.count / HEARTBEATS_PER_SECOND)
+        self._heartbeat = min(heartbeat, config.supervise.silence_seconds / 4)
+        self._gap = min(settings.count / CALLS_PER_SECOND, self._heartbeat)
+        self._group = schedule.samples_per_group if schedule.split == "idle" else 1
         self._concurrency = Concurrency(settings.concurrency_min, settings.concurrency, clock)
         self._idle = IdleCounter(clock)
-        self._useful = useful_places(config.schedule, settings.count)
-        self._calls: list[asyncio.Task[dict[str, Any]]] = []
-        """Not answered yet. One that a later call has overtaken is answered at once."""
+        self._useful = useful_places(schedule, settings.count)
+        self._calls: dict[asyncio.Task[LeaseAnswer], int] = {}
+        """Not answered yet, and for how many episodes each asks. One that a later call has overtaken is answered at once."""
         self._playing: list[asyncio.Task[None]] = []
-        self._more, self._blocked, self._news = True, False, True
-        self._due = clock()
+        self._more, self._called_at = True, -math.inf
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """An episode is over, or `check` has something."""
-        self._news = True
+        """An episode is over, or `check` or `stopping` has something."""
         self._woken.set()
 
     async def run(self, stopping: Callable[[], bool]) -> None:
         """Until nothing is left to play, or it is `stopping` (`wake` it then)."""
         try:
             while (self._more or self._playing or self._calls) and not stopping():
-                if self._news or self._clock() >= self._due:
-                    self._ask()
+                if self._clock() >= self._due:
+                    self._begin_call()
                 await self._wait()
                 self._take_answers()
                 finished = [task for task in self._playing if task.done()]
@@ -105,38 +121,70 @@ class Leasing:
                 given_up.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
-    def stats(self) -> dict[str, float]:
-        """What the conductor is told."""
-        stats = self._engine.stats()
-        limit = self._concurrency.observe(stats, self._player.playing)
-        return {**stats, "limit": limit, **self._load(), **self._idle.counters()}
+    async def tell(self) -> None:
+        """Tell the conductor of the last episodes; it is asked for nothing more."""
+        if self._ended:
+            await self._call(0)
 
-    def _ask(self) -> None:
-        self._news, self._due = False, self._clock() + self._heartbeat
-        stats = self.stats()
-        room = max(0, int(stats["limit"]) - self._player.playing) if self._more else 0
-        self._calls.append(self._begin(self._lease(room, stats, self._heartbeat if room else 0.0)))
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _room(self) -> int:
+        """For episodes that could begin now."""
+        return max(0, self._concurrency.limit - self._player.playing) if self._more else 0
+
+    @property
+    def _enough(self) -> int:
+        """Room with which it is worth a call: a group comes whole, if it ever can."""
+        return self._group if self._group <= self._concurrency.limit else 1
+
+    @property
+    def _waits(self) -> bool:
+        """A call waits for a group."""
+        return any(room >= self._enough for room in self._calls.values())
+
+    @property
+    def _due(self) -> float:
+        """When the next call is to be made."""
+        wanted = self._room >= self._enough and not self._waits
+        return self._called_at + (self._gap if wanted else self._heartbeat)
+
+    def _begin_call(self) -> None:
+        room, self._called_at = self._room, self._clock()
+        self._calls[self._begin(self._call(room))] = room
+
+    async def _call(self, room: int) -> LeaseAnswer:
+        stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
+        ended, self._ended[:] = list(self._ended), []
+        call = LeaseCall(self._generator_id, room, stats, ended, self._heartbeat if room else 0.0)
+        answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
+        return msgspec.msgpack.decode(answer, type=LeaseAnswer)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._woken.set())
         return task
 
+    def _look(self) -> dict[str, float]:
+        """At the engine, which says how many episodes it carries."""
+        stats = self._engine.stats()
+        self._concurrency.observe(stats, self._player.playing)
+        return stats
+
     async def _wait(self) -> None:
         """Until something has happened, or it is time for a look."""
         places = min(self._concurrency.limit, self._useful)
-        empty = max(0, places - self._player.playing) if self._blocked else 0
-        requests = self._engine.stats()["running"]
+        empty = max(0, places - self._player.playing) if self._waits else 0
+        requests = self._look()["running"]
         await wait_until(self._woken, min(LOOK_SECONDS, max(0.0, self._due - self._clock())))
         self._woken.clear()
         self._idle.passed(places, empty, requests)
 
     def _take_answers(self) -> None:
         answered = [task for task in self._calls if task.done()]
-        self._calls = [task for task in self._calls if not task.done()]
         for task in answered:
+            del self._calls[task]
             answer = task.result()
-            self._more, self._blocked = answer["more"], answer["blocked"]
-            for lease in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease]):
+            self._more = answer.more
+            for lease in answer.leases:
                 self._playing.append(self._begin(self._play(lease)))
-                self._news = True

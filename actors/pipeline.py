@@ -76,7 +76,9 @@ class Pipeline:
             generators[name] = actors.spawn(self.generator, *plays, name=name, placement=playing)
         state = encode_state(resume.state) if resume else b""
         leads = (self.run_id, plain, directory, learner, generators, state, lineage)
-        conductor = actors.spawn(self.conductor, *leads, name="conductor", placement=Placement(concurrency=1000))
+        conductor = actors.spawn(
+            self.conductor, *leads, name="conductor", placement=Placement(concurrency=max(1000, 4 * count))
+        )
         return Running(self, conductor, learner, generators)
 
     def _take_lineage(self) -> Lineage:

@@ -236,17 +236,15 @@ class Playing:
     async def _play_leases(self, conductor: ActorRef, engine: Engine, play: Play | None) -> None:
         player = self._player(engine, play)
 
-        async def lease(room: int, stats: dict[str, float], wait: float) -> dict[str, Any]:
-            ended, self._ended[:] = msgspec.msgpack.encode(self._ended), []
-            return await conductor.call("lease", self._context.generator_id, room, stats, ended, wait)
-
         leasing = Leasing(
             self._config,
             self._world.clock.monotonic,
             engine,
             player,
-            lease=lease,
+            generator_id=self._context.generator_id,
+            conductor=conductor,
             play=lambda leased: self._play_lease(player, leased),
+            ended=self._ended,
             load=lambda: self._load(player),
             check=self._raise_rejection,
         )
@@ -254,8 +252,7 @@ class Playing:
         await leasing.run(lambda: self._stopping)
         await self.sender.flush(self._config.transport.ack_timeout)
         self._raise_rejection()
-        if self._ended:
-            await lease(0, leasing.stats(), 0.0)
+        await leasing.tell()
 
     def _player(self, engine: Engine, play: Play | None) -> GroupPlayer:
         return GroupPlayer(

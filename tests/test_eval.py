@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import actors.generator
 from actors.deaths import RunFailed
+from actors.dispatch import LeaseAnswer, LeaseCall
 from actors.evaluation import Evaluator
 from actors.fleet import Fleet
 from actors.generator import GeneratorActor
@@ -471,8 +472,9 @@ async def play_run(tmp_path, evaluations, groups=3):
     playing = Playing(loaded, lambda on_reject: sender, SharedMemoryReceiver())
     results = []
 
-    async def lease(generator_id, room, stats, ended, wait):
-        for _ in range(int(wait / 0.01)):
+    async def lease(message):
+        call = msgspec.msgpack.decode(message, type=LeaseCall)
+        for _ in range(int(call.wait / 0.01)):
             if len(sender.got) >= 2 * len(lease.given):
                 break
             await asyncio.sleep(0.01)
@@ -480,9 +482,9 @@ async def play_run(tmp_path, evaluations, groups=3):
         if evaluations and len(results) <= played < groups:
             results.append(asyncio.create_task(loaded.evaluate()))
         free = len(sender.got) == 2 * played and played not in lease.given and played < groups
-        leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and room else []
+        leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and call.room else []
         lease.given |= {g.group_index for g in leases}
-        return {"leases": msgspec.msgpack.encode(leases), "more": played < groups, "blocked": not leases}
+        return msgspec.msgpack.encode(LeaseAnswer(leases, more=played < groups))
 
     lease.given = set()
     await asyncio.wait_for(playing.run(StandIn(lease=lease)), 30)

@@ -11,6 +11,7 @@ import pytest
 from actors.conductor import Conductor
 from actors.deaths import ProcessDied, RunFailed
 from actors.delivery import Published, choose_backend
+from actors.dispatch import Dispatch, LeaseAnswer, LeaseCall
 from actors.fleet import Fleet, Way
 from actors.installer import Installer
 from actors.process import NotLoaded
@@ -441,11 +442,12 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
     conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
+    conductor.dispatch = Dispatch(conductor.admission, fleet, lambda: False)
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
 
     async def leases():
-        answer = await conductor.lease("generator-0", 8, {**stats, "limit": 8})
-        return len(msgspec.msgpack.decode(answer["leases"]))
+        call = msgspec.msgpack.encode(LeaseCall("generator-0", 8, {**stats, "limit": 8}))
+        return len(msgspec.msgpack.decode(await conductor.lease(call), type=LeaseAnswer).leases)
 
     assert await leases() == 1
     generator.health._clock.now += 11

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 
 import actors.conductor
-import actors.waiting
 from actors.conductor import Conductor
+from actors.dispatch import LeaseAnswer, LeaseCall
 from actors.leasing import Leasing
 from r3async.config import load_config, to_dict
 from r3async.scheduling.admission import GroupLease
+from r3async.scheduling.failures import EpisodeEnd
 from r3async.world.real import REAL
-from tests.helpers_world import StandIn
+from tests.helpers_world import Clock, StandIn
 
 LIMIT = 20.0
 COUNTERS = ("generated_tokens", "places_all", "places_empty", "engine_all", "engine_idle", "playing")
@@ -34,9 +34,8 @@ class Lacks(StandIn):
 
 @pytest.fixture
 def conductor(tmp_path, monkeypatch) -> Conductor:
-    """Of two generators with weights, and one slot. It looks only when something rings."""
+    """Of two generators with weights, and one slot."""
     monkeypatch.setattr(actors.conductor, "begin", lambda *args: None)
-    monkeypatch.setattr(actors.waiting, "LOOK_SECONDS", 10 * LIMIT)
     settings = ["schedule.groups_per_step=1", "schedule.samples_per_group=2", "schedule.max_staleness=0", "steps=9"]
     made = Conductor(
         REAL,
@@ -53,15 +52,18 @@ def conductor(tmp_path, monkeypatch) -> Conductor:
     return made
 
 
-async def lease(conductor: Conductor, who: str, room: int = 2, wait: float = 0.0) -> tuple[list[int], bool]:
+async def lease(
+    conductor: Conductor, who: str, room: int = 2, wait: float = 0.0, playing: int = 1
+) -> tuple[list[int], bool]:
     """Groups, and whether there may be more."""
-    stats = dict.fromkeys(COUNTERS, 0.0) | {"limit": 2.0}
-    answer = await asyncio.wait_for(conductor.lease(who, room, stats, wait=wait), LIMIT)
-    return [x.group_index for x in msgspec.msgpack.decode(answer["leases"], type=list[GroupLease])], answer["more"]
+    stats = dict.fromkeys(COUNTERS, 0.0) | {"limit": 2.0, "playing": playing}
+    call = msgspec.msgpack.encode(LeaseCall(who, room, stats, wait=wait))
+    answer = msgspec.msgpack.decode(await asyncio.wait_for(conductor.lease(call), LIMIT), type=LeaseAnswer)
+    return [x.group_index for x in answer.leases], answer.more
 
 
-async def waiting(conductor: Conductor, who: str) -> asyncio.Task[tuple[list[int], bool]]:
-    task = asyncio.create_task(lease(conductor, who, wait=10 * LIMIT))
+async def waiting(conductor: Conductor, who: str, **what: int) -> asyncio.Task[tuple[list[int], bool]]:
+    task = asyncio.create_task(lease(conductor, who, wait=10 * LIMIT, **what))
     for _ in range(5):
         await asyncio.sleep(0)
     assert not task.done()
@@ -109,63 +111,186 @@ async def test_who_waits_hears_of_the_end(conductor):
     assert await asyncio.wait_for(b, LIMIT) == ([], False)
 
 
-class Asked:
+async def test_whoever_waits_longest_is_served_first(conductor):
+    await lease(conductor, "a")
+    b, a = await waiting(conductor, "b"), await waiting(conductor, "a")
+    train(conductor, 1)
+    assert await asyncio.wait_for(b, LIMIT) == ([1], True)
+    await asyncio.sleep(0)
+    assert not a.done()
+    train(conductor, 2)
+    assert await asyncio.wait_for(a, LIMIT) == ([2], True)
+
+
+async def test_who_waits_and_is_behind_is_served_when_it_has_the_weights(conductor):
+    await lease(conductor, "a")
+    b = await waiting(conductor, "b")
+    conductor.admission.trained(1, [0])
+    conductor.fleet["a"].health.installed(1, 1)
+    conductor.admission.installed(1)
+    await asyncio.sleep(0)
+    assert not b.done()
+    conductor.fleet["b"].health.installed(1, 1)
+    conductor._wake()  # of its delivery
+    assert await asyncio.wait_for(b, LIMIT) == ([1], True)
+
+
+async def test_a_call_that_has_waited_for_as_long_as_it_may_is_answered_and_leased_nothing_later(conductor):
+    await lease(conductor, "a")
+    assert await lease(conductor, "b", wait=0.01) == ([], True)
+    train(conductor, 1)
+    assert conductor.admission.leases("b") == []
+
+
+async def test_a_group_is_shared_among_the_idle(conductor):
+    await lease(conductor, "a", playing=0)
+    b, a = await waiting(conductor, "b", playing=0), await waiting(conductor, "a", playing=0)
+    train(conductor, 1)
+    assert await asyncio.wait_for(b, LIMIT) == await asyncio.wait_for(a, LIMIT) == ([1], True)
+    assert conductor.admission.snapshot()["owners"] == [[1, [("a", (1,)), ("b", (0,))]]]
+
+
+class Asked(StandIn):
     """A conductor that answers when the test says so."""
 
     def __init__(self) -> None:
-        self.rooms: list[int] = []
-        self.answers: list[asyncio.Future[dict[str, Any]]] = []
+        super().__init__()
+        self.calls: list[LeaseCall] = []
+        self.answers: list[asyncio.Future[bytes]] = []
 
-    async def __call__(self, room: int, stats: dict[str, float], wait: float) -> dict[str, Any]:
-        self.rooms.append(room)
+    async def lease(self, message: bytes) -> bytes:
+        self.calls.append(msgspec.msgpack.decode(message, type=LeaseCall))
         self.answers.append(asyncio.get_running_loop().create_future())
         return await self.answers[-1]
 
-    def answer(self, call: int, leases: list[GroupLease], more: bool = True) -> None:
-        told = {"leases": msgspec.msgpack.encode(leases), "more": more, "blocked": False}
-        self.answers[call].set_result(told)
+    def reply(self, call: int, leases: list[GroupLease], more: bool = True) -> None:
+        self.answers[call].set_result(msgspec.msgpack.encode(LeaseAnswer(leases, more)))
+
+    @property
+    def rooms(self) -> list[int]:
+        return [call.room for call in self.calls]
 
 
-async def until(what) -> None:
-    async with asyncio.timeout(LIMIT):
-        while not what():  # noqa: ASYNC110 - it offers nothing to wait on
-            await asyncio.sleep(0.005)
+class Playing:
+    """A generator that leases from `asked`; an episode is over when the test says so."""
+
+    def __init__(self, *settings: str):
+        self.asked, self.clock, self.playing = Asked(), Clock(), 0
+        config = load_config("quickstart", ["generator.concurrency=4", "schedule.samples_per_group=2", *settings])
+        self._ended: list[EpisodeEnd] = []
+        self._ends: dict[tuple[int, int], asyncio.Event] = {}
+        self.leasing = Leasing(
+            config,
+            self.clock,
+            SimpleNamespace(stats=lambda: {"running": self.playing}),  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            generator_id="g",
+            conductor=self.asked,
+            play=self.play,
+            ended=self._ended,
+            load=lambda: {"playing": self.playing},
+            check=lambda: None,
+        )
+
+    def play(self, lease: GroupLease):
+        self.playing += len(lease.episode_indices)
+        return self._play(lease)
+
+    async def _play(self, lease: GroupLease) -> None:
+        for index in lease.episode_indices:
+            await self._ends.setdefault((lease.group_index, index), asyncio.Event()).wait()
+
+    def end(self, group: int, index: int) -> None:
+        self._ends.setdefault((group, index), asyncio.Event()).set()
+        self.playing -= 1
+        self._ended.append(EpisodeEnd(group, index, 7))
+        self.leasing.wake()
+
+    async def looks(self, passed: float = 0.01) -> None:
+        """Everything that follows from what has happened by `passed` seconds from now."""
+        self.clock.now += passed
+        for _ in range(100):
+            self.leasing._woken.set()
+            await asyncio.sleep(0)
 
 
-async def test_a_generator_asks_again_when_leases_come_and_when_an_episode_is_over_and_not_in_between():
-    config = load_config("quickstart", ["generator.concurrency=4"])
-    asked, player, ends = Asked(), SimpleNamespace(playing=0), asyncio.Event()
-
-    def play(lease: GroupLease):
-        player.playing += len(lease.episode_indices)
-        return ended(lease)
-
-    async def ended(lease: GroupLease) -> None:
-        await ends.wait()
-        player.playing -= len(lease.episode_indices)
-        leasing.wake()
-
-    leasing = Leasing(
-        config,
-        lambda: 0.0,  # no heartbeat is ever due
-        SimpleNamespace(stats=lambda: {"running": player.playing}),  # type: ignore[arg-type]
-        player,  # type: ignore[arg-type]
-        lease=asked,
-        play=play,
-        load=dict,
-        check=lambda: None,
-    )
-    running = asyncio.create_task(leasing.run(lambda: False))
-    await until(lambda: asked.rooms == [4])
-    asked.answer(0, [GroupLease(0, 0, (0, 1))])
-    await until(lambda: len(asked.rooms) == 2)
-    for _ in range(100):
-        leasing._woken.set()  # looks
-        await asyncio.sleep(0)
-    assert asked.rooms == [4, 2]  # what has come counts at once
-    ends.set()
-    await until(lambda: len(asked.rooms) == 3)
-    asked.answer(1, [])  # overtaken
-    asked.answer(2, [], more=False)
+async def test_a_generator_asks_when_there_is_room_for_a_group_and_no_call_waits_for_one():
+    g = Playing()
+    running = asyncio.create_task(g.leasing.run(lambda: False))
+    await g.looks()
+    assert g.asked.rooms == [4]
+    g.asked.reply(0, [GroupLease(0, 0, (0, 1))])
+    await g.looks()
+    assert g.asked.rooms == [4, 2]  # what has come counts at once
+    g.end(0, 0)
+    g.end(0, 1)
+    await g.looks()
+    assert g.asked.rooms == [4, 2]  # a call waits
+    g.asked.reply(1, [GroupLease(1, 0, (0, 1))])
+    await g.looks()
+    assert g.asked.rooms == [4, 2, 2]
+    assert [(e.group_index, e.episode_index) for e in g.asked.calls[2].ended] == [(0, 0), (0, 1)]
+    g.asked.reply(2, [GroupLease(2, 0, (0, 1))])
+    await g.looks()
+    g.end(1, 0)
+    await g.looks()
+    assert g.asked.rooms == [4, 2, 2]  # room for half a group
+    g.end(2, 0)
+    await g.looks()
+    assert g.asked.rooms == [4, 2, 2, 2]
+    g.end(1, 1)
+    g.end(2, 1)
+    g.asked.reply(3, [], more=False)
     await asyncio.wait_for(running, LIMIT)
-    assert asked.rooms == [4, 2, 4]
+    await asyncio.wait_for(tell(g, answering=4), LIMIT)
+    assert [(e.group_index, e.episode_index) for e in g.asked.calls[4].ended] == [(1, 1), (2, 1)]
+
+
+async def tell(g: Playing, answering: int) -> None:
+    telling = asyncio.create_task(g.leasing.tell())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    g.asked.reply(answering, [], more=False)
+    await telling
+
+
+async def test_a_heartbeat_says_what_room_there_is_and_overtakes_the_call_that_waits():
+    g = Playing("schedule.samples_per_group=4")
+    running = asyncio.create_task(g.leasing.run(lambda: False))
+    await g.looks()
+    g.asked.reply(0, [GroupLease(0, 0, (0, 1))])  # the rest of a group
+    await g.looks()
+    assert g.asked.rooms == [4]  # room for half a group
+    await g.looks(1.0)
+    assert g.asked.rooms == [4, 2]
+    assert g.asked.calls[1].wait == 1.0
+    g.end(0, 0)
+    g.end(0, 1)
+    await g.looks()
+    assert g.asked.rooms == [4, 2, 4]  # the call that waits asks for less than a group
+    await g.looks(1.0)
+    assert g.asked.rooms == [4, 2, 4, 4]
+    for call in (1, 2, 3):
+        g.asked.reply(call, [], more=False)
+    await asyncio.wait_for(running, LIMIT)
+
+
+async def test_of_many_generators_each_calls_less_often():
+    g = Playing("generator.count=512", "schedule.groups_per_step=512")
+    running = asyncio.create_task(g.leasing.run(lambda: False))
+    await g.looks()
+    g.asked.reply(0, [GroupLease(0, 0, (0, 1))])
+    await g.looks(1.0)
+    assert g.asked.rooms == [4]
+    await g.looks(0.5)
+    assert g.asked.rooms == [4, 2]  # 512 generators make 400 calls a second
+    await g.looks(7.0)
+    assert g.asked.rooms == [4, 2]
+    await g.looks(1.0)
+    assert g.asked.rooms == [4, 2, 2]  # a heartbeat
+    assert g.asked.calls[1].wait == 8.0
+    g.end(0, 0)
+    g.end(0, 1)
+    for call in (1, 2):
+        g.asked.reply(call, [], more=False)
+    await asyncio.wait_for(running, LIMIT)

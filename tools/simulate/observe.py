@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from actors.conductor import Conductor
+from actors.dispatch import LeaseAnswer, LeaseCall
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.training import StepOf
@@ -22,7 +23,6 @@ from r3async.engines.base import RoutingShape
 from r3async.engines.scripted import DIGEST
 from r3async.episodes.chat import ChatRenderer
 from r3async.lineage import Lineage
-from r3async.scheduling.admission import GroupLease
 from r3async.transport.codec import WireError
 from r3async.transport.wire import Ack, Deliver, Reject, decode_control, decode_trajectory, decoded_bytes, joined
 from r3async.world import File, Files, Lane, Placement, Stat
@@ -340,9 +340,10 @@ def _telling(kind: type) -> type:
 
 def _conductor(kind: type) -> type:
     class TellingConductor(kind):
-        async def lease(self, generator_id: str, *args: Any) -> dict[str, Any]:
-            answer = await super().lease(generator_id, *args)
-            leases = msgspec.msgpack.decode(answer["leases"], type=list[GroupLease])
+        async def lease(self, message: bytes) -> bytes:
+            answer = await super().lease(message)
+            generator_id = msgspec.msgpack.decode(message, type=LeaseCall).generator_id
+            leases = msgspec.msgpack.decode(answer, type=LeaseAnswer).leases
             told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
             simulation = _watched(self.world.process)
             asked = simulation.find(generator_id)

@@ -142,6 +142,33 @@ def weights(
     typer.echo(msgspec.json.encode(report) if json else render(report))
 
 
+@app.command(name="conductor")
+def conductor(
+    json: Json = False,
+    generators: Annotated[str, typer.Option(help="sizes of the fleet")] = "8,64,512",
+    places: Annotated[int, typer.Option(help="episodes that a generator plays at once")] = 64,
+    episode: Annotated[float, typer.Option(help="seconds of an episode, on average")] = 45.0,
+    seconds: Annotated[float, typer.Option(help="measured, after a warm-up")] = 60.0,
+    only: Annotated[str, typer.Option(help="simulated or ray; default: both")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="a small simulated fleet: the path, not the figures")] = False,
+) -> None:
+    """Processor time and messages of the conductor a group, for fleets of several sizes."""
+    from tools.bench.conductor import WAYS, render, run
+    from tools.bench.fleet import Load
+
+    load = Load(0, places, episode_seconds=episode, seconds=seconds)
+    sizes, ways = _seeds(generators), [way for way in WAYS if only in ("", way)]
+    if quick:
+        load = msgspec.structs.replace(load, episode_seconds=4.0, seconds=8.0, warm_up=4.0)
+        sizes, ways = [4, 16], ["simulated"]
+    try:
+        report = run(load, sizes, ways, say_on_stderr)
+    except BenchError as error:
+        typer.echo(f"the benchmark failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+
+
 @app.command(name="soak")
 def soak(
     json: Json = False,

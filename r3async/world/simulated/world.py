@@ -84,6 +84,8 @@ class Simulation:
     what is placed `beside` them. `callbacks`, `seconds`: limits of the loop. `details`: keep every line of the log.
     """
 
+    loop_kind: Callable[..., VirtualLoop] = VirtualLoop
+
     def __init__(
         self,
         seed: int | str,
@@ -96,7 +98,7 @@ class Simulation:
         gpus: float = 0.0,
     ):
         self.seed, self.delays, self.gpus = seed, delays or Delays(), gpus
-        self.loop = VirtualLoop(callbacks=callbacks, seconds=seconds)  # type: ignore[abstract]
+        self.loop = self.loop_kind(callbacks=callbacks, seconds=seconds)
         self.log = EventLog(self.loop.time, details=details)
         boots = self.rng("boots")
         self.hosts = {

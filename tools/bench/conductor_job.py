@@ -1,0 +1,177 @@
+"""One measurement of `bench conductor`, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from actors.conductor import Conductor
+from r3async.config import load_config, to_dict
+from r3async.world import ActorRef, Placement, World
+from r3async.world.simulated.delays import Delays
+from r3async.world.simulated.loop import PROCESS, Handle, Timer, VirtualLoop
+from r3async.world.simulated.world import Simulation
+from tools.bench.conductor import Job, Measured
+from tools.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
+from tools.bench.jobs import job_main, progress
+
+STATUS_SECONDS = 0.5
+"""Between two questions of the driver, as in a run."""
+START_SECONDS = 300.0
+CONDUCTOR = "conductor"
+
+Say = Callable[[str], None]
+
+
+class Fleet:
+    """The actors of a measurement, as `Pipeline` starts those of a run. `cpu(pid)`: processor seconds of the conductor."""
+
+    def __init__(self, world: World, load: Load, run_dir: Path, cpu: Callable[[int], float]):
+        self._world, self._load, self._cpu = world, load, cpu
+        config = to_dict(load_config("quickstart", load.settings))
+        spawn, few = world.actors.spawn, Placement(0, concurrency=10_000)
+        self._learner = spawn(CountingLearner, config, load, name="learner", placement=few)
+        self._hosts: list[ActorRef] = []
+        generators: dict[str, HostedRef] = {}
+        for index in range(min(load.processes, load.generators)):
+            names = [f"generator-{i}" for i in range(index, load.generators, load.processes)]
+            host = spawn(Host, config, load, names, self._learner, name=f"host-{index}", placement=few)
+            self._hosts.append(host)
+            generators |= {name: HostedRef(name, host) for name in names}
+        leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
+        self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, placement=Placement(concurrency=1000))
+
+    async def measure(self, say: Say, way: Any) -> Measured:
+        clock, load = self._world.clock.monotonic, self._load
+        running = asyncio.ensure_future(self._conductor.call("run"))
+        deadline = clock() + START_SECONDS
+        while (status := await self._status(running))["phase"] != "training":
+            if clock() > deadline:
+                raise TimeoutError(f"the conductor is {status['phase']} after {START_SECONDS:g} s")
+        pid = status["processes"]["conductor"][0]
+        await self._follow(running, load.warm_up)
+        gc.collect()
+        gc.freeze()
+        say(f"{load.generators} generators play")
+        before, began, cpu = await self._counts(), clock(), self._cpu(pid)
+        await self._follow(running, load.seconds)
+        cpu, ended, after = self._cpu(pid) - cpu, clock(), await self._counts()
+        running.cancel()
+        leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
+        places = load.generators * load.places * (ended - began)
+        groups = episodes / load.samples_per_group
+        return Measured(
+            way, load.generators, ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places
+        )
+
+    async def _follow(self, running: asyncio.Future[Any], seconds: float) -> None:
+        until = self._world.clock.monotonic() + seconds
+        while self._world.clock.monotonic() < until:
+            await self._status(running)
+
+    async def _status(self, running: asyncio.Future[Any]) -> dict[str, Any]:
+        """As the driver of a run asks for it."""
+        await asyncio.wait([running], timeout=STATUS_SECONDS)
+        if running.done():
+            raise RuntimeError(f"the conductor ended: {running.result()}")
+        return await self._conductor.call("status", 0)
+
+    async def _counts(self) -> tuple[float, ...]:
+        """Leases, calls of the conductor, busy seconds, episodes, steps."""
+        hosts: list[Counts] = [await host.call("counts") for host in self._hosts]
+        asked, episodes, steps = await self._learner.call("counts")
+        return (
+            sum(c.leases for c in hosts),
+            asked + sum(c.asked for c in hosts),
+            sum(c.busy for c in hosts),
+            episodes,
+            steps,
+        )
+
+
+class TimedLoop(VirtualLoop):
+    """Adds up the processor time of callbacks that belong to the conductor."""
+
+    cpu = 0.0
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+        context = copy_context() if context is None else context
+        if _of_conductor(context):
+            return super().call_soon(self._timed, callback, *args, context=context)
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Timer:
+        context = copy_context() if context is None else context
+        if _of_conductor(context):
+            return super().call_at(when, self._timed, callback, *args, context=context)
+        return super().call_at(when, callback, *args, context=context)
+
+    def _timed(self, callback: Callable[..., object], *args: Any) -> None:
+        began = time.thread_time()
+        try:
+            callback(*args)
+        finally:
+            self.cpu += time.thread_time() - began
+
+
+def _of_conductor(context: Context) -> bool:
+    process = context.get(PROCESS)
+    return process is not None and process.name == CONDUCTOR
+
+
+class Timed(Simulation):
+    loop_kind = TimedLoop
+
+
+def simulated(load: Load, say: Say) -> Measured:
+    simulation = Timed(0, delays=Delays(call=(0.0005, 0.002), start=(0.5, 0.5)))
+    loop = simulation.loop
+    assert isinstance(loop, TimedLoop)
+    process = simulation.begin_process("driver", simulation.hosts["host-0"])
+
+    async def main() -> Measured:
+        fleet = Fleet(process.world, load, Path("/run"), lambda pid: loop.cpu)
+        return await fleet.measure(say, "simulated")
+
+    try:
+        return simulation.run(process, main())
+    finally:
+        simulation.close()
+
+
+def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
+    from r3async.world.real import REAL
+
+    async def main() -> Measured:
+        fleet = Fleet(REAL, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
+        return await fleet.measure(say, "ray")
+
+    REAL.actors.connect(None, load.processes + 2)
+    try:
+        return asyncio.run(main())
+    finally:
+        REAL.actors.disconnect()
+
+
+def main(directory: Path) -> None:
+    job = msgspec.json.decode((directory / "job.json").read_bytes(), type=Job)
+
+    def say(line: str) -> None:
+        progress(directory, line)
+
+    measured = simulated(job.load, say) if job.way == "simulated" else with_ray(job.load, directory / "run", say)
+    (directory / "done.json").write_bytes(msgspec.json.encode(measured))
+
+
+if __name__ == "__main__":
+    job_main(main)

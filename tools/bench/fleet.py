@@ -1,0 +1,338 @@
+"""What `bench conductor` puts around a real conductor: generators that ask it with the code of a run, and whose episodes only
+take time; and a learner that only counts. Many generators share a process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.delivery import Published
+from actors.leasing import Leasing
+from actors.process import whereabouts
+from r3async.config import Config, config_from_dict
+from r3async.engines.base import InstallReport
+from r3async.engines.scripted import SCRIPTED_ROUTING
+from r3async.observe.lag import LagMeter
+from r3async.scheduling.admission import GroupLease
+from r3async.scheduling.failures import EpisodeEnd
+from r3async.scheduling.window import Consumed
+from r3async.weights.manifest import TensorEntry, WeightManifest
+from r3async.weights.transport import Publication
+from r3async.world import ActorRef, World
+
+TELL_SECONDS = 0.25
+"""Between two messages of a process of generators to the learner, at least."""
+PAUSE_SECONDS = 0.05
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What the conductor has to do. `generators` play `places` episodes each, in groups; an episode takes `episode_seconds` on
+    average (log-normal, `sigma`). A version has `tensors`, and is made by a step of as many groups as a fifth of what the slots
+    let be played: a generator's places are seldom empty. Figures are of `seconds`, which begin when `warm_up` are over.
+    `processes`: among which the generators are divided."""
+
+    generators: int
+    places: int = 64
+    samples_per_group: int = 8
+    episode_seconds: float = 45.0
+    sigma: float = 0.5
+    tensors: int = 435
+    warm_up: float = 20.0
+    seconds: float = 60.0
+    processes: int = 4
+
+    @property
+    def settings(self) -> list[str]:
+        """Of the run's configuration."""
+        groups = max(1, self.generators * self.places // self.samples_per_group // 4)
+        return [
+            f"generator.count={self.generators}",
+            f"generator.concurrency={self.places}",
+            f"schedule.samples_per_group={self.samples_per_group}",
+            f"schedule.groups_per_step={groups}",
+            f"schedule.window={2 * groups}",
+            "schedule.max_staleness=12",
+            "steps=1000000",
+            "checkpoint.every_steps=0",
+            "checkpoint.every_minutes=0",
+            "weights.probe=false",
+            "observe.timeline=false",
+        ]
+
+
+class Counts(msgspec.Struct):
+    """Of one process of generators, since it began. `leases`: calls of the conductor's method. `asked`: calls that the conductor
+    made. `busy`: seconds, summed over places that had an episode. `ended`: episodes."""
+
+    leases: int = 0
+    asked: int = 0
+    busy: float = 0.0
+    ended: int = 0
+
+
+class _Engine:
+    """Says what an engine says of itself."""
+
+    def __init__(self, player: _Player):
+        self._player, self.tokens = player, 0
+
+    def stats(self) -> dict[str, float]:
+        running = self._player.playing
+        return {
+            "generated_tokens": self.tokens,
+            "running": running,
+            "waiting": 0,
+            "preemptions": 0,
+            "aborted": 0,
+            "restarted": 0,
+            "kv_cache_usage": 0.9 * running / self._player.load.places,
+            "pause_seconds": 0.0,
+        }
+
+
+class _Player:
+    """Plays leases: waits. The first episodes have been played for a while already, as if the run had begun long ago."""
+
+    def __init__(self, load: Load, rng: random.Random, clock: Callable[[], float], over: Callable[[EpisodeEnd], None]):
+        self.load, self._rng, self._clock, self._over = load, rng, clock, over
+        self._mu = math.log(load.episode_seconds) - load.sigma**2 / 2
+        self._fresh = load.places
+        self._at = clock()
+        self.playing = self.ended = 0
+        self.busy = 0.0
+
+    def play(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
+        self.count(len(lease.episode_indices))
+        return self._play(lease)
+
+    def count(self, more: int = 0) -> None:
+        """So many more are played from now on."""
+        now = self._clock()
+        self.busy += self.playing * (now - self._at)
+        self._at = now
+        self.playing += more
+
+    async def _play(self, lease: GroupLease) -> None:
+        began = self._clock()
+        for seconds, index in sorted((self._draw(), index) for index in lease.episode_indices):
+            await asyncio.sleep(max(0.0, began + seconds - self._clock()))
+            self.count(-1)
+            self.ended += 1
+            self._over(EpisodeEnd(lease.group_index, index, lease.task_seed))
+
+    def _draw(self) -> float:
+        seconds = self._rng.lognormvariate(self._mu, self.load.sigma)
+        if self._fresh > 0:
+            self._fresh -= 1
+            seconds *= self._rng.random()
+        return seconds
+
+
+class _Counted:
+    """A conductor, of which the calls are counted."""
+
+    def __init__(self, conductor: ActorRef, counts: Counts):
+        self.name, self._conductor, self._counts = conductor.name, conductor, counts
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        self._counts.leases += 1
+        return await self._conductor.call(method, *args, timeout=timeout, **kwargs)
+
+
+class _Generator:
+    """In the place of `GeneratorActor`. `tell(group)`: an episode of it is over."""
+
+    def __init__(
+        self, world: World, config: Config, load: Load, name: str, tell: Callable[[int], None], counts: Counts
+    ):
+        self._world, self._config, self._name, self._tell, self._counts = world, config, name, tell, counts
+        clock = world.clock.monotonic
+        self.player = _Player(load, random.Random(name), clock, self._over)
+        self._engine, self._ended = _Engine(self.player), list[EpisodeEnd]()
+        self._wake: Callable[[], object] = lambda: None
+
+    def start(self) -> dict[str, Any]:
+        return {
+            **whereabouts(self._world),
+            "gpus": [],
+            "routing": msgspec.structs.asdict(SCRIPTED_ROUTING),
+            "tasks": None,
+        }
+
+    def connect(self, *way: Any) -> None:
+        pass
+
+    async def install(self, publication: Publication) -> InstallReport:
+        await asyncio.sleep(PAUSE_SECONDS)
+        return InstallReport(publication.manifest.version, PAUSE_SECONDS, 0.0)
+
+    def stop(self) -> None:
+        pass
+
+    def _over(self, end: EpisodeEnd) -> None:
+        self._engine.tokens += 1000
+        self._ended.append(end)
+        self._tell(end.group_index)
+        self._wake()
+
+    def _load(self) -> dict[str, float]:
+        lags = dict.fromkeys((f"lag_{name}" for name in LagMeter.NAMES), 0.0)
+        counters = {"unacknowledged": 0, "acknowledged": self.player.ended}
+        return {"playing": self.player.playing, "ended": self.player.ended, **counters, **lags}
+
+    async def run(self, conductor: ActorRef) -> None:
+        leasing = Leasing(
+            self._config,
+            self._world.clock.monotonic,
+            self._engine,  # type: ignore[arg-type]
+            self.player,  # type: ignore[arg-type]
+            generator_id=self._name,
+            conductor=_Counted(conductor, self._counts),
+            play=self.player.play,
+            ended=self._ended,
+            load=self._load,
+            check=lambda: None,
+        )
+        self._wake = leasing.wake
+        await leasing.run(lambda: False)
+
+
+class Host:
+    """An actor: the generators of one process. It tells the learner of episodes, as their trajectories would."""
+
+    def __init__(self, world: World, config: dict[str, Any], load: Load, names: Sequence[str], learner: ActorRef):
+        self._learner, self._counts = learner, Counts()
+        self._ended: Counter[int] = Counter()
+        made = config_from_dict(config)
+        self._generators = {
+            name: _Generator(world, made, load, name, self._episode_over, self._counts) for name in names
+        }
+        self._telling: asyncio.Task[None] | None = None
+
+    async def ask(self, name: str, method: str, *args: Any) -> Any:
+        """Call a generator's method."""
+        self._counts.asked += 1
+        answer = getattr(self._generators[name], method)(*args)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    def counts(self) -> Counts:
+        players = [g.player for g in self._generators.values()]
+        for player in players:
+            player.count()
+        self._counts.busy = sum(p.busy for p in players)
+        self._counts.ended = sum(p.ended for p in players)
+        return self._counts
+
+    def _episode_over(self, group: int) -> None:
+        self._ended[group] += 1
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        while self._ended:
+            await asyncio.sleep(TELL_SECONDS)
+            ended, self._ended = self._ended, Counter()
+            await self._learner.call("arrived", dict(ended))
+
+
+class HostedRef:
+    """A handle on one generator of a process."""
+
+    def __init__(self, name: str, host: ActorRef):
+        self.name, self._host = name, host
+
+    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        return await self._host.call("ask", self.name, method, *args, timeout=timeout, **kwargs)
+
+
+class CountingLearner:
+    """An actor, in the place of `LearnerActor`: groups are complete when their episodes are over, and steps take no time."""
+
+    def __init__(self, world: World, config: dict[str, Any], load: Load):
+        self._world, self._config, self._load = world, config_from_dict(config), load
+        self._consumed, self._arrived = Consumed(self._config.schedule.window), Counter[int]()
+        self._changed = asyncio.Event()
+        self._steps = self._received = self.asked = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        """Calls that the conductor made, episodes that are over, steps."""
+        return self.asked, self._received, self._steps
+
+    def arrived(self, episodes: dict[int, int]) -> None:
+        """So many of each group."""
+        for group, count in episodes.items():
+            self._arrived[group] += count
+            self._received += count
+        self._changed.set()
+
+    def _whole(self, group: int) -> bool:
+        return self._arrived[group] == self._load.samples_per_group
+
+    # -- called by the conductor ----------------------------------------------------------------------------------
+
+    def start(self) -> dict[str, Any]:
+        self.asked += 1
+        return {**whereabouts(self._world), "gpus": []}
+
+    def listen(self, routing: Any) -> dict[str, Any]:
+        self.asked += 1
+        return {"endpoint": "", "keys": None, "newest_group": -1}
+
+    def publish_through(self, backend: str, tokens: Any) -> None:
+        self.asked += 1
+
+    def publish(self) -> Published:
+        return self.write()
+
+    def write(self, reading: Sequence[int] = ()) -> Published:
+        """A version with names and checksums, and without contents."""
+        self.asked += 1
+        entry = TensorEntry("BF16", (2048, 768), 2**62)
+        tensors = {f"model.layers.{i}.mlp.experts.down_proj.weight": entry for i in range(self._load.tensors)}
+        return Published(Publication(WeightManifest(self._steps, "", tensors, nbytes=0)))
+
+    async def train_step(self, last: bool) -> dict[str, Any]:
+        self.asked += 1
+        clock, groups = self._world.clock.monotonic, self._config.schedule.groups_per_step
+        began = clock()
+        chosen: list[int] = []
+        while len(chosen) < groups:
+            group = next(filter(self._whole, self._consumed.within()), None)
+            if group is None:
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                self._consumed.add(group)
+                chosen.append(group)
+        for group in chosen:
+            del self._arrived[group]
+        self._steps += 1
+        waited = clock() - began
+        metrics = {"transport/received": self._received, "learner/wait_seconds": waited, "batch/trained_tokens": 0}
+        return {
+            "metrics": metrics,
+            "new_weights": True,
+            "version": self._steps,
+            "groups": chosen,
+            "previews": [],
+        }
+
+    def missing(self, groups: list[int]) -> dict[int, list[int]]:
+        self.asked += 1
+        return {group: [] for group in groups}
+
+    def status(self) -> dict[str, Any]:
+        self.asked += 1
+        return {**whereabouts(self._world), "doing": "waiting", "steps": self._steps, "received": self._received}
+
+    def interrupt(self) -> None:
+        self.asked += 1
+
+    def stop(self) -> None:
+        self.asked += 1

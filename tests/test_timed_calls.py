@@ -34,15 +34,18 @@ async def test_calls_of_the_first_episode_and_what_lies_between_them_are_on_the_
     await engine.generate(request("g00000003e0000t0", 10))
     now[0] += 5.0
     beside = asyncio.gather(
-        engine.generate(request("g00000003e0001t0", 10)), engine.generate(request("g00000003e0000t1", 17))
+        engine.generate(request("g00000003e0000t1", 17)), engine.generate(request("g00000003e0001t0", 10))
     )
     await asyncio.wait_for(beside, 10)
     await engine.generate(request("score", 3))
-    first, environment, second = read_timeline(tmp_path)
+    spans = read_timeline(tmp_path)
+    assert [(s.start, s.end) for s in spans if s.what == "busy"] == [(100.0, 102.0), (107.0, 111.0), (111.0, 113.0)]
+    first, environment, second = (s for s in spans if s.what != "busy")
     assert (first.what, first.start, first.end) == ("call", 100.0, 102.0)
     assert (first.turn, first.tokens, first.prompt, first.running) == (0, 2, 10, 1)
     assert (environment.what, environment.start, environment.end) == ("environment", 102.0, 107.0)
     # Of 17 tokens of the second prompt the engine had 12.
+    # The other episode's request came just after it.
     assert (second.turn, second.prompt, second.running) == (1, 5, 2)
 
 

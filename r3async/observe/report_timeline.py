@@ -8,8 +8,8 @@ from typing import Any
 from r3async.observe.summary import format_percent
 from r3async.observe.timeline import Span, busy_shares
 
-DETAILS = ("call", "environment")
-"""Of single episodes: too many, and too short, to be seen here."""
+DETAILS = ("busy", "call", "environment")
+"""Of the engine, and of single episodes: too many, and too short, to be seen here."""
 MAX_SPANS = 4000
 SHOWN_STEPS = 12
 """Steps that the page shows at first; the reader can zoom out to all that were kept."""

@@ -24,7 +24,8 @@ FILE = "timeline.jsonl"
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """`start`, `end`: unix seconds. Of an engine call: its `turn` in the episode (from 0), the `tokens` that were sampled, those
-    that its `prompt` had beyond what was fed before, and the requests `running` when it began, itself among them."""
+    that its `prompt` had beyond what was fed before, and the requests that were `running` meanwhile, on average, itself among
+    them."""
 
     who: str
     what: str
@@ -35,7 +36,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: int | None = None
     tokens: int | None = None
     prompt: int | None = None
-    running: int | None = None
+    running: float | None = None
 
 
 class Timeline:
@@ -76,7 +77,7 @@ class Timeline:
         finally:
             self.add(what, start, self._clock(), step=step, version=version)
 
-    def add(self, what: str, start: float, end: float, *, who: str = "", **facts: int | None) -> None:
+    def add(self, what: str, start: float, end: float, *, who: str = "", **facts: float | None) -> None:
         """What was measured elsewhere; `who`: somebody else than this process. `facts`: further fields of `Span`."""
         if self._file is not None:
             self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, **facts)))

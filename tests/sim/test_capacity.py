@@ -12,12 +12,14 @@ from r3async.config import load_config
 from r3async.observe.timeline import Span
 from tools.simulate.calibrate import CalibrationError, engine_speed, fit, learner_speed, measured, turns_of
 from tools.simulate.capacity import best, lines, picture, sweep
-from tools.simulate.cluster import Distribution, EngineSpeed, LearnerSpeed
 from tools.simulate.estimate import HARDWARE, estimate
+from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed
 
 
-def call(turn: int = 0, tokens: int = 10, prompt: int = 0, running: int = 1, seconds: float = 1.0) -> Span:
-    return Span("generator-0", "call", 5.0, 5.0 + seconds, None, None, turn, tokens, prompt, running)
+def call(
+    turn: int = 0, tokens: int = 10, prompt: int = 0, running: int = 1, seconds: float = 1.0, start: float = 5.0
+) -> Span:
+    return Span("generator-0", "call", start, start + seconds, None, None, turn, tokens, prompt, running)
 
 
 def test_an_engine_s_speed_is_found_again_from_its_calls() -> None:
@@ -50,6 +52,34 @@ def test_a_measured_distribution_keeps_its_quantiles() -> None:
     assert len(kept) == 4096
     assert sum(kept) / len(kept) == pytest.approx(sum(values) / len(values), rel=1e-3)
     assert measured([]) == Distribution()
+
+
+def test_what_could_be_log_normal_is_taken_for_it_and_nothing_else_is() -> None:
+    rng = random.Random(5)
+    latencies = [min(0.4 * rng.lognormvariate(0.0, 1.0), 8.0) for _ in range(800)]
+    found = measured(latencies)
+    assert not found.values
+    assert (found.median, found.sigma) == (pytest.approx(0.4, rel=0.1), pytest.approx(1.0, rel=0.1))
+    assert found.most == max(latencies)
+    assert measured([rng.uniform(0, 1) for _ in range(800)]).values
+    assert measured(latencies[:20]).values
+
+
+def test_what_engines_and_learner_lose_to_each_other_is_found_again() -> None:
+    rng = random.Random(7)
+    spans = []
+    for step in range(24):
+        start, busy = 10.0 * step, rng.uniform(0.0, 2.0)
+        # Alone a step takes 2 s; while the engine works the learner is a third slower.
+        spans.append(Span("learner", "train", start, start + 2.0 + busy / 3, step=step + 1))
+        spans.append(Span("generator-0", "busy", start, start + busy))
+        spans += [call(0, 10, 0, 4, 0.5 * rng.uniform(0.95, 1.05), start + 5.0 + i / 10) for i in range(4)]
+        spans += [call(0, 10, 0, 4, 0.75 * rng.uniform(0.95, 1.05), start + i / 10) for i in range(4)]
+    rows = [{**row(100, s.end - s.start), "step": s.step} for s in spans if s.what == "train"]
+    model = fit(load_config("quickstart"), rows, spans)
+    assert model.sharing.engine == pytest.approx(1.5, rel=0.03)
+    assert model.sharing.learner == pytest.approx(1.5, rel=0.01)
+    assert model.learner.fixed == pytest.approx(2.0, rel=0.01)
 
 
 def row(tokens: float, seconds: float) -> dict[str, float]:

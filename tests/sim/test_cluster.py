@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.scheduling.admission import oldest_age
-from tools.simulate.cluster import Distribution, EngineSpeed, LearnerSpeed, Model, predict
+from tools.simulate.cluster import predict
+from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
 ONE = Model(
     generators=1,
@@ -20,7 +21,6 @@ ONE = Model(
     learner=LearnerSpeed(3.0),
     turns=Distribution(1),
     answer=Distribution(100),
-    poll=0.0,
 )
 
 
@@ -61,6 +61,25 @@ def test_a_learner_that_waits_for_the_engines_is_slower_by_the_pause() -> None:
     waits = predict(changed(max_staleness=4, learner=msgspec.structs.replace(weights, waits=True)), steps=40, settle=10)
     assert overlapped.seconds_per_step == pytest.approx(3.0, rel=0.02)
     assert waits.seconds_per_step == pytest.approx(5.0, rel=0.02)
+
+
+def test_engines_and_learner_on_the_same_cores_hold_each_other_up() -> None:
+    beside = changed(max_staleness=1, learner=LearnerSpeed(3.0), sharing=Sharing(engine=2.0, learner=1.5))
+    # Two batches take turns: while one is trained the other is generated, a token of it in 0.02 s instead of 0.01. That takes
+    # 2 s, in which the learner does what it does alone in 2 / 1.5.
+    made = predict(beside, steps=40, settle=10)
+    assert made.seconds_per_step == pytest.approx(2.0 + (3.0 - 2.0 / 1.5), rel=1e-6)
+    # On-policy nobody works beside another.
+    assert predict(
+        msgspec.structs.replace(beside, max_staleness=0), steps=12, settle=2
+    ).seconds_per_step == pytest.approx(4.0)
+
+
+def test_towards_the_end_of_a_run_nothing_more_is_generated() -> None:
+    endless = changed(max_staleness=4, learner=LearnerSpeed(3.0))
+    ending = predict(endless, steps=12, settle=4, ends=True)
+    assert ending.seconds_per_step == pytest.approx(3.0)
+    assert ending.engine_idle > predict(endless, steps=12, settle=4).engine_idle + 0.1
 
 
 @settings(max_examples=60, deadline=None)

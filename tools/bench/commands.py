@@ -203,6 +203,12 @@ def overlap(
     median: Annotated[float, typer.Option(help="median latency of a tool call, seconds")] = 0.4,
     sigma: Annotated[float, typer.Option(help="spread of its logarithm: larger is a heavier tail")] = 1.0,
     quick: Annotated[bool, typer.Option("--quick", help="two short runs: the path, not the figures")] = False,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="also what the cluster model says, given the durations of S = 1 alone")
+    ] = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="directory for model and runs; those that it has are not made again")
+    ] = None,
 ) -> None:
     """What asynchrony buys with slow tools: steps a second, idle shares, ages and reward, by the bound on staleness."""
     from tools.bench.overlap import Plan, print_table, run
@@ -210,10 +216,10 @@ def overlap(
     plan = Plan(_seeds(staleness), steps=steps, window=window, latency_median=median, latency_sigma=sigma)
     if quick:
         plan = msgspec.structs.replace(
-            plan, staleness=[0, 2], steps=5, settle=2, groups_per_step=4, samples_per_group=4, latency_median=0.1
+            plan, staleness=[0, 1], steps=5, settle=2, groups_per_step=4, samples_per_group=4, latency_median=0.1
         )
     try:
-        report = run(plan, say_on_stderr)
+        report = run(plan, say_on_stderr, keep=keep, predicting=predict)
     except BenchError as error:
         typer.echo(f"the benchmark failed: {error}", err=True)
         raise typer.Exit(1) from error

@@ -8,7 +8,6 @@ from the same model and makes the same number of steps of the same number of epi
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +21,7 @@ from r3async.config import Config, config_from_dict, load_config, to_dict
 from r3async.observe.metrics import read_metrics
 from r3async.scheduling.admission import age_bound
 from tools.bench.jobs import BenchError, Say, run_job
+from tools.bench.overlap_predict import CALIBRATED_ON, Prediction, predict_all
 
 JOB_TIMEOUT = 1200.0
 
@@ -74,6 +74,8 @@ class Report(msgspec.Struct, frozen=True):
     runs: list[Run]
     speedup: float
     """Of the run with S = 4, or the last one."""
+    prediction: Prediction | None = None
+    """With `--predict`."""
 
 
 def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Config:
@@ -110,32 +112,53 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
     return config_from_dict(config)
 
 
-def run(plan: Plan, say: Say) -> Report:
-    """Make the model, then one run for each bound, one after the other. Raises `BenchError`."""
+def run(plan: Plan, say: Say, *, keep: Path | None = None, predicting: bool = False) -> Report:
+    """Make the model, then one run for each bound, one after the other. With `keep`, all is made in that directory and stays;
+    runs that it has are not made again. `predicting`: see `overlap_predict`. Raises `BenchError`."""
+    if predicting and CALIBRATED_ON not in plan.staleness:
+        raise BenchError(f"a prediction is calibrated on S = {CALIBRATED_ON}: --staleness needs it")
+    with tempfile.TemporaryDirectory(prefix="r3async-overlap-") as scratch:
+        place = keep or Path(scratch)
+        runs = _runs(plan, place, say)
+        prediction = _predicted(plan, runs, place) if predicting else None
+    chosen = next((r for r in runs if r.max_staleness == 4), runs[-1])
+    return Report("overlap", plan, runs, chosen.speedup, prediction)
+
+
+def _runs(plan: Plan, place: Path, say: Say) -> list[Run]:
     from tools.init_model import init_model
 
-    runs: list[Run] = []
-    with tempfile.TemporaryDirectory(prefix="r3async-overlap-") as scratch:
-        model = Path(scratch) / "model"
+    model = place / "model"
+    if not model.is_dir():
         quick = msgspec.structs.replace(plan, latency_median=0.0)  # nobody waits while the model is warmed up
         init_model(model, configure(quick, 0), progress=say)
-        for max_staleness in plan.staleness:
-            directory = Path(scratch) / f"s{max_staleness}"
-            directory.mkdir()
-            config = configure(plan, max_staleness, model)
-            (directory / "config.json").write_bytes(msgspec.json.encode(to_dict(config)))
-            say(f"S = {max_staleness}: {plan.steps} steps")
-            started = time.monotonic()
-            run_job("tools.bench.overlap_job", directory, timeout=JOB_TIMEOUT, say=say)
-            rows = read_metrics(directory / "run" / "metrics.jsonl")
-            done = summarize(rows, plan, config, runs[0].seconds_per_step if runs else None)
-            runs.append(done)
-            say(
-                f"S = {max_staleness}: {done.seconds_per_step:.2f} s a step, learner idle {done.learner_idle_fraction:.0%}, "
-                f"oldest token {done.max_age} of {done.age_bound} ({time.monotonic() - started:.0f} s)"
-            )
-    chosen = next((r for r in runs if r.max_staleness == 4), runs[-1])
-    return Report("overlap", plan, runs, chosen.speedup)
+    runs: list[Run] = []
+    for max_staleness in plan.staleness:
+        directory = place / f"s{max_staleness}"
+        config = configure(plan, max_staleness, model)
+        if not directory.is_dir():
+            _make(directory, config, say)
+        rows = read_metrics(directory / "run" / "metrics.jsonl")
+        done = summarize(rows, plan, config, runs[0].seconds_per_step if runs else None)
+        runs.append(done)
+        say(
+            f"S = {max_staleness}: {done.seconds_per_step:.2f} s a step, learner idle {done.learner_idle_fraction:.0%}, "
+            f"oldest token {done.max_age} of {done.age_bound}"
+        )
+    return runs
+
+
+def _make(directory: Path, config: Config, say: Say) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_bytes(msgspec.json.encode(to_dict(config)))
+    say(f"S = {config.schedule.max_staleness}: {config.steps} steps")
+    run_job("tools.bench.overlap_job", directory, timeout=JOB_TIMEOUT, say=say)
+
+
+def _predicted(plan: Plan, runs: Sequence[Run], place: Path) -> Prediction:
+    measured = {r.max_staleness: r.seconds_per_step for r in runs}
+    config = configure(plan, CALIBRATED_ON, place / "model")
+    return predict_all(measured, place / f"s{CALIBRATED_ON}" / "run", config, plan.settle)
 
 
 def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: float | None) -> Run:
@@ -201,5 +224,17 @@ def render(report: Report) -> Table:
     return table
 
 
+def render_prediction(prediction: Prediction) -> Table:
+    """For people."""
+    table = Table(title=f"predicted from the durations of S = {prediction.calibrated_on} alone")
+    for head in ("S", "measured s / step", "predicted", "error"):
+        table.add_column(head, justify="right")
+    for p in prediction.points:
+        table.add_row(str(p.max_staleness), f"{p.measured:.2f}", f"{p.predicted:.2f}", f"{p.error:+.0%}")
+    return table
+
+
 def print_table(report: Report) -> None:
     Console().print(render(report))
+    if report.prediction is not None:
+        Console().print(render_prediction(report.prediction))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,18 @@ import numpy as np
 from r3async.config import Config
 from r3async.observe.metrics import read_metrics
 from r3async.observe.timeline import Span, read_timeline
-from tools.simulate.cluster import Distribution, EngineSpeed, LearnerSpeed, Model
+from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
 MOST_VALUES = 4096
 """Of a measured distribution: so many are kept, evenly spread over what was measured in order of size."""
+LIKE = 1.36
+"""Kolmogorov's bound at 5 %, times the root of how many were measured: a sample of the distribution is nearer to it."""
+APART = 0.1
+"""Of a call's time: with less of it beside training, the call counts as alone, with all but this as beside it."""
+FEW = 50
+"""Fewer values say nothing of a distribution's shape, or of how much longer something takes."""
+FEW_STEPS = 12
+MOST_LOST = 0.8
 
 
 class CalibrationError(ValueError):
@@ -41,6 +50,10 @@ def fit(config: Config, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]
     if not calls:
         raise CalibrationError("the timeline has no engine call: it needs observe.timeline, and steps that were made")
     schedule = config.schedule
+    training = [span for span in spans if span.what == "train"]
+    alone, beside = apart(calls, training)
+    speed = engine_speed(alone or calls)
+    lost = held_up(training, [span for span in spans if span.what == "busy"])
     return Model(
         generators=config.generator.count,
         places=config.generator.concurrency,
@@ -50,8 +63,9 @@ def fit(config: Config, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]
         steps_per_publication=schedule.steps_per_publication,
         window=schedule.window,
         tokens_per_step=schedule.tokens_per_step,
-        engine=engine_speed(calls),
-        learner=learner_speed(rows, spans),
+        engine=speed,
+        learner=learner_speed(rows, spans, lost),
+        sharing=Sharing(slower(speed, alone, beside), 1 / (1 - lost)),
         turns=measured(turns_of(calls)),
         answer=measured([span.tokens or 0 for span in calls]),
         prompt=measured([span.prompt or 0 for span in calls]),
@@ -60,12 +74,72 @@ def fit(config: Config, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]
 
 
 def measured(values: Sequence[float]) -> Distribution:
-    """The distribution of what was measured; zero if nothing was."""
-    if not values:
-        return Distribution()
+    """The distribution of what was measured: log-normal up to the largest value if the sample could be of that one, for rare
+    values then have their share; else the sample itself. Zero if nothing was measured."""
     ordered = sorted(float(value) for value in values)
+    if not ordered:
+        return Distribution()
+    if (fitted := log_normal(ordered)) is not None:
+        return fitted
     count = min(len(ordered), MOST_VALUES)
     return Distribution(values=tuple(ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)))
+
+
+def log_normal(ordered: Sequence[float]) -> Distribution | None:
+    """The log-normal of these values, cut at their largest; None if they are of another kind."""
+    if len(ordered) < FEW or ordered[0] <= 0:
+        return None
+    logs = [math.log(value) for value in ordered]
+    mean, sigma = fmean(logs), stdev(logs)
+    if not sigma:
+        return None
+    shape, count = NormalDist(mean, sigma), len(logs)
+    distance = max(abs(shape.cdf(x) - (i + 0.5) / count) for i, x in enumerate(logs))
+    if distance > LIKE / math.sqrt(count):
+        return None
+    return Distribution(median=math.exp(mean), sigma=sigma, most=ordered[-1])
+
+
+def covered(span: Span, others: Sequence[Span]) -> float:
+    """Seconds of `span` that `others`, which do not overlap each other, cover."""
+    return sum(max(0.0, min(span.end, other.end) - max(span.start, other.start)) for other in others)
+
+
+def apart(calls: Sequence[Span], training: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """The calls that were made while the learner did not train, and those that were made while it did."""
+    alone: list[Span] = []
+    beside: list[Span] = []
+    for call in calls:
+        share = covered(call, training) / max(call.end - call.start, 1e-9)
+        if share < APART:
+            alone.append(call)
+        elif share > 1 - APART:
+            beside.append(call)
+    return alone, beside
+
+
+def slower(speed: EngineSpeed, alone: Sequence[Span], beside: Sequence[Span]) -> float:
+    """So many times longer calls take while the learner trains; `speed` is that of calls made `alone`."""
+    if min(len(alone), len(beside)) < FEW:
+        return 1.0
+    expected = sum(
+        (call.tokens or 0) * speed.token(call.running or 1) + (call.prompt or 0) * speed.prefill_seconds
+        for call in beside
+    )
+    return max(1.0, sum(call.end - call.start for call in beside) / expected)
+
+
+def held_up(training: Sequence[Span], busy: Sequence[Span]) -> float:
+    """Share of the learner's speed that it loses while all engines have requests: least squares of the seconds of its steps
+    over those in which engines were `busy` meanwhile."""
+    engines = len({span.who for span in busy})
+    if not engines or len(training) < FEW_STEPS:
+        return 0.0
+    seconds = np.asarray([span.end - span.start for span in training])
+    beside = np.asarray([covered(span, busy) / engines for span in training])
+    if beside.std() < 0.05 * seconds.mean():
+        return 0.0
+    return min(max(float(np.polyfit(beside, seconds, 1)[0]), 0.0), MOST_LOST)
 
 
 def turns_of(calls: Sequence[Span]) -> list[int]:
@@ -98,9 +172,13 @@ def engine_speed(calls: Sequence[Span]) -> EngineSpeed:
     return EngineSpeed(float(seconds.sum() / max(tokens.sum(), 1)))
 
 
-def learner_speed(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]) -> LearnerSpeed:
-    """A step's seconds over its tokens where these differ enough to tell, and medians of the rest."""
-    steps = np.asarray([row["learner/step_seconds"] for row in rows])
+def learner_speed(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], lost: float = 0.0) -> LearnerSpeed:
+    """A step's seconds over its tokens where these differ enough to tell, and medians of the rest. `lost`: see `held_up`; what
+    engines made steps longer is left out."""
+    busy = [span for span in spans if span.what == "busy"]
+    engines = max(1, len({span.who for span in busy}))
+    beside = {span.step: covered(span, busy) / engines for span in spans if span.what == "train"}
+    steps = np.asarray([row["learner/step_seconds"] - lost * beside.get(row.get("step"), 0.0) for row in rows])
     tokens = np.asarray([row["batch/trained_tokens"] for row in rows])
     slope = 0.0
     if len(rows) >= 8 and tokens.std() > 0.05 * tokens.mean():

@@ -10,8 +10,9 @@ import msgspec
 from r3async.config import Config, ConfigError, load_config
 from tools.simulate.calibrate import CalibrationError, calibrate
 from tools.simulate.capacity import lines, picture, sweep
-from tools.simulate.cluster import Model, predict
+from tools.simulate.cluster import predict
 from tools.simulate.estimate import HARDWARE, estimate
+from tools.simulate.model import Model
 from tools.simulate.published import CASES, markdown, reproduce
 
 Say = Callable[[str], object]

@@ -5,7 +5,8 @@ age) and `Consumed` (the window). Engines, tools, the learner and the delivery o
 distributions. One virtual clock; no event loop, so that a thousand engines cost seconds.
 
 An engine is a processor that its requests share: a token of each of `b` running requests takes `step_seconds + b *
-request_seconds`. A turn is a request of so many tokens, after which its environment takes its time.
+request_seconds`. A turn is a request of so many tokens, after which its environment takes its time. Where engines and learner
+share a host's cores, each is slower while the other works (`Sharing`).
 """
 
 from __future__ import annotations
@@ -16,100 +17,10 @@ import random
 from collections.abc import Callable
 from statistics import fmean
 
-import msgspec
-
 from r3async.config import ScheduleConfig
 from r3async.scheduling.admission import Admission, GroupLease, most_groups
 from r3async.scheduling.window import Consumed
-
-
-class Distribution(msgspec.Struct, frozen=True):
-    """Of a positive quantity: log-normal with this `median` and `sigma` (0: always the median), cut at `most`; or, if there are
-    `values`, one of them."""
-
-    median: float = 0.0
-    sigma: float = 0.0
-    most: float = float("inf")
-    values: tuple[float, ...] = ()
-
-    def draw(self, rng: random.Random) -> float:
-        if self.values:
-            return self.values[int(rng.random() * len(self.values))]
-        drawn = self.median * rng.lognormvariate(0.0, self.sigma) if self.sigma else self.median
-        return min(drawn, self.most)
-
-
-class EngineSpeed(msgspec.Struct, frozen=True):
-    """Seconds a token of one request: `step_seconds + running * request_seconds`. `prefill_seconds`: a token of a prompt, of
-    which the engine does one at a time."""
-
-    step_seconds: float
-    request_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-
-    def token(self, running: int) -> float:
-        return self.step_seconds + running * self.request_seconds
-
-
-class LearnerSpeed(msgspec.Struct, frozen=True):
-    """Seconds a step: `fixed + tokens * token_seconds`, tokens being those fed forward; and what publishing takes. `snapshot`
-    holds up the learner, `write` and `transfer` nobody, `pause` every engine. `waits`: the learner trains on only when the
-    engines have its weights, as systems without a copy do."""
-
-    fixed: float
-    token_seconds: float = 0.0
-    snapshot: float = 0.0
-    write: float = 0.0
-    transfer: float = 0.0
-    pause: float = 0.0
-    waits: bool = False
-
-
-class Model(msgspec.Struct, frozen=True):
-    """A run. Tokens are counted, seconds measured. `turns`: of an episode; `answer`, `prompt`: tokens of a turn that are sampled,
-    and that its prompt has more than was fed before; `tool`: seconds of the environment after an answer. `lost`: seconds between
-    two failures of one generator (0: none), `restart`: seconds until it plays again. `bytes_per_token`: on the wire."""
-
-    generators: int
-    places: int
-    groups_per_step: int
-    samples_per_group: int
-    max_staleness: int
-    engine: EngineSpeed
-    learner: LearnerSpeed
-    turns: Distribution
-    answer: Distribution
-    prompt: Distribution = Distribution()
-    tool: Distribution = Distribution()
-    steps_per_publication: int = 1
-    window: int = 1
-    tokens_per_step: int = 0
-    poll: float = 0.05
-    lost: float = 0.0
-    restart: float = 60.0
-    bytes_per_token: float = 0.0
-
-
-class Prediction(msgspec.Struct, frozen=True):
-    """Of the steps after the first `settle`. Shares of time; ages in versions; rates a second."""
-
-    seconds_per_step: float
-    learner_idle: float
-    engine_idle: float
-    """Share of engine time without a request."""
-    mean_running: float
-    """Requests in an engine."""
-    mean_age: float
-    max_age: int
-    generated_tokens: float
-    trained_tokens: float
-    network_bytes: float
-    lost_tokens: float
-    """Share of what was generated that was lost with a generator."""
-    leases: float
-    """Calls of `Admission.lease` a group."""
-    step_ends: list[float]
-    """Virtual seconds."""
+from tools.simulate.model import Model, Prediction
 
 
 class _Episode:
@@ -133,10 +44,19 @@ class _Engine:
         self.idle = self.running_time = 0.0
 
 
-class Cluster:
-    """One run of `steps` steps; see `predict`."""
+class _Step:
+    """`left`: seconds that it would still take, as of `at`, if no engine had requests."""
 
-    def __init__(self, model: Model, seed: int = 0):
+    __slots__ = ("at", "groups", "left", "turn")
+
+    def __init__(self, groups: list[int], seconds: float, now: float):
+        self.groups, self.left, self.at, self.turn = groups, seconds, now, 0
+
+
+class Cluster:
+    """One run; see `predict`. `groups`: to be leased in all, if the run has an end."""
+
+    def __init__(self, model: Model, seed: int = 0, groups: int | None = None):
         self.model, self.now = model, 0.0
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -148,14 +68,19 @@ class Cluster:
             steps_per_publication=model.steps_per_publication,
             window=model.window,
         )
-        self.admission = Admission(schedule, task_seed=lambda group: group)
+        self.admission = Admission(schedule, task_seed=lambda group: group, total_groups=groups)
         self._slots = self.admission.slots
         self._consumed = Consumed(model.window)
         self._engines = {f"generator-{i}": _Engine(f"generator-{i}") for i in range(model.generators)}
         self._arrived: dict[int, dict[int, _Episode]] = {}
+        self._complete: dict[int, bool] = {}
+        """Groups that have arrived whole and wait to be trained."""
         self._free = dict.fromkeys(self._engines, True)
         """Engines that may have a place for another episode."""
         self._busy, self._idle_from, self._writing = False, 0.0, False
+        self._training: _Step | None = None
+        self._working = 0
+        """Engines that have requests."""
         self._copied = 0
         """Version whose weights wait to be written."""
         self._delivering = False
@@ -194,18 +119,23 @@ class Cluster:
         if passed <= 0:  # it is paused until `at`
             return
         if engine.requests:
-            engine.progress += passed / self.model.engine.token(len(engine.requests))
+            engine.progress += passed / self._token(engine)
             engine.running_time += passed * len(engine.requests)
         else:
             engine.idle += passed
         engine.at = self.now
+
+    def _token(self, engine: _Engine) -> float:
+        """Seconds that each of its requests takes for one."""
+        alone = self.model.engine.token(len(engine.requests))
+        return alone if self._training is None else alone * self.model.sharing.engine
 
     def _expect(self, engine: _Engine) -> None:
         """Be there when the engine's next request ends, unless something comes between."""
         engine.turn += 1
         if engine.requests:
             turn, left = engine.turn, engine.requests[0][0] - engine.progress
-            seconds = max(0.0, left) * self.model.engine.token(len(engine.requests))
+            seconds = max(0.0, left) * self._token(engine)
             self._after(max(0.0, engine.at - self.now) + seconds, lambda: self._answered(engine, turn))
 
     def _ask(self, episode: _Episode) -> None:
@@ -217,6 +147,8 @@ class Cluster:
         tokens = max(1.0, self.model.answer.draw(rng))
         prefill = self.model.prompt.draw(rng) * speed.prefill_seconds / speed.token(len(engine.requests) + 1)
         episode.tokens += int(tokens)
+        if not engine.requests:
+            self._works(1)
         heapq.heappush(engine.requests, (engine.progress + tokens + prefill, episode.serial, episode))
         self._expect(engine)
 
@@ -227,6 +159,8 @@ class Cluster:
         ended = []
         while engine.requests and engine.requests[0][0] <= engine.progress + 1e-9:
             ended.append(heapq.heappop(engine.requests)[2])
+        if not engine.requests:
+            self._works(-1)
         self._expect(engine)
         for episode in ended:
             self._after(self.model.tool.draw(self._rng), lambda e=episode: self._turn_over(e))  # type: ignore[misc]
@@ -241,9 +175,12 @@ class Cluster:
         del engine.playing[episode.serial]
         self._free[engine.name] = True
         self.generated += episode.tokens
-        self._arrived.setdefault(episode.group, {})[episode.index] = episode
-        self._train()
-        self._after(self._rng.random() * self.model.poll, lambda: self._lease(engine))
+        arrived = self._arrived.setdefault(episode.group, {})
+        arrived[episode.index] = episode
+        if len(arrived) == self.model.samples_per_group:
+            self._complete[episode.group] = True
+            self._train()
+        self._after(0.0, lambda: self._lease(engine))
         return None
 
     def _may_fail(self, engine: _Engine) -> None:
@@ -254,6 +191,8 @@ class Cluster:
         self._advance(engine)
         self.lost += sum(episode.tokens for episode in engine.playing.values())
         engine.playing.clear()
+        if engine.requests:
+            self._works(-1)
         engine.requests.clear()
         engine.turn += 1
         engine.alive = False
@@ -306,13 +245,10 @@ class Cluster:
 
     # -- the learner ---------------------------------------------------------------------------------------------
 
-    def _complete(self, group: int) -> bool:
-        return len(self._arrived.get(group, ())) == self.model.samples_per_group
-
     def _train(self) -> None:
-        if self._busy:
-            return
         model = self.model
+        if self._busy or len(self._complete) < model.groups_per_step:
+            return
         at_most = model.groups_per_step
         if model.tokens_per_step:
             left = model.steps_per_publication - self._since[0]
@@ -321,7 +257,7 @@ class Cluster:
             )
         chosen: list[int] = []
         tokens = 0
-        for group in itertools.islice(self._consumed.choices(self._complete), at_most):
+        for group in itertools.islice(self._consumed.choices(self._complete.__contains__), at_most):
             chosen.append(group)
             tokens += sum(e.tokens for e in self._arrived[group].values())
             if len(chosen) == at_most or (len(chosen) >= model.groups_per_step and tokens >= model.tokens_per_step):
@@ -331,20 +267,58 @@ class Cluster:
         self._busy = True
         self.waits.append(self.now - self._idle_from)
         self._consumed = self._consumed.after(chosen)
-        members = [e for group in chosen for e in self._arrived.pop(group).values()]
+        members = [e for group in chosen if self._complete.pop(group) for e in self._arrived.pop(group).values()]
         ages = [self.version - e.version for e in members]
         self.ages.append((fmean(ages), max(ages)))
         self.trained.append(tokens)
-        self._after(model.learner.fixed + tokens * model.learner.token_seconds, lambda: self._stepped(chosen))
+        seconds = model.learner.fixed + tokens * model.learner.token_seconds
+        self._set_training(_Step(chosen, seconds, self.now))
 
-    def _stepped(self, groups: list[int]) -> None:
+    def _set_training(self, step: _Step | None) -> None:
+        shared = self.model.sharing.engine != 1
+        if shared:
+            for engine in self._engines.values():
+                self._advance(engine)
+        self._training = step
+        if shared:
+            for engine in self._engines.values():
+                self._expect(engine)
+        if step is not None:
+            self._expect_step(step)
+
+    def _slowness(self) -> float:
+        """So many times longer than alone the learner takes now."""
+        return 1 + (self.model.sharing.learner - 1) * self._working / len(self._engines)
+
+    def _works(self, more: int) -> None:
+        """An engine has its first request (1), or has answered its last (-1)."""
+        step, shared = self._training, self.model.sharing.learner != 1
+        if step is not None and shared:
+            step.left -= (self.now - step.at) / self._slowness()
+            step.at = self.now
+        self._working += more
+        if step is not None and shared:
+            self._expect_step(step)
+
+    def _expect_step(self, step: _Step) -> None:
+        """Be there when it is made, unless an engine begins or ends to work."""
+        step.turn += 1
+        turn = step.turn
+        self._after(max(0.0, step.left) * self._slowness(), lambda: self._stepped(step, turn))
+
+    def _stepped(self, step: _Step, turn: int) -> None:
+        if turn != step.turn:
+            return
+        groups = step.groups
+        self._set_training(None)
         self._since = [self._since[0] + 1, self._since[1] + len(groups)]
         self.admission.trained(self.version + 1, groups)
         if self._since[0] < self.model.steps_per_publication:
-            return self._step_ends()
+            self._step_ends()
+            return
         self.version += 1
         self._since = [0, 0]
-        return self._copy()
+        self._copy()
 
     def _copy(self) -> None:
         """One copy waits at most: the version before has to be written first."""
@@ -419,6 +393,8 @@ class Cluster:
         )
 
 
-def predict(model: Model, *, steps: int = 32, settle: int = 8, seed: int = 0) -> Prediction:
-    """What `steps` steps of a run of `model` take; figures of those after the first `settle`, in which the pipeline fills."""
-    return Cluster(model, seed).run(steps, settle)
+def predict(model: Model, *, steps: int = 32, settle: int = 8, seed: int = 0, ends: bool = False) -> Prediction:
+    """What `steps` steps of a run of `model` take; figures of those after the first `settle`, in which the pipeline fills. With
+    `ends` the run has these steps alone: what they do not need is not generated, so that engines are idle towards the end."""
+    groups = steps * model.groups_per_step if ends and not model.tokens_per_step else None
+    return Cluster(model, seed, groups).run(steps, settle)

@@ -12,7 +12,7 @@ import msgspec
 from r3async.config import Config
 from tools.plan import wire_bytes
 from tools.shapes import shape_of
-from tools.simulate.cluster import Distribution, EngineSpeed, LearnerSpeed, Model
+from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
 
 BYTES = 2
 """Of a parameter in bf16."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tools.simulate.cluster import Distribution, EngineSpeed, LearnerSpeed, Model, predict
+from tools.simulate.cluster import predict
+from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
 
 FIRST_GUESS, SECANTS, CLOSE = 0.01, 6, 0.001
 
@@ -59,7 +60,6 @@ def marin() -> Case:
         learner=LearnerSpeed(7.9, pause=20.95, waits=True),
         turns=Distribution(1),
         answer=Distribution(900, 0.8, 4096),
-        poll=0.0,
     )
     return Case(
         "Marin, 67B MoE on 40 H100, by staleness",
@@ -74,42 +74,119 @@ def marin() -> Case:
     )
 
 
-def verl() -> Case:
-    """A 7B dense model on 128 GPUs: shared by both sides in turn, then 64 for each."""
+def verl(cards: int, shared: float, trained: float, points: dict[str, tuple[float, float, int]]) -> Case:
+    """A 7B dense model on so many GPUs: shared by both sides in turn, then half for each. `shared`: seconds a step of the
+    former, of which `trained` are training. `points`: of the latter, by label, the seconds of a step, those of its training,
+    and the bound."""
+    groups, samples, half = 512, 16, cards // 2
     model = Model(
-        generators=128,
-        places=64,
-        groups_per_step=512,
-        samples_per_group=16,
+        generators=cards,
+        places=groups * samples // cards,
+        groups_per_step=groups,
+        samples_per_group=samples,
         max_staleness=0,
         engine=EngineSpeed(0.0),
-        learner=LearnerSpeed(53.92 + 113.81 + 10.7),
+        learner=LearnerSpeed(trained),
         turns=Distribution(1),
         answer=Distribution(1500, 0.8, 28_672),
-        poll=0.0,
     )
     split = msgspec.structs.replace(
-        model, generators=64, places=192, groups_per_step=128, steps_per_publication=4, max_staleness=0
-    )
-    stream = msgspec.structs.replace(split, learner=LearnerSpeed(98.77 / 4, pause=3.0, waits=True))
-    stale = msgspec.structs.replace(
-        split, learner=LearnerSpeed(113.16 / 4, pause=3.0, waits=True), max_staleness=1, places=256
+        model,
+        generators=half,
+        places=2 * groups * samples // half,
+        groups_per_step=groups // 4,
+        steps_per_publication=4,
     )
     return Case(
-        "verl, 7B on 128 H20, shared against 64 + 64",
+        f"verl, 7B on {cards} H20, shared against {half} + {half}",
         "docs/advance/fully_async.md of verl: step, gen, old_log_prob and update_actor of each row",
         "512 prompts of 16 answers, 28K tokens at most; training seconds of each row as published; a version every 4 batches",
         "lengths log-normal, median 1,500, sigma 0.8; staleness_threshold 0.5 is taken as a bound of one version; groups are "
-        "trained in lease order; 3 s to synchronise",
+        "trained in lease order; 3 s to synchronise; decoding does not slow down with the batch",
         [
-            Measured("shared, synchronous", 356.30, model, 5, 1),
-            Measured("64 + 64, staleness 0", 231.34, stream, 24, 8),
-            Measured("64 + 64, staleness 0.5, partial rollouts", 150.63, stale, 24, 8),
+            Measured("shared, synchronous", shared, model, 5, 1),
+            *(
+                Measured(
+                    f"{half} + {half}, {label}",
+                    seconds,
+                    msgspec.structs.replace(
+                        split, learner=LearnerSpeed(update / 4, pause=3.0, waits=True), max_staleness=bound
+                    ),
+                    24,
+                    8,
+                )
+                for label, (seconds, update, bound) in points.items()
+            ),
         ],
     )
 
 
-CASES: dict[str, Callable[[], Case]] = {"marin": marin, "verl": verl}
+def verl_on(cards: int) -> Case:
+    """As published: old_log_prob, update_actor and what is neither these nor gen of the shared row."""
+    stale = "staleness 0.5, partial rollouts"
+    if cards == 32:
+        return verl(32, 790.10, 790.10 - 357.41, {stale: (294.77, 313.81, 1)})
+    if cards == 64:
+        return verl(64, 365.28, 365.28 - 150.72, {stale: (189.26, 156.98, 1)})
+    return verl(128, 356.30, 356.30 - 177.85, {"staleness 0": (231.34, 98.77, 0), stale: (150.63, 113.16, 1)})
+
+
+def areal() -> Case:
+    """A 1.5B dense model on 128 GPUs: shared by both sides in turn, then 96 generate and 32 train. What is published is hours
+    of the bounds 0 and 4, and trained tokens a second of all: 41.0 h of 250 steps at 128.7k are 76.0M tokens a step."""
+    throughput = {0: 128.7e3, 1: 269.3e3, 4: 356.6e3, 8: 371.7e3, 16: 382.4e3}
+    most = 396.8e3
+    groups, samples, engines, ranks, cards = 512, 16, 96, 32, 128
+    step = 41.0 * 3600 / 250
+    tokens = step * throughput[0]
+    shared = Model(
+        generators=cards,
+        places=groups * samples // cards,
+        groups_per_step=groups,
+        samples_per_group=samples,
+        max_staleness=0,
+        engine=EngineSpeed(0.0),
+        learner=LearnerSpeed(tokens / most * ranks / cards),
+        turns=Distribution(1),
+        answer=Distribution(6900, 0.84, 27_648),
+    )
+
+    def split(bound: int) -> Model:
+        return msgspec.structs.replace(
+            shared,
+            generators=engines,
+            places=256,
+            max_staleness=bound,
+            window=(bound + 1) * groups,
+            learner=LearnerSpeed(tokens / most, pause=3.0),
+        )
+
+    return Case(
+        "AReaL, 1.5B on 128 H800, shared against 96 + 32",
+        "arXiv 2505.24298, table 1 (41.0 h, and 14.8 h with a bound of 4, of 250 steps) and figure 5c (trained tokens a second "
+        "by bound); blog/AReaL_v0_2.md and v0_3.md of AReaL",
+        "512 prompts of 16 answers, 27,648 tokens at most, which fewer than 5 % reach; three quarters of the GPUs generate; "
+        "what is complete is trained first; a learner that never waits trains 396.8k tokens a second (no bound)",
+        "lengths log-normal, median 6,900, sigma 0.84: with 5 % cut, the published tokens a step; training goes four times as "
+        "fast on all GPUs; 256 answers at once on an engine; 3 s to interrupt; decoding does not slow down with the batch",
+        [
+            Measured("shared, synchronous", step, shared, 5, 1),
+            *(
+                Measured(f"96 + 32, staleness {bound}", tokens / rate, split(bound))
+                for bound, rate in throughput.items()
+                if bound
+            ),
+        ],
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "marin": marin,
+    "verl-128": lambda: verl_on(128),
+    "verl-64": lambda: verl_on(64),
+    "verl-32": lambda: verl_on(32),
+    "areal": areal,
+}
 
 
 def reproduce(case: Case, say: Callable[[str], object] = lambda _: None) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def capacity_command(
     config = _config(preset, overrides, settings.run)
     model = msgspec.structs.replace(_model(config, settings), lost=settings.lost)
     if settings.run is not None:
-        _compare(model, settings, note)
+        _compare(model, settings, config.steps, note)
+    began = time.process_time()
     report = sweep(
         model,
         staleness=settings.staleness or (config.schedule.max_staleness,),
@@ -53,6 +55,7 @@ def capacity_command(
         seed=settings.seed,
         say=note,
     )
+    note(f"computed in {time.process_time() - began:.0f} s of CPU time")
     if settings.picture is not None:
         settings.picture.write_text(picture(report))
         note(f"picture: {settings.picture}")
@@ -81,15 +84,15 @@ def _model(config: Config, settings: Settings) -> Model:
     return estimate(config, generators=config.generator.count, ranks=ranks, hardware=HARDWARE[settings.hardware])
 
 
-def _compare(model: Model, settings: Settings, note: Say) -> None:
-    """How well the run itself is met: what its durations predict, and what it took."""
+def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
+    """How well the run itself is met, which was to make so many steps: what its durations predict, and what it took."""
     from r3async.observe.metrics import read_metrics
 
     assert settings.run is not None
     rows = read_metrics(settings.run / "metrics.jsonl")
     settle = min(8, len(rows) // 3)
     took = (rows[-1]["time"] - rows[settle]["time"]) / max(len(rows) - 1 - settle, 1)
-    made = predict(model, steps=max(len(rows), settings.steps), settle=settle, seed=settings.seed)
+    made = predict(model, steps=len(rows), settle=settle, seed=settings.seed, ends=len(rows) == steps)
     note(
         f"{settings.run.name} took {took:.3g} s a step; its durations predict {made.seconds_per_step:.3g} "
         f"({made.seconds_per_step / took - 1:+.0%})"

@@ -77,7 +77,7 @@ class Timeline:
         finally:
             self.add(what, start, self._clock(), step=step, version=version)
 
-    def add(self, what: str, start: float, end: float, *, who: str = "", **facts: float | None) -> None:
+    def add(self, what: str, start: float, end: float, *, who: str = "", **facts: Any) -> None:
         """What was measured elsewhere; `who`: somebody else than this process. `facts`: further fields of `Span`."""
         if self._file is not None:
             self._file.append(msgspec.json.encode(Span(who or self.who, what, start, end, **facts)))

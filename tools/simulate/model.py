@@ -31,7 +31,7 @@ class EngineSpeed(msgspec.Struct, frozen=True):
     request_seconds: float = 0.0
     prefill_seconds: float = 0.0
 
-    def token(self, running: int) -> float:
+    def token(self, running: float) -> float:
         return self.step_seconds + running * self.request_seconds
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from r3async.observe.report_drift import describe_ages, drift_table
 from r3async.observe.report_episodes import spread
 from r3async.observe.report_timeline import describe_timeline, waits
 from r3async.observe.routes import RouteFile
-from r3async.observe.timeline import FILE, Span, Timeline, busy_shares, read_timeline, spans_from_metrics
+from r3async.observe.timeline import FILE, Span, Timeline, busy_shares, read_timeline
 from r3async.world.real import REAL
 from tests.helpers_browser import browse, find_chromium
 from tests.helpers_routes import episode
@@ -42,6 +41,8 @@ def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: objec
         writer.write(
             {**row, "step": step, "version": step, "time": 1000.0 + 3 * step, "staleness/max": 1, "gpu/odd": step}
         )
+        for at, what in enumerate(("wait", "train", "snapshot")):
+            Timeline(run, "learner").add(what, 1000.0 + 3 * step + at, 1001.0 + 3 * step + at, step=step)
     learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
     for step in (1, 11):
         trained, calls = episode()
@@ -125,49 +126,7 @@ def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     assert read_timeline(tmp_path) == [Span("a", "b", 1.0, 2.0)]
 
 
-# --- the timeline from metrics
-
-
-def test_durations_are_laid_end_to_end_before_the_row_was_written() -> None:
-    keys = ("learner/wait_seconds", "learner/step_seconds", "weights/snapshot_seconds", "weights/write_seconds",
-            "weights/update_seconds", "weights/pause_seconds")  # fmt: skip
-    row = dict(zip(keys, (2.0, 3.0, 0.5, 0.25, 1.0, 0.5), strict=True))
-    spans = spans_from_metrics([{"step": 1, "version": 1, "time": 100.0, **row}])
-    assert [(s.who, s.what, s.start, s.end) for s in spans] == [
-        ("learner", "wait", 93.25, 95.25),
-        ("learner", "train", 95.25, 98.25),
-        ("learner", "snapshot", 98.25, 98.75),
-        ("weights", "write", 98.75, 99.0),
-        ("weights", "deliver", 99.0, 100.0),
-        ("engines", "pause", 99.0, 99.5),
-    ]
-
-
-def test_the_learner_does_one_thing_at_a_time_whatever_the_rows_say() -> None:
-    rows = [
-        {"step": s, "version": 1 + (s - 1) // 2, "time": 1000.0 + 10 * ((s - 1) // 2), "learner/step_seconds": 7.0,
-         "learner/wait_seconds": 2.0, "weights/update_seconds": 1.0}
-        for s in range(1, 9)
-    ]  # fmt: skip
-    lane = [s for s in spans_from_metrics(rows) if s.who == "learner"]
-    assert all(one.end <= other.start + 1e-9 for one, other in pairwise(lane))
-    assert {s.step for s in lane if s.what == "train"} == set(range(1, 9))
-
-
-def test_rows_of_other_releases_make_no_timeline() -> None:
-    assert spans_from_metrics([{"step": 1}, {"time": 3.0}, {"step": "x", "time": None}]) == []
-    assert describe_timeline([], derived=True) is None
-
-
-def test_lives_of_generators_come_from_events() -> None:
-    rows = [{"step": 1, "version": 1, "time": 50.0, "learner/step_seconds": 1.0}]
-    events = [
-        {"event": "generator_started", "role": "generator-0", "time": 10.0},
-        {"event": "generator_died", "generator": "generator-0", "time": 20.0},
-        {"event": "generator_started", "role": "generator-0", "time": 25.0},
-    ]
-    lives = [(s.start, s.end) for s in spans_from_metrics(rows, events) if s.what == "alive"]
-    assert lives == [(10.0, 20.0), (25.0, 50.0)]
+# --- the timeline of a page
 
 
 def test_who_waited_is_said_in_shares_of_the_whole() -> None:
@@ -181,7 +140,7 @@ def test_who_waited_is_said_in_shares_of_the_whole() -> None:
 def test_lanes_go_from_generators_to_weights_and_begin_zoomed() -> None:
     spans = [Span("weights", "deliver", 0, 1, 1), Span("learner", "odd<", 0, 1, 1), Span("generator-1", "play", 0, 1)]
     spans += [Span("learner", "train", step, step + 0.5, step) for step in range(1, 40)]
-    found = describe_timeline(spans, derived=False)
+    found = describe_timeline(spans)
     assert found is not None
     assert found["lanes"] == ["weights", "learner", "generator-1"]
     assert found["range"] == [28, 39.5]
@@ -286,13 +245,13 @@ def test_metrics_that_never_change_are_listed() -> None:
     assert constants == [("learning rate", 0.1)]
 
 
-def test_written_spans_replace_the_worked_out_ones(tmp_path: Path) -> None:
+def test_a_run_that_wrote_no_spans_has_no_timeline(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    assert "worked out from the metrics" in Page(write_report(run)).text
-    Timeline(run, "transport").add("receive", 1000.0, 1001.0)
+    (run / FILE).unlink()
     page = Page(write_report(run))
-    assert "as every process wrote it down" in page.text
-    assert json.loads(page.data)["timeline"]["lanes"] == ["transport"]
+    assert "who waited for whom" not in page.text
+    assert json.loads(page.data)["timeline"] is None
+    assert describe_timeline([]) is None
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:

@@ -16,21 +16,16 @@ class History:
     """Processes of generators that ended by themselves; each is started again."""
     run_restarts: int = 0
     """Lives that followed one which did not end by itself: a process was lost that the run cannot do without."""
-    resumes: int = 0
-    """Lives that followed one which had finished, or was stopped."""
     failed_episodes: int = 0
     """After their last try. Their groups were trained without them."""
     refused: int = 0
     """Trajectories that the learner will never train."""
-    failed_checkpoints: int = 0
-    stalls: int = 0
     _ended: bool = False
 
     def take(self, event: dict[str, Any]) -> None:
         match event.get("event"):
             case "conductor_started":
                 self.run_restarts += bool(self.lives) and not self._ended
-                self.resumes += bool(self.lives) and self._ended
                 self.lives += 1
                 self._ended = False
             case "run_finished":
@@ -41,10 +36,6 @@ class History:
                 self.failed_episodes += 1
             case "trajectory_refused":
                 self.refused += 1
-            case "checkpoint_failed":
-                self.failed_checkpoints += 1
-            case "stalled":
-                self.stalls += 1
 
 
 def history_of(events: Iterable[dict[str, Any]]) -> History:

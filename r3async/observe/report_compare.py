@@ -80,7 +80,7 @@ def describe_overlays(
 def time_table(spans: Sequence[Sequence[Span]]) -> Lines:
     """Shares of the time of every kind of span that any run has."""
     shares = [busy_shares(of_one) for of_one in spans]
-    kinds = sorted({key for of_one in shares for key in of_one if key[1] != "alive"})
+    kinds = sorted({key for of_one in shares for key in of_one})
     return [(f"{who}: {what}", [format_percent(of_one.get((who, what))) for of_one in shares]) for who, what in kinds]
 
 

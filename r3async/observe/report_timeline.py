@@ -16,7 +16,6 @@ SHOWN_STEPS = 12
 
 KINDS = {
     "play": ("plays", "green"),
-    "alive": ("alive", "green-soft"),
     "start": ("starts", "violet"),
     "pause": ("stands still for weights", "red"),
     "wait": ("waits for data", "orange"),
@@ -36,19 +35,15 @@ def _rank(who: str) -> tuple[int, str]:
     return next((i for i, name in enumerate(order) if who.startswith(name)), len(order)), who
 
 
-def describe_timeline(spans: Sequence[Span], *, derived: bool) -> dict[str, Any] | None:
+def describe_timeline(spans: Sequence[Span]) -> dict[str, Any] | None:
     """Lanes and bars, in seconds since the first span; the last `MAX_SPANS`. None without spans."""
     if not spans:
         return None
     origin = min(span.start for span in spans)
-    lives = [span for span in spans if span.what == "alive"]
-    kept = [span for span in spans if span.what not in ("alive", *DETAILS)][-MAX_SPANS:]
+    kept = [span for span in spans if span.what not in DETAILS][-MAX_SPANS:]
     first = min((span.start for span in kept), default=origin)
-    kept = lives + kept
     bars = []
-    for what in sorted(
-        {span.what for span in kept}, key=lambda w: (w != "alive", list(KINDS).index(w) if w in KINDS else 99)
-    ):
+    for what in sorted({span.what for span in kept}, key=lambda w: list(KINDS).index(w) if w in KINDS else len(KINDS)):
         of = [span for span in kept if span.what == what]
         label, color = KINDS.get(what, (what, "faint"))
         bars.append(
@@ -65,14 +60,9 @@ def describe_timeline(spans: Sequence[Span], *, derived: bool) -> dict[str, Any]
     steps = sorted({span.step for span in kept if span.step is not None})
     since = steps[-SHOWN_STEPS] if len(steps) >= SHOWN_STEPS else None
     zoom = min((span.start for span in kept if since is not None and span.step == since), default=first) - origin
-    how = (
-        "worked out from the metrics of each step: ends of deliveries are exact, the rest is laid end to end"
-        if derived
-        else "as every process wrote it down"
-    )
     return {
         "id": "timeline",
-        "caption": f"{how}; drag to zoom, double-click to see everything",
+        "caption": "as every process wrote it down; drag to zoom, double-click to see everything",
         "lanes": sorted({span.who for span in kept}, key=_rank, reverse=True),
         "bars": bars,
         "range": [round(zoom, 3), round(end, 3)],

@@ -1,8 +1,7 @@
 """Who did what when: `run_dir/timeline.jsonl`, to which all processes of a run append spans.
 
 A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what` (`train`, `wait`, `play`, …), `start` and
-`end` in unix seconds, and where they are known `step` and `version`. A run without the file still has a rough timeline:
-`spans_from_metrics` lays the durations of each step's row end to end, back from the moment it was written.
+`end` in unix seconds, and where they are known `step` and `version`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -94,70 +92,6 @@ def read_timeline(run_dir: Path, *, files: Files = REAL.files) -> list[Span]:
         if span.start <= span.end:
             spans.append(span)
     return sorted(spans, key=lambda span: span.start)
-
-
-def _seconds(row: dict[str, Any], name: str) -> float:
-    value = row.get(name)
-    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
-
-
-def spans_from_metrics(rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]] = ()) -> list[Span]:
-    """What rows and events say of the time, in order. Rough: where a delivery overlaps the next step, its end is exact, and
-    what came before is laid end to end. Rows that were written together made one version together."""
-    rows = [row for row in rows if isinstance(row.get("time"), (int, float)) and isinstance(row.get("step"), int)]
-    spans: list[Span] = []
-    free = 0.0
-    """When the learner had done what it did before."""
-    for index, row in enumerate(rows):
-        step, end, version = row["step"], float(row["time"]), row.get("version")
-        version = version if isinstance(version, int) else None
-        later = []
-        for other in rows[index + 1 :]:
-            if other["time"] - end > 1e-2 or other.get("version") != version:
-                break
-            later.append(other)
-        update, write = _seconds(row, "weights/update_seconds"), _seconds(row, "weights/write_seconds")
-        snapshot, pause = _seconds(row, "weights/snapshot_seconds"), _seconds(row, "weights/pause_seconds")
-        if later:  # the last of them publishes
-            write = sum(_seconds(r, "weights/write_seconds") for r in later)
-            publishes = False
-        else:
-            publishes = True
-            spans.append(Span("weights", "deliver", end - update, end, step, version))
-            spans.append(Span("weights", "write", end - update - write, end - update, step, version))
-            if pause:
-                spans.append(Span("engines", "pause", end - update, end - update + min(pause, update or pause), step))
-        behind = sum(
-            _seconds(r, name)
-            for r in later
-            for name in ("learner/step_seconds", "learner/wait_seconds", "weights/snapshot_seconds")
-        )
-        trained = max(end - update - write - snapshot - behind, free)
-        began = max(trained - _seconds(row, "learner/step_seconds"), free)
-        waited = max(began - _seconds(row, "learner/wait_seconds"), free)
-        spans.append(Span("learner", "wait", waited, began, step))
-        spans.append(Span("learner", "train", began, trained, step))
-        if snapshot and publishes:
-            spans.append(Span("learner", "snapshot", trained, trained + snapshot, step, version))
-        free = trained + (snapshot if publishes else 0.0)
-    spans += _lives(events, max((span.end for span in spans), default=0.0))
-    return sorted((span for span in spans if span.end > span.start), key=lambda span: span.start)
-
-
-def _lives(events: Sequence[dict[str, Any]], end: float) -> Iterator[Span]:
-    """When each generator was there."""
-    born: dict[str, float] = {}
-    for event in events:
-        at, what = event.get("time"), event.get("event")
-        if not isinstance(at, (int, float)):
-            continue
-        if what == "generator_started":
-            born.setdefault(str(event.get("role")), float(at))
-        elif what == "generator_died" and str(event.get("generator")) in born:
-            name = str(event.get("generator"))
-            yield Span(name, "alive", born.pop(name), float(at))
-    for name, at in born.items():
-        yield Span(name, "alive", at, max(at, end))
 
 
 def busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:

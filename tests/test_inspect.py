@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -67,24 +68,24 @@ def flipped(trained, calls):
 
 def test_equal_routes_are_proven(tmp_path, monkeypatch) -> None:
     write_run(tmp_path)
-    text = inspect("demo", "--verify-routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch)
     assert "2 samples of 2 steps (1 to 11)" in text
     assert f"equal       {2 * 9 * LAYERS:>12}" in text
     assert "every recorded route was used" in text
-    found = json.loads(inspect("demo", "--verify-routes", "--json", root=tmp_path, monkeypatch=monkeypatch))
+    found = json.loads(inspect("verify", "demo", "--json", root=tmp_path, monkeypatch=monkeypatch))
     assert (found["equal"], found["different"], found["proven"]) == (2 * 9 * LAYERS, 0, True)
 
 
 def test_one_difference_is_named_and_exits_1(tmp_path, monkeypatch) -> None:
     write_run(tmp_path, change=flipped)
-    text = inspect("demo", "--verify-routes", root=tmp_path, monkeypatch=monkeypatch, code=1)
+    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=1)
     assert f"step 11, sample {LAST}s0, position 4, MoE layer 1: the engine chose" in text
     assert "every recorded" not in text
 
 
 def test_a_sample_the_engine_never_sampled_exits_1(tmp_path, monkeypatch) -> None:
     write_run(tmp_path, change=lambda trained, calls: (trained, calls[:1]))
-    text = inspect("demo", "--verify-routes", root=tmp_path, monkeypatch=monkeypatch, code=1)
+    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=1)
     assert f"1 samples are not in the engine's record as they were trained; the first is {LAST}s0" in text
 
 
@@ -100,7 +101,7 @@ def test_nothing_compared_is_no_proof(tmp_path, monkeypatch) -> None:
     RouteFile(run / "routes", "learner").append(trained)
     for each in calls:
         RouteFile(run / "routes", "engine-generator-0").append(each)
-    text = inspect("demo", "--verify-routes", root=tmp_path, monkeypatch=monkeypatch, code=1)
+    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=1)
     assert "nothing could be compared" in text
 
 
@@ -108,7 +109,7 @@ def test_a_torn_file_is_reported_beside_what_could_be_compared(tmp_path, monkeyp
     run = write_run(tmp_path)
     with (run / "routes" / "learner.0.routes").open("ab") as file:
         file.write(b"R3RT\x01")
-    text = inspect("demo", "--verify-routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch)
     assert "learner.0.routes: ends in the middle of a record" in text
     assert "every recorded route was used" in text
     assert "ends in the middle" in inspect("demo", root=tmp_path, monkeypatch=monkeypatch)
@@ -118,8 +119,8 @@ def test_a_damaged_record_is_one_line(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path)
     path = run / "routes" / "learner.0.routes"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    for words in (["--verify-routes"], ["--routes"]):
-        text = inspect("demo", *words, root=tmp_path, monkeypatch=monkeypatch, code=2)
+    for command in ("verify", "routes"):
+        text = inspect(command, "demo", root=tmp_path, monkeypatch=monkeypatch, code=2)
         assert "is damaged" in text
         assert "Traceback" not in text
 
@@ -127,9 +128,9 @@ def test_a_damaged_record_is_one_line(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("replay", ["off", "learner"])
 def test_routes_that_were_not_to_be_the_engines_are_not_verified(tmp_path, monkeypatch, replay) -> None:
     write_run(tmp_path, config={"routing": {"trace": "all", "replay": replay}})
-    text = inspect("demo", "--verify-routes", root=tmp_path, monkeypatch=monkeypatch, code=2)
+    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=2)
     assert f'routing.replay="{replay}"' in text
-    inspect("demo", "--routes", root=tmp_path, monkeypatch=monkeypatch)
+    inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
 
 
 # --- token by token
@@ -137,7 +138,7 @@ def test_routes_that_were_not_to_be_the_engines_are_not_verified(tmp_path, monke
 
 def test_routes_are_shown_token_by_token(tmp_path, monkeypatch) -> None:
     write_run(tmp_path)
-    text = inspect("demo", "--routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
     lines = text.splitlines()
     trained, calls = episode()
     rows = np.concatenate([c.rows for c in calls])
@@ -169,7 +170,7 @@ def test_only_what_disagrees_and_only_one_layer(tmp_path, monkeypatch) -> None:
     trained, calls = episode()
     rows = np.concatenate([c.rows for c in calls])
     differs = np.flatnonzero((np.sort(rows[:, 1]) != np.sort(trained.own[:9, 1])).any(axis=-1))
-    text = inspect("demo", "--routes", "--layer", "1", "--diff", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", "--layer", "1", "--diff", root=tmp_path, monkeypatch=monkeypatch)
     table = text[text.index("  pos") :].splitlines()
     assert "layer 1" in table[0]
     assert "layer 0" not in table[0]
@@ -180,18 +181,37 @@ def test_only_what_disagrees_and_only_one_layer(tmp_path, monkeypatch) -> None:
         return msgspec.structs.replace(trained, own=trained.used), calls
 
     write_run(tmp_path, "same", change=agreeing)
-    assert "no token to show" in inspect("same", "--routes", "--diff", root=tmp_path, monkeypatch=monkeypatch)
+    assert "no token to show" in inspect("routes", "same", "--diff", root=tmp_path, monkeypatch=monkeypatch)
 
 
-def test_an_option_of_routes_asks_for_routes(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["demo", "--routes"], "--routes is now `r3async inspect routes [RUN]`"),
+        (["demo", "--diff"], "--diff is now `r3async inspect routes [RUN] --diff`"),
+        (["--layer=0", "demo"], "--layer is now `r3async inspect routes [RUN] --layer`"),
+        (["demo", "--verify-routes"], "--verify-routes is now `r3async inspect verify [RUN]`"),
+        (["demo", "--tokens"], "--tokens is now `r3async inspect trajectories [RUN] --tokens`"),
+        (["demo", "--frames"], "--frames is now `r3async inspect frames FILE`"),
+    ],
+)
+def test_an_option_of_old_is_refused_with_the_command_that_has_it(tmp_path, monkeypatch, words, now) -> None:
     write_run(tmp_path)
-    for words in (["--diff"], ["--layer", "0"], ["--step", "11"], ["--trajectory", LAST]):
-        assert f"sample {LAST}s0" in inspect("demo", *words, root=tmp_path, monkeypatch=monkeypatch)
+    monkeypatch.setenv("COLUMNS", "200")
+    text = inspect(*words, root=tmp_path, monkeypatch=monkeypatch, code=2)
+    assert now in " ".join(text.replace("│", " ").split())
+
+
+def test_help_says_what_each_subcommand_does(tmp_path, monkeypatch) -> None:
+    text = inspect("--help", root=tmp_path, monkeypatch=monkeypatch)
+    for command in ("trajectories", "routes", "verify", "frames"):
+        assert re.search(rf"{command} +[A-Z]", text)
+        assert "--json" in inspect(command, "--help", root=tmp_path, monkeypatch=monkeypatch)
 
 
 def test_one_json_object_per_token(tmp_path, monkeypatch) -> None:
     write_run(tmp_path)
-    text = inspect("demo", "--routes", "--step", "1", "--json", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", "--step", "1", "--json", root=tmp_path, monkeypatch=monkeypatch)
     tokens = [json.loads(line) for line in text.splitlines()]
     trained, calls = episode()
     assert [t["token"] for t in tokens] == trained.token_ids.tolist()
@@ -216,19 +236,19 @@ def test_many_layers_in_few_columns_are_counted_not_listed(tmp_path, monkeypatch
         return trained, [msgspec.structs.replace(c, rows=wider(c.rows)) for c in calls]
 
     write_run(tmp_path, change=deep)
-    text = inspect("demo", "--routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
     table = text[text.index("  pos") :].splitlines()
     assert "too many layers for this width; --layer L" in text
     assert all(cell_len(line) <= 80 for line in text.splitlines())
     assert all("of 48" in line for line in table[1:10])
     assert table[10].endswith("not recorded")
-    assert "layer 47" in inspect("demo", "--routes", "--layer", "47", root=tmp_path, monkeypatch=monkeypatch)
+    assert "layer 47" in inspect("routes", "demo", "--layer", "47", root=tmp_path, monkeypatch=monkeypatch)
 
 
 def test_without_the_engines_record_only_the_learners_routes_are_shown(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path)
     (run / "routes" / "engine-generator-0.0.routes").unlink()
-    text = inspect("demo", "--routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
     assert "the engine's record of these tokens is not among the files" in text
     assert text.count("[") >= 10 * LAYERS
 
@@ -244,7 +264,7 @@ def test_text_that_could_upset_a_terminal_or_the_table_is_made_visible(tmp_path,
         return msgspec.structs.replace(trained, token_ids=tokens), calls
 
     write_run(tmp_path, change=change)
-    text = inspect("demo", "--routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
     assert "\x1b" not in text
     assert "\\x1b" in text
     assert "recorded 9 of 10" in text
@@ -262,7 +282,7 @@ def test_an_end_that_was_not_sampled_is_injected() -> None:
 def test_ids_stand_for_tokens_where_there_is_no_tokenizer(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path)
     (run / "init" / "tokenizer.json").unlink()
-    text = inspect("demo", "--routes", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
     assert "#10" in text
 
 
@@ -277,7 +297,7 @@ def test_the_overview_says_what_there_is(tmp_path, monkeypatch) -> None:
         assert text.startswith("demo")
         assert "2 trajectories of 2 steps (1 to 11)" in text
         assert f"{LAST} of step 11" in text
-        assert "--verify-routes" in text
+        assert "inspect verify" in text
 
 
 @pytest.mark.parametrize(
@@ -286,9 +306,9 @@ def test_the_overview_says_what_there_is(tmp_path, monkeypatch) -> None:
         (["demi"], "no run 'demi'; did you mean 'demo'?"),
         (["xyzzy"], "no run 'xyzzy'; there are: demo"),
         (["runs"], "runs is not the directory of a run"),
-        (["demo", "--routes", "--step", "9"], "no routes of step 9 were kept; the nearest step that has some is 11"),
-        (["demo", "--routes", "--trajectory", "g00000040e0001"], f"did you mean '{LAST}'?"),
-        (["demo", "--routes", "--layer", "3"], "there is no MoE layer 3: there are 0 to 2"),
+        (["routes", "demo", "--step", "9"], "no routes of step 9 were kept; the nearest step that has some is 11"),
+        (["routes", "demo", "--trajectory", "g00000040e0001"], f"did you mean '{LAST}'?"),
+        (["routes", "demo", "--layer", "3"], "there is no MoE layer 3: there are 0 to 2"),
     ],
 )
 def test_what_is_not_there_is_one_line_that_helps(tmp_path, monkeypatch, words, message) -> None:
@@ -311,8 +331,8 @@ def test_a_run_without_routes_names_the_setting(tmp_path, monkeypatch, trace, me
     run.mkdir(parents=True)
     (run / "config.toml").write_text(f'[routing]\ntrace = "{trace}"\n' if trace else "steps = 1\n")
     assert message in inspect("bare", root=tmp_path, monkeypatch=monkeypatch)
-    for option in ("--routes", "--verify-routes"):
-        assert message in inspect("bare", option, root=tmp_path, monkeypatch=monkeypatch, code=2)
+    for command in ("routes", "verify"):
+        assert message in inspect(command, "bare", root=tmp_path, monkeypatch=monkeypatch, code=2)
 
 
 def test_a_run_is_found_by_directory_before_name(tmp_path, monkeypatch) -> None:

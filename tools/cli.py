@@ -13,7 +13,7 @@ from r3async.config import ConfigError, load_command
 from r3async.printable import printable
 from r3async.world.processes import find_user_modules
 from tools.bench.commands import app as bench
-from tools.inspect_command import inspect
+from tools.inspect_command import app as inspect
 from tools.submit_commands import app as submit
 from tools.submit_commands import cluster
 from tools.terminal import Terminal
@@ -30,8 +30,8 @@ app = typer.Typer(
 
 app.add_typer(bench, name="bench")
 app.add_typer(submit, name="submit")
+app.add_typer(inspect, name="inspect")
 app.command()(cluster)
-app.command()(inspect)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)

@@ -1,156 +1,143 @@
-"""The command `r3async inspect`: what its words mean, and who answers."""
+"""The command `r3async inspect` and its subcommands: what their words mean, and who answers."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
+from typer.core import TyperGroup
 
 from tools.terminal import Terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from tools.inspect_look import Inspection
+
+MOVED = {
+    "--routes": "routes [RUN]",
+    **{option: f"routes [RUN] {option}" for option in ("--layer", "--diff")},
+    "--trajectories": "trajectories [RUN]",
+    **{
+        f"--{option}": f"trajectories [RUN] --{option}"
+        for option in ("tokens", "reward-below", "age-above", "turns", "version", "export", "trajectory", "step")
+    },
+    "--verify-routes": "verify [RUN]",
+    "--frames": "frames FILE",
+}
+"""Options of the command that did everything, and what has them now."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What to show; None: the default of what is shown. `routes`, `trajectories`: asked for by name."""
+class _ShowUnlessNamed(TyperGroup):
+    """`inspect RUN` shows what there is; `inspect routes RUN` and the like are what they say."""
 
-    trajectories: bool
-    tokens: bool
-    frames: bool
-    reward_below: float | None
-    age_above: int | None
-    turns: int | None
-    trajectory: str | None
-    step: int | None
-    version: int | None
-    limit: int | None
-    export: Path | None
-    routes: bool
-    verify_routes: bool
-    layers: list[int]
-    diff: bool
-    json: bool
-
-    @property
-    def of_trajectories(self) -> bool:
-        """An option was given that makes sense of trajectories only."""
-        given = (self.reward_below, self.age_above, self.turns, self.version, self.limit, self.export)
-        return self.trajectories or self.tokens or any(each is not None for each in given)
-
-    @property
-    def of_routes(self) -> bool:
-        """Routes are to be shown; by default, those of the trajectory or the step that was named."""
-        named = self.trajectory is not None or self.step is not None
-        return self.routes or self.diff or bool(self.layers) or (named and not self.of_trajectories)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] != ["--help"] and not set(args[:1]) & set(self.commands):
+            for option in [word.partition("=")[0] for word in args]:
+                if option in MOVED:
+                    ctx.fail(f"{option} is now `r3async inspect {MOVED[option]}`")
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
 
 
-def inspect(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="[RUN_OR_FILE]",
-            help="a run's name or directory; a spool or one of its files; a checkpoint; a file with a message",
-        ),
-    ] = "latest",
-    trajectories: Annotated[bool, typer.Option("--trajectories", help="list a run's trajectories")] = False,
-    tokens: Annotated[bool, typer.Option("--tokens", help="one token a line")] = False,
-    reward_below: Annotated[float | None, typer.Option(help="only trajectories that earned less")] = None,
-    age_above: Annotated[int | None, typer.Option(help="only those with a token older than so many versions")] = None,
-    turns: Annotated[int | None, typer.Option(help="only those of so many turns or more")] = None,
-    version: Annotated[
-        int | None, typer.Option(help="from which ages in a spool count", show_default="the newest known")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="at most so many; 0: all", show_default="depends")] = None,
-    export: Annotated[Path | None, typer.Option(help="write trajectories to FILE.jsonl or FILE.parquet")] = None,
-    frames: Annotated[bool, typer.Option("--frames", help="messages as they came over the wire")] = False,
-    routes: Annotated[bool, typer.Option("--routes", help="a trajectory's routes against the learner's")] = False,
-    verify_routes: Annotated[
-        bool, typer.Option("--verify-routes", help="prove that training used the engine's routes; exit 1 if not")
-    ] = False,
-    trajectory: Annotated[
-        str | None, typer.Option(help="only this one (--routes: which)", show_default="the first")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="of this step", show_default="the last traced")] = None,
-    layer: Annotated[
-        list[int] | None, typer.Option(help="only this MoE layer, from 0; may be repeated (--routes)")
-    ] = None,
-    diff: Annotated[bool, typer.Option("--diff", help="only tokens that learner and engine route differently")] = False,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object a line, or for the whole proof")] = False,
-) -> None:
-    """Look into a run, a spool, a checkpoint or a message. Without an option: what there is to see. Exit 2 if something can
-    not be read."""
+app = typer.Typer(
+    cls=_ShowUnlessNamed,
+    help="Look into a run, a spool, a checkpoint or a message. `inspect [RUN_OR_FILE]` says what there is to see. Exit 2 if "
+    "something can not be read.",
+)
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="[RUN_OR_FILE]",
+        help="a run's name or directory; a spool or one of its files; a checkpoint; a file with a message",
+    ),
+]
+Run = Annotated[str, typer.Argument(metavar="[RUN]", help="a run's name or directory")]
+Limit = Annotated[int | None, typer.Option(min=0, help="at most so many; 0: all", show_default="depends")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
+
+
+@contextmanager
+def _answering(target: str) -> Iterator[Inspection]:
+    """What could not be read is told on stderr at the end, and makes exit code 2."""
     from r3async.observe.routes import RouteFileError
+    from tools.inspect_look import Inspection
     from tools.inspect_run import InspectError
 
-    wanted = Wanted(
-        trajectories=trajectories,
-        tokens=tokens,
-        frames=frames,
-        reward_below=reward_below,
-        age_above=age_above,
-        turns=turns,
-        trajectory=trajectory,
-        step=step,
-        version=version,
-        limit=limit,
-        export=export,
-        routes=routes,
-        verify_routes=verify_routes,
-        layers=layer or [],
-        diff=diff,
-        json=json,
-    )
     problems: list[str] = []
     try:
-        proven = _answer(target, wanted, Terminal(), problems)
+        yield Inspection(Terminal(), problems)
     except (InspectError, RouteFileError) as error:
         problems.append(str(error))
-        proven = True
     except OSError as error:
         if error.errno == errno.EPIPE:  # `| head`
             raise
         problems.append(f"{error.filename or target}: {error.strerror or error}")
-        proven = True
     for problem in problems:
         Terminal(stderr=True).print(problem, style="bold red", highlight=False, markup=False, soft_wrap=True)
-    if problems or not proven:
-        raise typer.Exit(2 if problems else 1)
+    if problems:
+        raise typer.Exit(2)
 
 
-def _answer(target: str, wanted: Wanted, console: Console, problems: list[str]) -> bool:
-    """False if what was to be proven is not so."""
-    from tools.inspect_look import describe_rest, look_at, run_trajectories
-    from tools.inspect_routes import describe_kept, print_verification, show_routes
-    from tools.inspect_run import InspectError, find_file, find_run, overview
+@app.command(hidden=True)
+def show(target: Target = "latest", limit: Limit = None, json: Json = False) -> None:
+    """What there is to see in a run; a spool's trajectories; a checkpoint's state and tensors; a message."""
+    with _answering(target) as inspection:
+        inspection.show(target, limit, json)
 
-    found = find_file(target)
-    if found is not None:
-        if wanted.routes or wanted.diff or wanted.layers or wanted.verify_routes:
-            raise InspectError(f"{found} is no run: only a run has routes")
-        look_at(found, wanted, console, problems)
-        return True
-    run_dir = find_run(target)
-    if wanted.frames:
-        raise InspectError(f"--frames is of a spool or a message, for example of {run_dir / 'spool'}")
-    if wanted.of_trajectories:
-        run_trajectories(run_dir, wanted, console, problems)
-    if wanted.of_routes:
-        show_routes(
-            run_dir,
-            console,
-            trajectory=wanted.trajectory,
-            step=wanted.step,
-            layers=wanted.layers,
-            diff=wanted.diff,
-            json=wanted.json,
-        )
-    if wanted.verify_routes:
-        return print_verification(run_dir, console, json=wanted.json)
-    if not wanted.of_trajectories and not wanted.of_routes:
-        overview(run_dir, [*describe_kept(run_dir), *describe_rest(run_dir)], console)
-    return True
+
+@app.command()
+def trajectories(
+    target: Target = "latest",
+    reward_below: Annotated[float | None, typer.Option(help="only those that earned less")] = None,
+    age_above: Annotated[int | None, typer.Option(help="only those with a token older than so many versions")] = None,
+    turns: Annotated[int | None, typer.Option(help="only those of so many turns or more")] = None,
+    trajectory: Annotated[str | None, typer.Option(help="only the one of this id")] = None,
+    step: Annotated[int | None, typer.Option(help="only those that this step trained")] = None,
+    version: Annotated[
+        int | None, typer.Option(help="from which ages in a spool count", show_default="the newest known")
+    ] = None,
+    limit: Limit = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="one token a line")] = False,
+    export: Annotated[Path | None, typer.Option(help="write them to FILE.jsonl or FILE.parquet")] = None,
+    json: Json = False,
+) -> None:
+    """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
+    with _answering(target) as inspection:
+        from tools.inspect_trajectories import Filter
+
+        keep = Filter(reward_below, age_above, turns, trajectory, step)
+        inspection.trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)
+
+
+@app.command()
+def routes(
+    run: Run = "latest",
+    trajectory: Annotated[str | None, typer.Option(help="which", show_default="the first of the step")] = None,
+    step: Annotated[int | None, typer.Option(help="of this step", show_default="the last traced")] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="only this MoE layer, from 0; may be repeated")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="only tokens that learner and engine route differently")] = False,
+    json: Json = False,
+) -> None:
+    """Show a trajectory's experts token by token: the engine's beside those that the learner would choose."""
+    with _answering(run) as inspection:
+        inspection.routes(run, trajectory, step, layer or [], diff=diff, json=json)
+
+
+@app.command()
+def verify(run: Run = "latest", json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False) -> None:
+    """Verify from two records that training used the routes which the engine returned. Exit 1 if it did not."""
+    with _answering(run) as inspection:
+        proven = inspection.verify(run, json)
+    if not proven:
+        raise typer.Exit(1)
+
+
+@app.command()
+def frames(target: Target, limit: Limit = None, json: Json = False) -> None:
+    """Show messages as they came over the wire, frame by frame: those of a spool, or a file that holds one."""
+    with _answering(target) as inspection:
+        inspection.frames(target, limit, json)

@@ -1,10 +1,10 @@
-"""What `r3async inspect` does with each kind of thing. `problems` gets what could not be read; the rest is shown."""
+"""What `r3async inspect` does with each kind of thing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -12,87 +12,155 @@ from r3async.observe.jsonl import read_objects
 from r3async.observe.quarantine import describe_quarantine
 from r3async.observe.tokens import RunTokenizer
 from tools import inspect_checkpoint as checkpoints
-from tools.inspect_export import export
-from tools.inspect_run import InspectError, is_checkpoint
+from tools.inspect_export import export as write_file
+from tools.inspect_routes import describe_kept, print_verification, show_routes
+from tools.inspect_run import InspectError, find_file, find_run, is_checkpoint
 from tools.inspect_show import print_list, print_tokens, printer, write_json
 from tools.inspect_sources import newest_sampled, newest_version, read_run, read_spool, run_of, sources_of, spool_files
 from tools.inspect_trajectories import Filter, Seen, tokens_of
-from tools.inspect_wire import describe_message, is_spool_file, read_messages
-
-if TYPE_CHECKING:
-    from tools.inspect_command import Wanted
+from tools.inspect_wire import describe_message, read_messages
 
 LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
 
 
-def look_at(path: Path, wanted: Wanted, console: Console, problems: list[str]) -> None:
-    """A spool, one of its files, a checkpoint, a directory of them, or a message. Raises `InspectError` for anything else."""
-    if path.is_dir() and path.name == "checkpoints":
-        _checkpoints(path, wanted, console, problems)
-    elif is_checkpoint(path):
-        _checkpoint(path, wanted, console, problems)
-    elif path.is_dir() or path.suffix == ".spool" or (wanted.of_trajectories and is_spool_file(path)):
-        _spool(path, wanted, console, problems)
-    else:
-        _messages(path, wanted, console, problems)
+class Inspection(NamedTuple):
+    """One answer on `console`. `problems` gets what could not be read; the rest is shown. Raises `InspectError` for what is not
+    there. `limit`: at most so many of what is shown, 0: all, None: as many as fit a screen."""
 
+    console: Console
+    problems: list[str]
 
-# -- trajectories ------------------------------------------------------------------------------------------------------
+    def show(self, target: str, limit: int | None, json: bool) -> None:
+        """What there is: of a run its parts, of a spool its trajectories, a checkpoint, a directory of them, or a message."""
+        found = find_file(target)
+        if found is None:
+            self._overview(find_run(target))
+        elif found.is_dir() and found.name == "checkpoints":
+            self._checkpoints(found)
+        elif is_checkpoint(found):
+            self._checkpoint(found, limit, json)
+        elif found.is_dir() or found.suffix == ".spool":
+            self.trajectories(target, Filter(), None, limit, json=json)
+        else:
+            self.frames(target, limit, json)
 
+    def routes(
+        self, run: str, trajectory: str | None, step: int | None, layers: Sequence[int], *, diff: bool, json: bool
+    ) -> None:
+        run_dir = self._run(run)
+        show_routes(run_dir, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json)
 
-def run_trajectories(run_dir: Path, wanted: Wanted, console: Console, problems: list[str]) -> None:
-    """Of all that the run holds."""
-    version = wanted.version if wanted.version is not None else newest_version(run_dir)
-    if version is None:
-        version = newest_sampled(run_dir / "spool")
-    told = [line for line in sources_of(run_dir) if not line.startswith(" ")]
-    _trajectories(read_run(run_dir, problems.append), version, run_dir, told, wanted, console)
+    def verify(self, run: str, json: bool) -> bool:
+        """Whether training used the engine's routes."""
+        return print_verification(self._run(run), self.console, json=json)
 
+    def _run(self, name: str) -> Path:
+        if (found := find_file(name)) is not None:
+            raise InspectError(f"{found} is no run: only a run has routes")
+        return find_run(name)
 
-def _spool(path: Path, wanted: Wanted, console: Console, problems: list[str]) -> None:
-    files = spool_files(path)
-    if not files:
-        raise InspectError(f"{path} has no spool file: everything that was accepted is in a checkpoint")
-    if wanted.frames:
-        for file in files:
-            _messages(file, wanted, console, problems)
-        return
-    run_dir = run_of(path)
-    known = [v for v in (newest_version(run_dir), newest_sampled(path)) if v is not None]
-    version = wanted.version if wanted.version is not None else max(known, default=None)
-    _trajectories(read_spool(path, problems.append), version, run_dir, [f"{path}: {len(files)} files"], wanted, console)
+    def _overview(self, run_dir: Path) -> None:
+        say = printer(self.console)
+        say(f"{run_dir.resolve().name}  ({run_dir})", "bold")
+        for line in [*describe_kept(run_dir), *describe_rest(run_dir)]:
+            say(line)
 
+    # -- trajectories --------------------------------------------------------------------------------------------------
 
-def _trajectories(
-    found: Iterable[Seen], version: int | None, run_dir: Path | None, told: list[str], wanted: Wanted, console: Console
-) -> None:
-    """List, tokens, or a file. `told`: where they come from, for whom nothing was found."""
-    keep = Filter(wanted.reward_below, wanted.age_above, wanted.turns, wanted.trajectory, wanted.step)
-    kept = (seen for seen in found if keep.keeps(seen, version))
-    if wanted.tokens:
-        kept = (seen for seen in kept if seen.samples)
-    default = 0 if wanted.export else TOKENS_LIMIT if wanted.tokens else LIST_LIMIT
-    limit = default if wanted.limit is None else wanted.limit
-    shown = _Limited(kept, limit)
-    if wanted.export:
-        count = export(shown, wanted.export, version)
-        console.print(f"{wanted.export}: {count} trajectories", highlight=False, markup=False, soft_wrap=True)
-    elif wanted.tokens:
-        text = RunTokenizer(run_dir or Path("none")).text
+    def trajectories(
+        self,
+        target: str,
+        keep: Filter,
+        version: int | None,
+        limit: int | None,
+        *,
+        tokens: bool = False,
+        export: Path | None = None,
+        json: bool = False,
+    ) -> None:
+        """Of a run or a spool: a list, their tokens, or a file. `version`: from which ages count; None: the newest known."""
+        spool = find_file(target)
+        run_dir: Path | None
+        if spool is None:
+            run_dir = find_run(target)
+            spool, found = run_dir / "spool", read_run(run_dir, self.problems.append)
+            told = [line for line in sources_of(run_dir) if not line.startswith(" ")]
+        else:
+            files = spool_files(spool)
+            if not files:
+                raise InspectError(f"{spool} has no spool file: everything that was accepted is in a checkpoint")
+            run_dir, found = run_of(spool), read_spool(spool, self.problems.append)
+            told = [f"{spool}: {len(files)} files"]
+        if version is None:
+            version = max(filter(None, (newest_version(run_dir), newest_sampled(spool))), default=None)
+        kept = (seen for seen in found if keep.keeps(seen, version) and (seen.samples or not tokens))
+        default = 0 if export else TOKENS_LIMIT if tokens else LIST_LIMIT
+        shown = _Limited(kept, default if limit is None else limit)
+        if export:
+            printer(self.console)(f"{export}: {write_file(shown, export, version)} trajectories")
+        elif tokens:
+            self._tokens(shown, version, RunTokenizer(run_dir or Path("none")), json)
+        elif json:
+            write_json((seen.facts(version) for seen in shown), self.console)
+        elif rows := [seen.facts(version) for seen in shown]:
+            print_list(rows, shown.hidden, self.console)
+        if not shown.count:
+            raise InspectError("no such trajectory was kept. " + "; ".join(told))
+
+    def _tokens(self, shown: Iterable[Seen], version: int | None, tokenizer: RunTokenizer, json: bool) -> None:
         for seen in shown:
-            if wanted.json:
+            if json:
                 for sample in seen.samples:
-                    write_json(tokens_of(seen, sample, text), console)
+                    write_json(tokens_of(seen, sample, tokenizer.text), self.console)
             else:
-                print_tokens(seen, version, text, console)
-    elif wanted.json:
-        write_json((seen.facts(version) for seen in shown), console)
-    else:
-        rows = [seen.facts(version) for seen in shown]
-        if rows:
-            print_list(rows, shown.hidden, console)
-    if not shown.count:
-        raise InspectError("no such trajectory was kept. " + "; ".join(told))
+                print_tokens(seen, version, tokenizer.text, self.console)
+
+    # -- messages and checkpoints --------------------------------------------------------------------------------------
+
+    def frames(self, target: str, limit: int | None, json: bool) -> None:
+        """Messages of a spool, of one of its files, or a file that is one."""
+        path = find_file(target)
+        if path is None:
+            raise InspectError(f"frames are of a spool or a message, for example of {find_run(target) / 'spool'}")
+        for file in spool_files(path):
+            self._messages(file, MESSAGES_LIMIT if limit is None else limit, json)
+
+    def _messages(self, path: Path, limit: int, json: bool) -> None:
+        say, hidden = printer(self.console), 0
+        for number, (offset, frames) in enumerate(read_messages(path, self.problems.append)):
+            lines, problem = describe_message(frames)
+            if problem:
+                self.problems.append(f"{path}: the message at byte {offset} can not be read: {problem}")
+            if limit and number >= limit:
+                hidden += 1
+                continue
+            size = sum(memoryview(frame).nbytes for frame in frames)
+            if json:
+                facts = {"file": str(path), "offset": offset, "bytes": size, "frames": [x.strip() for x in lines]}
+                write_json([facts | {"problem": problem}], self.console)
+                continue
+            say(f"message at byte {offset} of {path}: {len(frames)} frames, {size:,} bytes", "bold")
+            for line in lines:
+                say(line)
+        if hidden and not json:
+            say(f"and {hidden} more; --limit 0 shows all")
+
+    def _checkpoint(self, path: Path, limit: int | None, json: bool) -> None:
+        seen = checkpoints.look(path)
+        self.problems.extend(f"{path}: {problem}" for problem in seen.problems)
+        if json:
+            write_json([seen], self.console)
+            return
+        for line in checkpoints.describe(seen, TENSORS_LIMIT if limit is None else limit):
+            printer(self.console)(line, "bold" if line.startswith("checkpoint") else "")
+
+    def _checkpoints(self, path: Path) -> None:
+        lines, broken = checkpoints.overview(path)
+        self.problems.extend(broken)
+        if not lines:
+            raise InspectError(f"{path} has no checkpoint")
+        for line in lines:
+            printer(self.console)(line)
 
 
 class _Limited:
@@ -109,59 +177,6 @@ class _Limited:
                 self.hidden += 1
             else:
                 yield seen
-
-
-# -- messages and checkpoints ------------------------------------------------------------------------------------------
-
-
-def _messages(path: Path, wanted: Wanted, console: Console, problems: list[str]) -> None:
-    say, limit = printer(console), MESSAGES_LIMIT if wanted.limit is None else wanted.limit
-    hidden = 0
-    for number, (offset, frames) in enumerate(read_messages(path, problems.append)):
-        lines, problem = describe_message(frames)
-        if problem:
-            problems.append(f"{path}: the message at byte {offset} can not be read: {problem}")
-        if limit and number >= limit:
-            hidden += 1
-            continue
-        size = sum(memoryview(frame).nbytes for frame in frames)
-        if wanted.json:
-            write_json([_message_facts(path, offset, size, lines, problem)], console)
-            continue
-        say(f"message at byte {offset} of {path}: {len(frames)} frames, {size:,} bytes", "bold")
-        for line in lines:
-            say(line)
-    if hidden and not wanted.json:
-        say(f"and {hidden} more; --limit 0 shows all")
-
-
-def _message_facts(path: Path, offset: int, size: int, lines: list[str], problem: str) -> dict[str, Any]:
-    return {
-        "file": str(path),
-        "offset": offset,
-        "bytes": size,
-        "frames": [x.strip() for x in lines],
-        "problem": problem,
-    }
-
-
-def _checkpoint(path: Path, wanted: Wanted, console: Console, problems: list[str]) -> None:
-    seen = checkpoints.look(path)
-    problems += [f"{path}: {problem}" for problem in seen.problems]
-    if wanted.json:
-        write_json([seen], console)
-        return
-    for line in checkpoints.describe(seen, TENSORS_LIMIT if wanted.limit is None else wanted.limit):
-        printer(console)(line, "bold" if line.startswith("checkpoint") else "")
-
-
-def _checkpoints(path: Path, wanted: Wanted, console: Console, problems: list[str]) -> None:
-    lines, broken = checkpoints.overview(path)
-    problems += broken
-    if not lines:
-        raise InspectError(f"{path} has no checkpoint")
-    for line in lines:
-        printer(console)(line)
 
 
 def describe_rest(run_dir: Path) -> list[str]:

@@ -15,8 +15,8 @@ from r3async.observe.settings import read_run_config
 from r3async.observe.summary import format_percent
 from r3async.observe.tokens import RunTokenizer, roles
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
-from r3async.printable import printable
 from tools.inspect_run import InspectError, fitted, nearest
+from tools.inspect_show import printer, write_json
 
 TEXT_CELLS = 12
 
@@ -59,9 +59,9 @@ def describe_kept(run_dir: Path) -> list[str]:
     count = len({entry.facts["trajectory_id"] for entry in index.trained})
     return [
         f"routes: {count} trajector{'y' if count == 1 else 'ies'} of {_steps(steps)}",
-        f"  --routes                            token by token: {shown['trajectory_id']} of step {shown['step']}",
-        "  --routes --step N --trajectory ID   another one; --layer L, --diff: less of it; --json: for programs",
-        "  --verify-routes                     compare all that was kept with the engine's own record",
+        f"  inspect routes                            token by token: {shown['trajectory_id']} of step {shown['step']}",
+        "  inspect routes --step N --trajectory ID   another one; --layer L, --diff: less of it; --json: for programs",
+        "  inspect verify                            compare all that was kept with the engine's own record",
         *index.problems,
     ]
 
@@ -179,8 +179,7 @@ def show_routes(
         rows = sample.token_routes(layers or range(sample.layers))
         shown = [row for row in rows if row.disagrees] if diff else rows
         if json:
-            for row in shown:
-                console.file.write(printable(msgspec.json.encode(row).decode()) + "\n")
+            write_json(shown, console)
         else:
             _print(sample, shown, len(layers) > 0, console)
 
@@ -270,17 +269,15 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
     if replay in ("learner", "off"):
         raise InspectError(
             f'{run_dir} was trained with routing.replay="{replay}": the routes used are the learner\'s own, and not meant '
-            "to be the engine's; --routes compares the two"
+            "to be the engine's; `inspect routes` compares the two"
         )
     result = verify_routes(index)
     if json:
         facts = {**msgspec.to_builtins(result), "proven": result.proven, "problems": index.problems}
-        console.file.write(printable(msgspec.json.encode(facts).decode()) + "\n")
+        write_json([facts], console)
         return result.proven
 
-    def say(line: str, style: str = "") -> None:
-        console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
-
+    say = printer(console)
     for problem in index.problems:
         say(problem, "yellow")
     steps = _steps([entry.facts["step"] for entry in index.trained])

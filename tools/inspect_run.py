@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
 
 ROOT = Path("runs")
 _CHECKPOINT = re.compile(r"step-\d{8,}(\..*)?")
@@ -69,10 +67,3 @@ def nearest(name: str, names: list[str], shown: int = 5) -> str:
         return f"did you mean {near[0]!r}?"
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return f"there are: {', '.join(names[:shown])}{more}" if names else "there are none"
-
-
-def overview(run_dir: Path, kept: Iterable[str], console: Console) -> None:
-    """What can be inspected in this run: the lines of `kept`."""
-    console.print(f"{run_dir.resolve().name}  ({run_dir})", style="bold", highlight=False, markup=False)
-    for line in kept:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)

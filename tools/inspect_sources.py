@@ -114,7 +114,7 @@ def refused_of(run_dir: Path) -> list[str]:
     """A line if trajectories were accepted that could not be trained."""
     kept = spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
     size = sum(path.stat().st_size for path in kept)
-    where = f"r3async inspect {run_dir / 'quarantine'} --trajectories; reasons: events.jsonl, trajectory_quarantined"
+    where = f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
     return [f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} bytes ({where})"] if kept else []
 
 
@@ -138,6 +138,6 @@ def sources_of(run_dir: Path) -> list[str]:
         *refused_of(run_dir),
         f"traces: {traced} trained trajectories, token by token{more}",
         f"conversations: {episodes} (episodes.jsonl), without tokens",
-        "  --trajectories                      list all of them; --reward-below, --age-above, --turns: fewer",
-        "  --tokens --trajectory ID            one token a line; --export FILE.jsonl or FILE.parquet: for programs",
+        "  inspect trajectories                      list all of them; --reward-below, --age-above, --turns: fewer",
+        "  inspect trajectories --tokens             one token a line; --export FILE.jsonl or FILE.parquet: for programs",
     ]

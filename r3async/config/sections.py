@@ -206,7 +206,7 @@ class RoutingConfig(Section):
     """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
     trace: Literal["off", "sample", "all"] = "sample"
     """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
-    first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect NAME --verify-routes`
+    first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect verify NAME`
     then proves that they are equal. Per token 25 bytes and 3 ids for each MoE layer and expert it is sent to."""
     trace_every: int = 10
 

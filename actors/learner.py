@@ -93,9 +93,9 @@ class LearnerActor:
         path, schedule = Path(self.model_path), self.config.schedule
         cost = cost_model(json.loads(read_file(path / "config.json", files=self.world.files)))
         if self.config.learner.parallel.world == 1:
-            backend: LocalLearner | RankedLearner = LocalLearner(self.config, path, self.world)
+            backend: LocalLearner | RankedLearner = LocalLearner.load(self.config, path, self.world)
         else:
-            backend = RankedLearner(self.config, path, self.run_dir, self._gpus_per_rank, self.world)
+            backend = RankedLearner.load(self.config, path, self.run_dir, self._gpus_per_rank, self.world)
         if self._checkpoint is None:
             buffer = GroupBuffer(schedule.samples_per_group, schedule.window)
             return Model(backend, self._torch, cost, Counts(), buffer)

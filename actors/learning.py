@@ -13,7 +13,6 @@ from actors.publishing import Publishing
 from actors.ranks import LocalLearner, RankedLearner
 from actors.reception import Reception
 from actors.saving import LEARNER_RECORDS, Books, Progress, Saver
-from actors.training import StepOf
 from r3async.appending import AppendFile
 from r3async.batching.cost import Cost
 from r3async.buffer.groups import GroupBuffer
@@ -73,7 +72,11 @@ class Learning:
     doing: str = field(default="between steps", init=False)
 
     def __post_init__(self) -> None:
-        self._tracer = StepTracer(self.run_dir, self.config, self.events.warning, world=self.world)
+        from r3async.learners.trainer import Trainer  # loads torch, which this process has by now
+
+        tracer = StepTracer(self.run_dir, self.config, self.events.warning, world=self.world)
+        model = self.model
+        self.trainer = Trainer(self.config, model.cost, model.backend, tracer, self.events, self._stand_in)
         self._trained_file = AppendFile(self.run_dir / TRAINED_FILE, world=self.world)
 
     async def train_step(self, last: bool, interrupted: asyncio.Event) -> dict[str, Any] | None:
@@ -134,11 +137,11 @@ class Learning:
         check_ages(taken, counts.version, reception.age_bound)
         now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
         ages = age_metrics(taken, counts.version, reception.age_bound, now, oldest)
-        step = StepOf(counts.steps + 1, counts.version, self.config, model.cost, self._tracer, self.events)
-        with self.timeline.span("train", step=step.number):
-            metrics, groups, unsound = await model.torch.run(step.train, model.backend, taken, self._stand_in)
-        await reception.set_aside(unsound, groups)
-        return groups, metrics | ages
+        number = counts.steps + 1
+        with self.timeline.span("train", step=number):
+            done = await model.torch.run(self.trainer.step, number, counts.version, taken)
+        await reception.set_aside(done.unsound, done.groups)
+        return done.groups, done.metrics | ages
 
     def _stand_in(self, trajectory: Trajectory) -> Trajectory:
         """For one that cannot be trained: of its episode, and nothing of it is trained or compared."""

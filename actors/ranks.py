@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from actors.delivery import sender
@@ -15,13 +15,14 @@ from actors.process import NotLoaded, begin
 from r3async.batching.packing import MicroBatch
 from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
-from r3async.learners.base import LearnerError, StepResult
+from r3async.learners.base import LearnerError, MinibatchResult
 from r3async.weights.transport import Publication, WeightSender
-from r3async.world import Placement, World
+from r3async.world import ActorRef, Actors, Placement, World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerState
+    from r3async.learners.backend import LearnerBackend
 
 WRITE, CHECKPOINT = "write", "checkpoint"
 """The threads of a rank's own for `write` and `write_state`. Another one makes every other call."""
@@ -30,11 +31,6 @@ WRITE, CHECKPOINT = "write", "checkpoint"
 def placement(threads: int, gpus: float = 0.0) -> Placement:
     """Of a rank."""
     return Placement(threads=threads, gpus=gpus, concurrency=1, lanes=(WRITE, CHECKPOINT), beside=True)
-
-
-def with_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence[np.ndarray]) -> list[MicroBatch]:
-    """The micro-batches with a column more."""
-    return [replace(m, table=m.table.with_columns(**{name: v})) for m, v in zip(micro_batches, values, strict=True)]
 
 
 class NoSender:
@@ -54,22 +50,28 @@ class LocalLearner:
     pids: Sequence[int] = ()
     """Of further processes, which compute for this one."""
 
-    def __init__(self, config: Config, model_path: Path, world: World = REAL):
+    def __init__(self, config: Config, backend: LearnerBackend, world: World = REAL):
         import torch
 
-        torch.set_num_threads(config.learner.threads)
-        from r3async.learners.build import build_learner
-
-        self._config, self._world = config, world
-        self._backend = build_learner(config, model_path, world.files)
+        self._config, self._world, self.backend = config, world, backend
         self._sender: WeightSender = NoSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._held: LearnerState | None = None
 
+    @classmethod
+    def load(cls, config: Config, model_path: Path, world: World = REAL) -> LocalLearner:
+        """Load the model, with the other ranks where there are any. Raises `LearnerError`."""
+        import torch
+
+        torch.set_num_threads(config.learner.threads)
+        from r3async.learners.build import build_learner
+
+        return cls(config, build_learner(config, model_path, world.files), world)
+
     @property
     def vocab_size(self) -> int:
-        return self._backend.vocab_size
+        return self.backend.vocab_size
 
     def gpus(self) -> list[str]:
         """The GPU that weights are sent from, by its uuid; empty without CUDA."""
@@ -79,30 +81,19 @@ class LocalLearner:
 
     def train(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
-    ) -> list[StepResult]:
-        """One optimizer step for each minibatch, which has micro-batches for one data-parallel rank: this one. What is asked
-        of the model as it is before the first of them comes first: its own routes (`routing.replay = learner`), its
-        log-probs, those of the reference model."""
-        from r3async.algorithms.policy_loss import needs_old_logprobs
+    ) -> list[MinibatchResult]:
+        """`trainer.train_share` of minibatches that have micro-batches for one data-parallel rank: this one."""
+        from r3async.learners.trainer import train_share
 
-        algorithm = self._config.algorithm
-        batches = [list(mine) for (mine,) in minibatches]
-        if self._config.routing.replay == "learner":
-            batches = [self._backend.record_routes(b) for b in batches]
-        if needs_old_logprobs(algorithm):
-            batches = [with_column(b, "old_logprobs", self._backend.logprobs(b)) for b in batches]
-        if algorithm.reference_kl.coef:
-            values = [self._backend.logprobs(b, reference=True) for b in batches]
-            batches = [with_column(b, "reference_logprobs", v) for b, v in zip(batches, values, strict=True)]
-        return [self._backend.train_step(b, version=version, trace=trace) for b in batches]
+        return train_share(self.backend, [mine for (mine,) in minibatches], version=version, trace=trace)
 
     def updates(self) -> int:
         """Optimizer updates that made the weights, those before a resume included."""
-        return self._backend.version
+        return self.backend.version
 
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""
-        return self._backend.score(token_ids, temperature)
+        return self.backend.score(token_ids, temperature)
 
     def publish_through(self, backend: str) -> None:
         """Which transport `write` gives the weights to; see `delivery.sender`."""
@@ -114,7 +105,7 @@ class LocalLearner:
             raise LearnerError(
                 f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
             )
-        tensors = {name: tensor.cpu() for name, tensor in self._backend.export().items()}
+        tensors = {name: tensor.cpu() for name, tensor in self.backend.export().items()}
         if tensors:  # one rank hands them in
             self._snapshot = version, tensors
 
@@ -129,7 +120,7 @@ class LocalLearner:
 
     def hold(self) -> None:
         """Copy what a checkpoint needs to host memory, for `write_state`; see `LearnerBackend.state`."""
-        self._held = self._backend.state()
+        self._held = self.backend.state()
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """Write what is held into `directory` and let go of it, whatever comes of it. From any thread, beside a step."""
@@ -142,16 +133,16 @@ class LocalLearner:
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint that has been verified; see `LearnerBackend.restore`."""
-        self._backend.restore(open_checkpoint(checkpoint, check_tensors=False, files=self._world.files).learner())
+        self.backend.restore(open_checkpoint(checkpoint, check_tensors=False, files=self._world.files).learner())
 
     def save(self, directory: Path) -> None:
         """See `LearnerBackend.save`."""
-        self._backend.save(directory)
+        self.backend.save(directory)
 
     def close(self) -> None:
         """Release groups, and the published weights. Nothing must be being written."""
         self._sender.close()
-        self._backend.close()
+        self.backend.close()
 
 
 class RankActor:
@@ -192,7 +183,7 @@ class RankActor:
             world_size=world,
             timeout=datetime.timedelta(seconds=self._config.learner.collective_timeout),
         )
-        self._loaded = LocalLearner(self._config, self._model_path, self.world)
+        self._loaded = LocalLearner.load(self._config, self._model_path, self.world)
         return self._learner.vocab_size, self.world.processes.pid
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -208,18 +199,66 @@ class RankActor:
         return self._learner.write_state(directory)
 
 
-class RankedLearner:
-    """The same calls as `LocalLearner`, made on all ranks at once. They are actors on this node.
+class RankCalls:
+    """Calls on the ranks' actors. A rank that fails leaves the others waiting for it in a collective operation: the first failure
+    ends all of them and is raised as `LearnerError`."""
 
-    A rank that fails leaves the others waiting for it in a collective operation: the first failure ends all of them and
-    is raised as `LearnerError`.
+    def __init__(self, actors: Actors, ranks: Sequence[ActorRef]):
+        self._actors, self.ranks = actors, ranks
+
+    def begin(self, rank: int, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
+        """Begin a method of the actor of `rank`."""
+        return self._actors.begin(self.ranks[rank], method, *args, lane=lane, **kwargs)
+
+    def on_all(self, method: str, *args: Any, lane: str = "", timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """What the actors' method returns, on every rank."""
+        calls = [self.begin(rank, method, *args, lane=lane, **kwargs) for rank in range(len(self.ranks))]
+        return self.wait(calls, timeout)
+
+    def wait(self, calls: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """What the calls return; the first is of rank 0, and so on."""
+        waiting = list(calls)
+        while waiting:
+            ready, waiting = self._actors.wait(waiting, timeout)
+            if not ready:
+                self.kill()
+                raise LearnerError(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
+            for call in ready:
+                try:
+                    self._actors.get(call)
+                except Exception as error:
+                    self.kill()
+                    raise LearnerError(f"rank {calls.index(call)} of the learner failed: {error}") from error
+        return [self._actors.get(call) for call in calls]
+
+    def share(self, value: Any) -> Any:
+        """A reference to `value`, which many calls may be given."""
+        return self._actors.put(value)
+
+    def kill(self) -> None:
+        """End the ranks' processes."""
+        for rank in self.ranks:
+            self._actors.kill(rank)
+
+
+class RankedLearner:
+    """The same calls as `LocalLearner`, made on all ranks at once: actors on this node. The first answers for all of them.
+
+    `pids`: of the ranks' processes, which are on this host.
     """
 
-    def __init__(self, config: Config, model_path: Path, run_dir: Path, gpus: float = 0.0, world: World = REAL):
-        self._config, self._actors = config, world.actors
+    def __init__(self, config: Config, calls: RankCalls, vocab_size: int, pids: Sequence[int]):
+        self._config, self._calls = config, calls
+        self.vocab_size, self.pids = vocab_size, pids
+
+    @classmethod
+    def load(
+        cls, config: Config, model_path: Path, run_dir: Path, gpus: float = 0.0, world: World = REAL
+    ) -> RankedLearner:
+        """Start the ranks, each with that many GPUs; they meet and load the model. Blocking. Raises `LearnerError`."""
         learner, plain = config.learner, to_dict(config)
-        self._ranks = [
-            self._actors.spawn(
+        ranks = [
+            world.actors.spawn(
                 RankActor,
                 rank,
                 plain,
@@ -230,60 +269,44 @@ class RankedLearner:
             )
             for rank in range(learner.parallel.world)
         ]
-        met = self._actors.begin(self._ranks[0], "whereabouts")
-        ((_, port),) = self._wait([met], learner.start_timeout)
-        loaded = self._wait([self._actors.begin(rank, "load", port) for rank in self._ranks], learner.start_timeout)
-        self.vocab_size: int = loaded[0][0]
-        self.pids: Sequence[int] = [pid for _, pid in loaded]
-        """Of the ranks' processes, which are on this host."""
+        calls = RankCalls(world.actors, ranks)
+        ((_, port),) = calls.wait([calls.begin(0, "whereabouts")], learner.start_timeout)
+        loaded = calls.on_all("load", port, timeout=learner.start_timeout)
+        return cls(config, calls, loaded[0][0], [pid for _, pid in loaded])
 
-    def _wait(self, calls: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        waiting = list(calls)
-        while waiting:
-            ready, waiting = self._actors.wait(waiting, timeout)
-            if not ready:
-                self.close()
-                raise LearnerError(f"{len(waiting)} ranks of the learner did not answer within {timeout:.0f} s")
-            for call in ready:
-                try:
-                    self._actors.get(call)
-                except Exception as error:
-                    self.close()
-                    raise LearnerError(f"rank {calls.index(call)} of the learner failed: {error}") from error
-        return [self._actors.get(call) for call in calls]
-
-    def _all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._wait([self._actors.begin(rank, "call", name, *args, **kwargs) for rank in self._ranks])
-
-    def gpus(self) -> list[str]:
-        """See `LocalLearner.gpus`: the first rank sends."""
-        return self._all("gpus")[0]
+    def _all(self, name: str, *args: Any) -> Any:
+        """What the first rank answers; all are asked."""
+        return self._calls.on_all("call", name, *args)[0]
 
     def train(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
-    ) -> list[StepResult]:
-        """See `LocalLearner.train`; each minibatch has micro-batches for every data-parallel rank, as many for one as for
-        another, and the traces are those of all ranks."""
+    ) -> list[MinibatchResult]:
+        """See `trainer.Ranks.train`."""
         p = self._config.learner.parallel
-        given = [self._actors.put([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
+        given = [self._calls.share([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
         # Megatron's order of ranks: tp varies fastest, then dp, then pp.
-        calls = [
-            self._actors.begin(actor, "call", "train", given[rank // p.tp % p.dp], version=version, trace=trace)
-            for rank, actor in enumerate(self._ranks)
-        ]
-        answers: list[list[StepResult]] = self._wait(calls)
+        answers: list[list[MinibatchResult]] = self._calls.wait(
+            [
+                self._calls.begin(rank, "call", "train", given[rank // p.tp % p.dp], version=version, trace=trace)
+                for rank in range(p.world)
+            ]
+        )
         return [
-            StepResult(r[0].metrics, r[0].layer_agreement, r[0].expert_load, [t for rank in r for t in rank.traces])
-            for r in zip(*answers, strict=True)
+            msgspec.structs.replace(results[0], traces=[t for result in results for t in result.traces])
+            for results in zip(*answers, strict=True)
         ]
+
+    def gpus(self) -> list[str]:
+        """See `LocalLearner.gpus`: the first rank sends."""
+        return self._all("gpus")
 
     def updates(self) -> int:
         """See `LocalLearner.updates`."""
-        return self._all("updates")[0]
+        return self._all("updates")
 
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""
-        return self._all("score", token_ids, temperature)[0]
+        return self._all("score", token_ids, temperature)
 
     def publish_through(self, backend: str) -> None:
         """See `LocalLearner.publish_through`."""
@@ -295,8 +318,8 @@ class RankedLearner:
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: the first rank does it, on this host."""
-        call = self._actors.begin(self._ranks[0], "write", reading, lane=WRITE)
-        return self._wait([call], self._config.weights.write_timeout)[0]
+        writing = self._calls.begin(0, "write", reading, lane=WRITE)
+        return self._calls.wait([writing], self._config.weights.write_timeout)[0]
 
     def hold(self) -> None:
         """See `LocalLearner.hold`."""
@@ -304,8 +327,12 @@ class RankedLearner:
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """See `LocalLearner.write_state`: each rank writes its own file."""
-        calls = [self._actors.begin(rank, "write_state", directory, lane=CHECKPOINT) for rank in self._ranks]
-        return [record for records in self._wait(calls, self._config.checkpoint.write_timeout) for record in records]
+        timeout = self._config.checkpoint.write_timeout
+        return [
+            r
+            for records in self._calls.on_all("write_state", directory, lane=CHECKPOINT, timeout=timeout)
+            for r in records
+        ]
 
     def restore(self, checkpoint: Path) -> None:
         """See `LocalLearner.restore`."""
@@ -317,5 +344,4 @@ class RankedLearner:
 
     def close(self) -> None:
         """End the ranks' processes."""
-        for rank in self._ranks:
-            self._actors.kill(rank)
+        self._calls.kill()

@@ -15,8 +15,9 @@ from r3async.batching.packing import MicroBatch, pack
 from r3async.checkpoint import Checkpoints, FileRecord, RunState
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
 from r3async.config import Config, config_from_dict
-from r3async.learners.base import LearnerBackend
+from r3async.learners.backend import LearnerBackend
 from r3async.learners.build import build_learner
+from r3async.learners.trainer import train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_parity import BUDGET, LENGTHS, of_rank
 
@@ -42,7 +43,7 @@ def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
 def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBatch]]) -> list[dict[str, float]]:
     p = config.learner.parallel
     rank = dist.get_rank() if p.world > 1 else 0
-    return [learner.train_step(of_rank(step, rank // p.tp % p.dp, p.dp)).metrics for step in steps]
+    return [train_minibatch(learner, of_rank(step, rank // p.tp % p.dp, p.dp)).metrics for step in steps]
 
 
 def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileRecord]:

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from r3async.algorithms.objective import ObjectiveSums
-from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch, pack_for_ranks
 from r3async.config import Config, RowsMode
 from r3async.engines.base import Generation
 from r3async.episodes.rows import EpisodeRows
-from r3async.learners.prepare import prepare
-from r3async.learners.step import Step
+from r3async.learners.minibatch import agreed
+from r3async.learners.trainer import prepare
 from r3async.records import Trajectory
 from r3async.versions import VersionSpan
 
@@ -130,14 +129,6 @@ class Together:
         return results
 
 
-class NoOptimizer:
-    """Takes no step: the gradients are looked at."""
-
-    def step(self) -> None: ...
-
-    def skip(self, cause: str) -> None: ...
-
-
 def with_logprobs(micro_batch: MicroBatch, leaves: Leaves) -> MicroBatch:
     """The columns that a learner adds before the first update."""
     ids = np.where(micro_batch.table["loss_mask"], micro_batch.table["token_ids"], 0)
@@ -176,21 +167,24 @@ def trained(
         together = Together(ranks)
 
         def one(rank: int, mine: list[MicroBatch], together: Together = together) -> tuple[Any, ...]:
-            step = Step(mine, config, replays=False, version=VERSION, rollout_kl_coef=0.1, reduce=together.of(rank))
-            if step.needs_logprobs:
-                step.complete([leaves.logprobs[np.where(m.table["loss_mask"], m.table["token_ids"], 0)] for m in mine])
+            minibatch = agreed(
+                mine, config, replays=False, version=VERSION, rollout_kl_coef=0.1, reduce=together.of(rank)
+            )
+            if minibatch.needs_logprobs:
+                minibatch.complete(
+                    [leaves.logprobs[np.where(m.table["loss_mask"], m.table["token_ids"], 0)] for m in mine]
+                )
             logprobs = torch.from_numpy(leaves.logprobs.copy()).requires_grad_()
             entropies = torch.full_like(logprobs, 0.7).requires_grad_()
             total = 0.0
-            for index, m in enumerate(step.micro_batches):
-                ids = torch.from_numpy(m.table["token_ids"][step.rows(index)].astype(np.int64))
-                loss = step.loss(index, logprobs[ids], entropies[ids])
+            for index, m in enumerate(minibatch.micro_batches):
+                ids = torch.from_numpy(m.table["token_ids"][minibatch.rows[index]].astype(np.int64))
+                loss = minibatch.loss(index, logprobs[ids], entropies[ids])
                 loss.backward()
                 total += loss.item()
-            step.update(NoOptimizer(), TrustRegion(config.algorithm.rollout_kl))
-            assert step._total is not None
+            sums = minibatch.total()
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs, entropies)]
-            return *(x.numpy() for x in grads), total, ObjectiveSums.metrics_of(step._total), int(step._spread.sum())
+            return *(x.numpy() for x in grads), total, ObjectiveSums.metrics_of(sums), int(minibatch.spread.sum())
 
         results = together.run([lambda r=r, m=m: one(r, m) for r, m in enumerate(packed)])
         by_logprob, by_entropy, losses, metrics, spread = zip(*results, strict=True)

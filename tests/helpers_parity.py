@@ -40,25 +40,19 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
     return mine + [padding_like(micro_batches[0], 1 + 2 * dp_rank)] * (count - len(mine))
 
 
-class _NoOptimizer:
-    """Takes no step: the gradients are looked at."""
-
-    def step(self) -> None: ...
-
-    def skip(self, cause: str) -> None: ...
-
-
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
+    from r3async.learners.figures import result_of
     from r3async.learners.megatron.backend import MegatronLearner
     from r3async.learners.megatron.links import gather_weights
+    from r3async.learners.trainer import backward, begin
 
-    learner = MegatronLearner(settings, Path(model_path))
+    learner = MegatronLearner.load(settings, Path(model_path))
     try:
-        mine = of_rank(micro_batches, learner.layout.dp_rank, settings.learner.parallel.dp)
-        step = learner._begin(mine)
-        learner.backward(step)
-        optimizer = learner._optimizer
+        mine = of_rank(micro_batches, learner.ranks.dp_rank, settings.learner.parallel.dp)
+        minibatch = begin(learner, mine)
+        backward(learner, minibatch)
+        optimizer = learner.optimizer
         masters = {id(p): m for p, m in zip(optimizer._model, optimizer._masters, strict=True)}
         for master in optimizer._masters:
             master.grad = torch.zeros_like(master) if master.grad is None else master.grad
@@ -66,9 +60,9 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
             optimizer._reduce([m.grad for m in optimizer._masters])
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
-        step.update(_NoOptimizer(), learner.trust_region, holds_loss=learner.layout.holds_loss)
-        counts = learner.replay.take_counts()
-        result = step.result(optimizer.skip(step.cause), counts, learner.replay.columns, len(learner._shape.moe_layers))
+        total = minibatch.total(holds_loss=learner.ranks.holds_loss)
+        update, counts = optimizer.skip(minibatch.cause), learner.replay.take_counts()
+        result = result_of(minibatch, total, update, counts, learner.replay.columns, learner.replay.layers)
         assert learner.replay.current is None
         assert learner.replay._open == []
         return {

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTr
 
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config, config_from_dict
-from r3async.learners.base import StepResult
+from r3async.learners.base import MinibatchResult
 from r3async.learners.torch.backend import TorchLearner
 from r3async.learners.torch.model import Packed
+from r3async.learners.trainer import train_minibatch
 from r3async.records import Sample
 from tests.helpers_models import make_samples
 
@@ -165,10 +166,10 @@ def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
 
 def gradients_of_step(
     learner: TorchLearner, micro_batches: Sequence[MicroBatch]
-) -> tuple[StepResult, dict[str, torch.Tensor]]:
+) -> tuple[MinibatchResult, dict[str, torch.Tensor]]:
     """The step's result, and the whole gradients that the optimizer was given."""
     taken: dict[str, torch.Tensor] = {}
-    optimizer = learner._optimizer
+    optimizer = learner.optimizer
     step = optimizer.step
 
     def capture():
@@ -177,7 +178,7 @@ def gradients_of_step(
 
     optimizer.step = capture
     try:
-        return learner.train_step(micro_batches), taken
+        return train_minibatch(learner, micro_batches), taken
     finally:
         del optimizer.step
 

@@ -18,8 +18,8 @@ from r3async.episodes.calls import EngineAborted, EpisodeError
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer, engine_failed
 from r3async.episodes.loop import EpisodeTask, failed_trajectory
-from r3async.learners.prepare import prepare
 from r3async.learners.torch.backend import TorchLearner
+from r3async.learners.trainer import prepare, train_minibatch
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.age import age_metrics, check_ages
 from r3async.scheduling.cursor import Cursor
@@ -194,9 +194,9 @@ def test_failed_episodes_are_not_trained_and_compared_with_nobody(tmp_path):
     assert age_metrics([group], 3, 1, 0.0)["staleness/max"] == 0
     minibatches, figures = prepare([group], config)
     assert figures["advantage/zero_variance_groups"] == 1
-    learner = TorchLearner(config, path)
+    learner = TorchLearner.load(config, path)
     before = {n: t.clone() for n, t in learner.export().items()}
-    result = learner.train_step(pack(minibatches[0], 400))
+    result = train_minibatch(learner, pack(minibatches[0], 400))
     assert result.metrics["batch/trained_tokens"] == 0
     assert all(np.array_equal(before[n].numpy(), t.numpy()) for n, t in learner.export().items())
 

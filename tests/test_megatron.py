@@ -12,8 +12,10 @@ import torch
 from r3async.algorithms.objective import ObjectiveSums
 from r3async.batching.packing import collate, pack
 from r3async.config import Config
-from r3async.learners.base import LearnerBackend, LearnerError
+from r3async.learners.backend import LearnerBackend
+from r3async.learners.base import LearnerError
 from r3async.learners.megatron.backend import MegatronLearner
+from r3async.learners.trainer import train_minibatch
 from r3async.records import Sample
 from tests import helpers_models as hm
 from tests.helpers_learner import (
@@ -34,7 +36,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def learner(model_path):
-    return MegatronLearner(settings(), model_path)
+    return MegatronLearner.load(settings(), model_path)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,8 @@ def learner(model_path):
 )
 def test_logits_and_all_gradients_equal_transformers(tmp_path, changes):
     path = hm.make_hf_model(tmp_path / "m", **changes)
-    learner, reference = MegatronLearner(settings(), path), hm.load_hf(path)
-    moe = sum(learner._shape.moe_pattern)
+    learner, reference = MegatronLearner.load(settings(), path), hm.load_hf(path)
+    moe = sum(learner.shape.moe_pattern)
     assert moe == {"mlp_only_layers": 2, "decoder_sparse_step": 1}.get(next(iter(changes), ""), 3)
     samples = fully_recorded(hm.make_samples(1, LENGTHS, layers=moe))
     micro_batch = collate(samples)
@@ -68,7 +70,7 @@ def test_logits_and_all_gradients_equal_transformers(tmp_path, changes):
         assert (ours[rows] - theirs).abs().max() < 1e-5 * theirs.abs().max()
         (theirs * weight[rows]).sum().backward()
     got, want = gradients(learner), hf_gradients(reference)
-    if learner._shape.tied:
+    if learner.shape.tied:
         want.pop("lm_head.weight", None)
     assert set(got) == set(want)
     for name, expected in want.items():
@@ -95,8 +97,8 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
     from transformers import Qwen3MoeForCausalLM
 
     path = hm.make_hf_model(tmp_path / "m", tie_word_embeddings=tied, mlp_only_layers=[0])
-    learner = MegatronLearner(settings(learner__dtype=dtype), path)
-    learner.train_step(pack(hm.make_samples(2, LENGTHS, layers=2), 64))
+    learner = MegatronLearner.load(settings(learner__dtype=dtype), path)
+    train_minibatch(learner, pack(hm.make_samples(2, LENGTHS, layers=2), 64))
     assert learner.version == 1
     exported = learner.export()
     for _ in range(2):  # the second replaces the first
@@ -108,7 +110,7 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
     loaded, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert loaded.dtype == getattr(torch, dtype)
-    again = MegatronLearner(settings(learner__dtype=dtype), tmp_path / "out").export()
+    again = MegatronLearner.load(settings(learner__dtype=dtype), tmp_path / "out").export()
     assert set(again) == set(exported)
     for name, tensor in exported.items():
         assert torch.equal(again[name], tensor), name
@@ -125,7 +127,7 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
 def test_export_is_a_snapshot(learner):
     before = learner.export()
     kept = {name: tensor.clone() for name, tensor in before.items()}
-    learner.train_step(pack(hm.make_samples(2, LENGTHS), 4096))
+    train_minibatch(learner, pack(hm.make_samples(2, LENGTHS), 4096))
     assert all(torch.equal(before[name], kept[name]) for name in kept)
     after = learner.export()
     assert all(not torch.equal(after[name], kept[name]) for name in kept if "experts" not in name)
@@ -161,7 +163,7 @@ def test_step_equals_the_reference(learner, model_path):
     rollout[[5, 7]] = np.nan, -np.inf
     samples[0] = replace_columns(samples[0], rollout_logprobs=rollout)
     policy, kl, norm = reference_step(model_path, samples, settings())
-    metrics = learner.train_step(pack(samples, 64)).metrics
+    metrics = train_minibatch(learner, pack(samples, 64)).metrics
     assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-4)
     assert metrics["loss/rollout_kl"] == pytest.approx(kl, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -189,7 +191,7 @@ def test_metric_names_are_those_of_the_protocol(learner):
     }  # fmt: skip
     names |= set(ObjectiveSums.zero().metrics())
     for batch in ([], pack(hm.make_samples(0, [8]), 64)):
-        metrics = backend.train_step(batch).metrics
+        metrics = train_minibatch(backend, batch).metrics
         assert set(metrics) == names
         assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
 
@@ -198,12 +200,12 @@ def test_gradient_does_not_depend_on_packing(model_path):
     samples = hm.make_samples(13, LENGTHS)
     results = []
     for budget in (4096, 64, 40):
-        learner = MegatronLearner(settings(), model_path)
+        learner = MegatronLearner.load(settings(), model_path)
         taken = {}
-        learner._optimizer._adam.register_step_pre_hook(
+        learner.optimizer._adam.register_step_pre_hook(
             lambda *a, learner=learner, taken=taken: taken.update(gradients(learner))
         )
-        metrics = learner.train_step(pack(samples, budget)).metrics
+        metrics = train_minibatch(learner, pack(samples, budget)).metrics
         results.append((metrics, {n: g.clone() for n, g in taken.items()}))
     assert [m["batch/micro_batches"] for m, _ in results] == [1, 2, 3]
     whole, whole_grads = results[0]
@@ -215,27 +217,27 @@ def test_gradient_does_not_depend_on_packing(model_path):
 
 
 def test_too_few_recorded_routes_stop_the_step_before_any_forward(model_path):
-    learner = MegatronLearner(settings(routing__min_recorded_fraction=0.9), model_path)
+    learner = MegatronLearner.load(settings(routing__min_recorded_fraction=0.9), model_path)
     learner.model.register_forward_pre_hook(lambda *a: pytest.fail("forward"))
     samples = [replace_columns(s, routing_recorded=np.arange(len(s.table)) < 5) for s in hm.make_samples(14, [12, 12])]
     with pytest.raises(
         LearnerError, match=r"only 0\.333 of the trained tokens .* routing\.min_recorded_fraction is 0\.9"
     ):
-        learner.train_step(pack(samples, 64))
-    off = MegatronLearner(settings(routing__min_recorded_fraction=0.9, routing__replay="off"), model_path)
-    assert off.train_step(pack(samples, 64)).metrics["routing/recorded_fraction"] == pytest.approx(1 / 3)
+        train_minibatch(learner, pack(samples, 64))
+    off = MegatronLearner.load(settings(routing__min_recorded_fraction=0.9, routing__replay="off"), model_path)
+    assert train_minibatch(off, pack(samples, 64)).metrics["routing/recorded_fraction"] == pytest.approx(1 / 3)
 
 
 def test_recorded_fraction_is_that_of_the_inputs(model_path):
     """Tokens 3 to 11 are trained, so rows 2 to 10 must be recorded; row 11 is never used."""
-    learner = MegatronLearner(settings(routing__min_recorded_fraction=1.0), model_path)
-    assert learner.train_step(pack(hm.make_samples(15, [12]), 64)).metrics["routing/recorded_fraction"] == 1.0
+    learner = MegatronLearner.load(settings(routing__min_recorded_fraction=1.0), model_path)
+    assert train_minibatch(learner, pack(hm.make_samples(15, [12]), 64)).metrics["routing/recorded_fraction"] == 1.0
 
 
 def test_a_step_without_trained_tokens_changes_nothing(learner):
     samples = [replace_columns(s, loss_mask=np.zeros(len(s.table), bool)) for s in hm.make_samples(16, [8, 8])]
     before = learner.export()
-    metrics = learner.train_step(pack(samples, 64)).metrics
+    metrics = train_minibatch(learner, pack(samples, 64)).metrics
     assert metrics["batch/trained_tokens"] == 0
     assert metrics["optimizer/skipped"] == 1
     assert all(np.isfinite(v) for v in metrics.values())
@@ -245,30 +247,30 @@ def test_a_step_without_trained_tokens_changes_nothing(learner):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(model_path, dtype):
-    learner = MegatronLearner(settings(learner__dtype=dtype), model_path)
+    learner = MegatronLearner.load(settings(learner__dtype=dtype), model_path)
     (sample,) = hm.make_samples(17, [12])
     advantages = sample.table["advantages"].copy()
     advantages[6] = np.inf
     before = learner.export()
-    metrics = learner.train_step([collate([replace_columns(sample, advantages=advantages)])]).metrics
+    metrics = train_minibatch(learner, [collate([replace_columns(sample, advantages=advantages)])]).metrics
     assert metrics["optimizer/skipped"] == 1
     assert not np.isfinite(metrics["grad_norm"])
     assert learner.version == 0
     assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert learner.train_step([collate([sample])]).metrics["optimizer/skipped"] == 0
+    assert train_minibatch(learner, [collate([sample])]).metrics["optimizer/skipped"] == 0
 
 
 def test_unusable_batches_name_the_sample(learner):
     (sample,) = hm.make_samples(18, [12])
     with pytest.raises(LearnerError, match="s0: column 'advantages' is missing"):
-        learner.train_step([collate([Sample("s0", sample.table.without("advantages"))])])
+        train_minibatch(learner, [collate([Sample("s0", sample.table.without("advantages"))])])
     with pytest.raises(LearnerError, match="sample s0: its first token"):
-        learner.train_step([collate([replace_columns(sample, loss_mask=np.ones(12, bool))])])
+        train_minibatch(learner, [collate([replace_columns(sample, loss_mask=np.ones(12, bool))])])
 
 
 def test_training_raises_the_probability_of_what_was_good(model_path):
     """Also from a thread that is not the main one, where grad mode and such have their own state."""
-    learner = MegatronLearner(settings(routing__replay="off"), model_path)
+    learner = MegatronLearner.load(settings(routing__replay="off"), model_path)
     (sample,) = hm.make_samples(19, [20])
     ids = sample.table["token_ids"]
     before = learner.score(ids)[2:].mean()
@@ -276,8 +278,8 @@ def test_training_raises_the_probability_of_what_was_good(model_path):
     def train() -> None:
         for _ in range(5):
             mu = np.concatenate([[0.0], learner.score(ids)]).astype(np.float32)
-            learner.train_step(
-                [collate([replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))])]
+            train_minibatch(
+                learner, [collate([replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))])]
             )
 
     thread = threading.Thread(target=train)

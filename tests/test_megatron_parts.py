@@ -110,6 +110,6 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
     ]:
         rewrite(**changes)
         with pytest.raises(LearnerError, match=message):
-            MegatronLearner(settings(), path)
+            MegatronLearner.load(settings(), path)
     with pytest.raises(LearnerError, match="has no config"):
         read_shape(tmp_path)

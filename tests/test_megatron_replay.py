@@ -8,6 +8,7 @@ import torch
 
 from r3async.batching.packing import collate
 from r3async.learners.megatron.backend import MegatronLearner
+from r3async.learners.trainer import train_minibatch
 from r3async.records import Sample
 from r3async.routing import RoutingError
 from tests import helpers_models as hm
@@ -30,7 +31,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def learner(model_path):
-    return MegatronLearner(settings(), model_path)
+    return MegatronLearner.load(settings(), model_path)
 
 
 def assert_nothing_is_bound(learner) -> None:
@@ -81,11 +82,11 @@ def test_unrecorded_rows_route_by_themselves(learner):
 def test_agreement_is_measured_with_replay_on_and_off(model_path):
     samples = fully_recorded(hm.make_samples(5, [12, 30]))
     for mode in ("rollout", "off"):
-        learner = MegatronLearner(settings(routing__replay=mode), model_path)
+        learner = MegatronLearner.load(settings(routing__replay=mode), model_path)
         routes = own_routes(learner, collate(samples))
         routes[:21, 0] = routes[:21, 0] + 1 & 7  # half of the 42 rows of one of three layers: some other set
         same = (np.sort(routes, -1) == np.sort(own_routes(learner, collate(samples)), -1)).all(-1)[:, 0].sum()
-        metrics = learner.train_step([collate(with_routes(samples, routes))]).metrics
+        metrics = train_minibatch(learner, [collate(with_routes(samples, routes))]).metrics
         if mode == "off":
             assert metrics["routing/agreement"] == pytest.approx((42 * 2 + same) / 126)
         else:  # replaying other experts in the first layer changes what the later ones see
@@ -106,7 +107,7 @@ def test_nothing_is_left_behind_after_an_exception(learner):
     handle = last.mlp.experts.register_forward_pre_hook(break_once)
     before = learner.export()
     with pytest.raises(RuntimeError, match="broken expert"):
-        learner.train_step([collate(hm.make_samples(7, [8])), micro_batch])
+        train_minibatch(learner, [collate(hm.make_samples(7, [8])), micro_batch])
     handle.remove()
     assert_nothing_is_bound(learner)
     assert all(p.grad is None for p in learner.model.parameters())
@@ -158,7 +159,7 @@ def test_invalid_records_are_refused_before_the_forward(learner, spoil, message)
 
 def test_routes_are_bound_by_layer_number(tmp_path):
     path = hm.make_hf_model(tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[0, 2])
-    learner = MegatronLearner(settings(), path)
+    learner = MegatronLearner.load(settings(), path)
     assert learner.replay.columns == [0, 1]
     routers = [getattr(layer.mlp, "router", None) for layer in learner.model.decoder.layers]
     assert [r and r.router_replay._index for r in routers] == [None, 0, None, 1]
@@ -173,7 +174,7 @@ def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
         with learner.replay.bound(micro_batch) as routes:
             routes.follow(logits(learner, micro_batch)).square().sum().backward()
         taken = {n: g.clone() for n, g in gradients(learner).items()}
-        learner._optimizer.clear()
+        learner.optimizer.clear()
         return taken
 
     plain = grads()

@@ -14,8 +14,8 @@ from r3async.algorithms.estimators import has_contrast
 from r3async.batching.packing import MicroBatch, pack, pack_for_ranks
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict
 from r3async.learners.build import build_learner
-from r3async.learners.prepare import prepare
-from r3async.learners.step import combined
+from r3async.learners.figures import combined
+from r3async.learners.trainer import prepare, train_minibatch
 from r3async.records import Sample
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns
@@ -75,7 +75,7 @@ def flat(seed: int = 2) -> list[Sample]:
 
 
 def state_of(learner: Any) -> tuple[Any, ...]:
-    return optimizer_state(learner), learner._optimizer.steps, learner._optimizer.lr, learner.trust_region.state()
+    return optimizer_state(learner), learner.optimizer.steps, learner.optimizer.lr, learner.trust_region.state()
 
 
 def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
@@ -85,17 +85,17 @@ def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hundred_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_bit(model_path, backend):
     learner = build_learner(settings(backend), model_path)
-    learner.train_step(pack(contrast(), BUDGET))
+    train_minibatch(learner, pack(contrast(), BUDGET))
     before = state_of(learner)
     batches = [pack(flat(seed), BUDGET) for seed in range(4)]
-    results = [learner.train_step(batches[step % 4]).metrics for step in range(100)]
+    results = [train_minibatch(learner, batches[step % 4]).metrics for step in range(100)]
     assert unchanged(before, state_of(learner))
     assert learner.version == 1
     for metrics in results:
         assert (metrics["optimizer/updates"], metrics["optimizer/skipped"]) == (0, 1)
         assert (metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0)
         assert metrics["rollout_kl/k3"] > 0  # what is measured is measured all the same
-    assert learner.train_step(pack(contrast(), BUDGET)).metrics["optimizer/updates"] == 1
+    assert train_minibatch(learner, pack(contrast(), BUDGET)).metrics["optimizer/updates"] == 1
     assert not same(before[0], optimizer_state(learner))
     learner.close()
 
@@ -104,20 +104,20 @@ def test_a_hundred_steps_without_contrast_leave_weights_moments_and_trust_region
 def test_a_step_without_contrast_leaves_a_learner_that_never_updated_as_it_was_loaded(model_path, backend):
     learner = build_learner(settings(backend), model_path)
     before = {name: tensor.clone() for name, tensor in learner.export().items()}
-    learner.train_step(pack(flat(), BUDGET))
+    train_minibatch(learner, pack(flat(), BUDGET))
     assert all((before[name] == tensor).all() for name, tensor in learner.export().items())
-    assert not learner._optimizer._adam.state
+    assert not learner.optimizer._adam.state
     learner.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_of_two_minibatches_the_one_without_contrast_makes_no_update(model_path, backend):
     config = settings(backend)
-    both, only = (LocalLearner(config, model_path) for _ in range(2))
+    both, only = (LocalLearner.load(config, model_path) for _ in range(2))
     good, bad = (pack_for_ranks(samples, BUDGET) for samples in (contrast(), flat()))
     results = both.train([good, bad], version=0)
     only.train([good], version=0)
-    assert unchanged(state_of(only._backend), state_of(both._backend))
+    assert unchanged(state_of(only.backend), state_of(both.backend))
     metrics = combined(results).metrics
     assert (metrics["optimizer/updates"], metrics["optimizer/skipped"], metrics["optimizer/no_contrast"]) == (1, 1, 0)
 
@@ -129,9 +129,9 @@ def run_on_rank(path: Path, config: Config, good: list[MicroBatch], then: list[M
     rank = dist.get_rank()
     learner = build_learner(config, path)
     try:
-        learner.train_step(of_rank(good, rank, 2))
+        train_minibatch(learner, of_rank(good, rank, 2))
         before = state_of(learner)
-        results = [learner.train_step(of_rank(then, rank, 2)).metrics for _ in range(3)]
+        results = [train_minibatch(learner, of_rank(then, rank, 2)).metrics for _ in range(3)]
         return {"unchanged": unchanged(before, state_of(learner)), "results": results}
     finally:
         learner.close()
@@ -154,11 +154,11 @@ def test_ranks_agree_on_contrast_where_only_one_of_them_has_any(two_ranks, model
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(model_path, backend, bad):
     learner = build_learner(settings(backend, rollout_kl={"coef": 0.01}), model_path)
-    learner.train_step(pack(contrast(), BUDGET))
+    train_minibatch(learner, pack(contrast(), BUDGET))
     before = state_of(learner)
     with np.errstate(all="ignore"):
         spoilt = [replace_columns(s, advantages=s.table["advantages"] * np.float32(bad)) for s in contrast()]
-    metrics = learner.train_step(pack(spoilt, BUDGET)).metrics
+    metrics = train_minibatch(learner, pack(spoilt, BUDGET)).metrics
     assert unchanged(before, state_of(learner))
     assert (metrics["optimizer/skipped"], metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0, 0)
     learner.close()

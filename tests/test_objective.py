@@ -18,7 +18,7 @@ from r3async.algorithms.reduction import REDUCTIONS, loss_weights
 from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import pack
 from r3async.config import AlgorithmConfig, RolloutKLConfig, config_from_dict
-from r3async.learners.step import Step
+from r3async.learners.minibatch import agreed
 from tests import helpers_models as hm
 from tests.helpers_algorithms import Tokens, algorithm, batch_of, by_hand, distance, kept_tokens, make_samples, run
 from tests.helpers_learner import replace_columns
@@ -246,8 +246,8 @@ def test_the_recorded_share_of_all_fed_rows_counts_prompts_and_no_padding():
     recorded = sum(int(s.table["routing_recorded"].sum()) for s in samples)
     config = config_from_dict({"routing": {"min_recorded_fraction": 0.0}})
     for budget in (8, 16, 64):
-        step = Step(pack(samples, budget + 8), config, replays=True, version=0, rollout_kl_coef=0.0)
-        assert step.recorded_fraction_fed == pytest.approx(recorded / 19)
+        minibatch = agreed(pack(samples, budget + 8), config, replays=True, version=0, rollout_kl_coef=0.0)
+        assert minibatch.counts.recorded_fraction_fed == pytest.approx(recorded / 19)
 
 
 def test_names_values_and_maxima_fit_together():

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from r3async.batching.packing import collate, pack
 from r3async.learners.base import LearnerError
 from r3async.learners.megatron.backend import MegatronLearner
+from r3async.learners.trainer import train_minibatch
 from r3async.observe.routes import merge_traces
 from r3async.routing import RoutingError
 from tests import helpers_models as hm
@@ -32,11 +33,11 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model_path):
-    return MegatronLearner(config(), model_path)
+    return MegatronLearner.load(config(), model_path)
 
 
 def in_learner(function, path: Path, settings, *args):
-    learner = MegatronLearner(settings, path)
+    learner = MegatronLearner.load(settings, path)
     try:
         return function(learner, *args)
     finally:
@@ -45,15 +46,15 @@ def in_learner(function, path: Path, settings, *args):
 
 def trained(learner, micro_batches):
     before = learner.export()
-    mine = of_rank(micro_batches, learner.layout.dp_rank, learner._config.learner.parallel.dp)
-    results = [learner.train_step(mine) for _ in range(3)]
+    mine = of_rank(micro_batches, learner.ranks.dp_rank, learner.config.learner.parallel.dp)
+    results = [train_minibatch(learner, mine) for _ in range(3)]
     return before, learner.export(), [r.metrics for r in results], results[-1].expert_load, learner.version
 
 
 @pytest.mark.parametrize("layout", [EVERYTHING, STAGES], ids=["dp2-tp2-ep4", "tp2-pp2-ep2"])
 def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layout):
-    learner = MegatronLearner(config(), model_path)
-    expected = [learner.train_step(batch()).metrics for _ in range(3)]
+    learner = MegatronLearner.load(config(), model_path)
+    expected = [train_minibatch(learner, batch()).metrics for _ in range(3)]
     answers = four_ranks.call(in_learner, trained, model_path, config(**layout), batch())
     before, after, metrics, load, version = answers[0]
     source = load_file(model_path / "model.safetensors")
@@ -75,8 +76,8 @@ def test_ranks_train_the_model_that_one_rank_trains(four_ranks, model_path, layo
 def test_an_embedding_shared_by_two_stages_is_trained_once(two_ranks, tmp_path):
     path = hm.make_hf_model(tmp_path / "tied", num_hidden_layers=2, tie_word_embeddings=True)
     samples = hm.make_samples(3, LENGTHS, layers=2)
-    learner = MegatronLearner(config(), path)
-    expected = [learner.train_step(pack(samples, 48)).metrics for _ in range(3)]
+    learner = MegatronLearner.load(config(), path)
+    expected = [train_minibatch(learner, pack(samples, 48)).metrics for _ in range(3)]
     answers = two_ranks.call(in_learner, trained, path, config(pp=2), pack(samples, 48))
     _, after, metrics, _, _ = answers[0]
     assert [m["grad_norm"] for m in metrics] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-5)
@@ -109,7 +110,7 @@ def test_forward_only_passes_equal_those_of_one_rank_on_every_rank(four_ranks, m
 
 
 def traced(learner, micro_batches):
-    return learner.train_step(micro_batches, trace=True).traces
+    return train_minibatch(learner, micro_batches, trace=True).traces
 
 
 def test_the_traces_of_all_ranks_hold_the_learners_log_probs(four_ranks, model_path, alone):
@@ -125,11 +126,11 @@ def test_the_traces_of_all_ranks_hold_the_learners_log_probs(four_ranks, model_p
 
 def fed_too_much(learner):
     """Only rank 0 feeds tokens forward: with any collective before the check it would wait for the other rank."""
-    if learner.layout.rank:
+    if learner.ranks.rank:
         return ""
     bound, fed = collate(hm.make_samples(9, [20])), collate(hm.make_samples(9, [30]))
     with pytest.raises(RoutingError) as error, learner.replay.bound(bound):
-        learner._hidden(fed)
+        learner.hidden(fed)
     return str(error.value)
 
 
@@ -148,9 +149,9 @@ def failed_then_trained(learner, micro_batches):
             raise error
 
     handle = experts[-1].register_forward_pre_hook(break_once)
-    dp, dp_rank = learner._config.learner.parallel.dp, learner.layout.dp_rank
+    dp, dp_rank = learner.config.learner.parallel.dp, learner.ranks.dp_rank
     with pytest.raises(RuntimeError, match="broken expert"):
-        learner.train_step(of_rank(micro_batches, dp_rank, dp))
+        train_minibatch(learner, of_rank(micro_batches, dp_rank, dp))
     handle.remove()
     assert learner.replay.current is None
     assert learner.replay._open == []
@@ -158,25 +159,25 @@ def failed_then_trained(learner, micro_batches):
     assert all(p.grad is None for p in learner.model.parameters())
     assert learner.version == 0
     dist.barrier()
-    return learner.train_step(of_rank(micro_batches, dp_rank, dp)).metrics
+    return train_minibatch(learner, of_rank(micro_batches, dp_rank, dp)).metrics
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=["tp2", "ep2"])
 def test_nothing_is_left_behind_when_every_rank_fails(two_ranks, model_path, layout):
-    expected = MegatronLearner(config(), model_path).train_step(batch()).metrics
+    expected = train_minibatch(MegatronLearner.load(config(), model_path), batch()).metrics
     for metrics in two_ranks.call(in_learner, failed_then_trained, model_path, config(**layout), batch()):
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def uneven(learner, micro_batches):
     with pytest.raises(LearnerError, match="between 1 and 2 micro-batches"):
-        learner.train_step(micro_batches[: 1 + learner.layout.dp_rank])
+        train_minibatch(learner, micro_batches[: 1 + learner.ranks.dp_rank])
     bare = [collate([replace_columns(s, routing_recorded=np.zeros(20, bool)) for s in hm.make_samples(1, [20])])]
-    settings = learner._config.routing
+    settings = learner.config.routing
     settings.min_recorded_fraction = 0.6
-    mine = bare if learner.layout.dp_rank else [collate(hm.make_samples(1, [20]))]
+    mine = bare if learner.ranks.dp_rank else [collate(hm.make_samples(1, [20]))]
     with pytest.raises(LearnerError, match=r"only 0\.500 of the trained tokens"):
-        learner.train_step(mine)
+        train_minibatch(learner, mine)
     return learner.version
 
 
@@ -188,7 +189,7 @@ def test_a_step_is_refused_on_every_rank_alike(two_ranks, model_path):
 def threads_after(path: Path, settings) -> tuple[int, int]:
     counts = []
     for _ in range(3):
-        MegatronLearner(settings, path).close()
+        MegatronLearner.load(settings, path).close()
         counts.append(psutil.Process().num_threads())
     return counts[0], counts[-1]
 
@@ -210,7 +211,7 @@ def test_a_closed_learner_leaves_no_threads(two_ranks, model_path):
 )
 def test_a_layout_that_can_not_hold_the_model_is_refused(model_path, layout, message):
     with pytest.raises(LearnerError, match=message):
-        MegatronLearner(config(**layout), model_path)
+        MegatronLearner.load(config(**layout), model_path)
 
 
 @pytest.mark.parametrize(

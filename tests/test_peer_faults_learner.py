@@ -9,6 +9,7 @@ import torch
 from r3async.batching.packing import collate, pack, padding_like
 from r3async.learners.megatron.backend import MegatronLearner
 from r3async.learners.replay import RoutingReplay
+from r3async.learners.trainer import backward, begin
 from r3async.records import Sample
 from tests import helpers_models as hm
 from tests.helpers_learner import LENGTHS, gradients, logits, replace_columns, with_routes
@@ -22,9 +23,9 @@ def model_path(tmp_path_factory):
 
 def step_gradients(learner: MegatronLearner, micro_batches) -> dict[str, torch.Tensor]:
     """Gradients of one step, which is not taken."""
-    learner.backward(learner._begin(micro_batches))
+    backward(learner, begin(learner, micro_batches))
     taken = {n: g.clone() for n, g in gradients(learner).items()}
-    learner._optimizer.clear()
+    learner.optimizer.clear()
     return taken
 
 
@@ -45,8 +46,8 @@ def test_missing_rows_are_not_trained_as_expert_0(model_path):
     samples = hm.make_samples(1, LENGTHS)
     nothing = [replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples]
     zeros = [replace_columns(s, routed_experts=np.zeros_like(s.table["routed_experts"])) for s in nothing]
-    learner = MegatronLearner(config(), model_path)
-    off = MegatronLearner(config(replay="off"), model_path)
+    learner = MegatronLearner.load(config(), model_path)
+    off = MegatronLearner.load(config(replay="off"), model_path)
     exact = step_gradients(off, [collate(samples)])
     load = off.replay.take_counts().load
     for unrecorded in (nothing, zeros):
@@ -73,15 +74,15 @@ def test_no_replay_is_stale_on_a_padding_micro_batch(model_path):
     """Not longer, not shorter than what came before it, and no trace of it in gradients or figures."""
     real = collate(hm.make_samples(2, [20]))
     for tokens in (1, 20, 33):
-        learner = MegatronLearner(config(), model_path)
+        learner = MegatronLearner.load(config(), model_path)
         exact = step_gradients(learner, [real])
         alone = learner.replay.take_counts()
         padding = padding_like(real, tokens)
         # As on one rank of several: padding is fed forward and back like everything else.
-        learner._config.learner.parallel = config(dp=2).learner.parallel
-        step = learner._begin([real, padding, real])
-        assert step.micro_batches[1] is padding
-        learner.backward(step)
+        learner.config.learner.parallel = config(dp=2).learner.parallel
+        minibatch = begin(learner, [real, padding, real])
+        assert minibatch.micro_batches[1] is padding
+        backward(learner, minibatch)
         found = {n: g.clone() for n, g in gradients(learner).items()}
         counts = learner.replay.take_counts()
         for name, gradient in exact.items():
@@ -98,8 +99,8 @@ def test_no_replay_is_stale_on_a_padding_micro_batch(model_path):
 def test_a_forward_only_pass_is_not_consumed_by_a_later_backward(model_path, recompute):
     """Scoring, recording and a forward pass without a backward, of other micro-batches, change no bit of the gradient."""
     micro_batches = pack(hm.make_samples(3, LENGTHS), 48)
-    exact = step_gradients(MegatronLearner(config(recompute=recompute), model_path), micro_batches)
-    learner = MegatronLearner(config(recompute=recompute), model_path)
+    exact = step_gradients(MegatronLearner.load(config(recompute=recompute), model_path), micro_batches)
+    learner = MegatronLearner.load(config(recompute=recompute), model_path)
     others = pack(hm.make_samples(4, [31, 7, 40]), 48)
     learner.logprobs(others)
     learner.record_routes(others)
@@ -119,7 +120,7 @@ def test_dense_layers_do_not_shift_the_layer_index(tmp_path, dense):
     layers = 4 - len(dense)
     (sample,) = hm.make_samples(5, [24], layers=layers)
     sample = replace_columns(sample, routing_recorded=np.ones(24, bool))
-    learner, model = MegatronLearner(config(), path), hm.load_hf(path)
+    learner, model = MegatronLearner.load(config(), path), hm.load_hf(path)
     with torch.no_grad(), learner.replay.bound(collate([sample])):
         ours = logits(learner, collate([sample]))
     routes = sample.table["routed_experts"]
@@ -153,7 +154,7 @@ def test_routers_of_multi_token_prediction_are_not_replayed(model_path):
     from r3async.learners.megatron.modules import layer_spec
     from r3async.learners.megatron.replay import attach
 
-    learner = MegatronLearner(config(), model_path)
+    learner = MegatronLearner.load(config(), model_path)
     model = learner.model
     aside = build_module(layer_spec(model.config, moe=True), config=model.config, layer_number=hm.LAYERS + 1)
     assert isinstance(aside.mlp, MoELayer)

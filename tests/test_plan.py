@@ -59,18 +59,18 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
     for dtype in ("float32", "bfloat16"):
         config = load_config("quickstart", [f"learner.dtype={dtype}", f"model.path={tiny_model}", "routing.replay=off"])
         planned = rank_memory(shape_of(config)[0], config)
-        learner = MegatronLearner(config, tiny_model)
+        learner = MegatronLearner.load(config, tiny_model)
         try:
             parameters = list(learner.model.parameters())
             assert sum(p.numel() for p in parameters) == planned.parameters
             assert sum(p.nbytes for p in parameters) == planned.weights
-            masters = sum(m.nbytes for _, m in learner._optimizer._pairs)
+            masters = sum(m.nbytes for _, m in learner.optimizer._pairs)
             assert planned.optimizer == masters + 12 * planned.parameters
             kept: dict = {}
             with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
                 samples = [Sample(str(i), TokenTable.of_tokens(np.arange(64) % 200)) for i in range(8)]
                 batch = collate(samples)
-                learner._hidden(batch)
+                learner.hidden(batch)
             own = {p.untyped_storage().data_ptr() for p in parameters}
             measured = sum(s.nbytes() for at, s in kept.items() if at not in own) / batch.tokens
             shape = shape_of(config)[0]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from actors.ranks import LocalLearner
 from r3async.batching.packing import pack_for_ranks
 from r3async.config import ConfigError, config_from_dict
-from r3async.learners.base import StepResult
+from r3async.learners.base import MinibatchResult
 from r3async.learners.build import build_learner
-from r3async.learners.prepare import divide, prepare
-from r3async.learners.step import combined
+from r3async.learners.figures import combined
+from r3async.learners.trainer import divide, prepare, train_minibatch
 from r3async.records import Sample, TokenTable, Trajectory, Turn
 from tests import helpers_models as hm
 from tests.helpers_parity import batch
@@ -107,7 +107,7 @@ def test_figures_of_several_updates_become_one():
             "optimizer/skipped": skipped,
             "lr": tokens,
         }
-        return StepResult(metrics, np.asarray([agreement], np.float32), np.asarray([[tokens, 0]]), [])
+        return MinibatchResult(metrics, np.asarray([agreement], np.float32), np.asarray([[tokens, 0]]), [])
 
     one = combined([result(30, 0.1, 2.0, 0.5), result(10, 0.5, 9.0, 0.7, skipped=1.0)])
     assert one.metrics == pytest.approx(
@@ -150,9 +150,9 @@ def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_
         type(m)(m.table.with_columns(**c), m.cu_seqlens, m.temperatures, m.sample_ids)
         for m, c in zip(batch(), columns, strict=True)
     ]
-    first = learner.train_step(given_).metrics
+    first = train_minibatch(learner, given_).metrics
     assert first["reference_kl/k3"] == pytest.approx(0, abs=1e-9)
-    second = learner.train_step(given_).metrics
+    second = train_minibatch(learner, given_).metrics
     assert second["reference_kl/k3"] > 1e-6
     weights = learner.export()
     again = learner.logprobs(batch(), reference=True)
@@ -165,7 +165,7 @@ def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_
 def test_log_probs_before_the_first_update_are_the_anchor_of_every_minibatch(tmp_path):
     """The first minibatch's ratios are 1; the second's are not, because the first update came between."""
     config = settings("megatron", policy_loss="ppo", anchor="recomputed", rollout_kl={"coef": 0.0})
-    learner = LocalLearner(config, hm.make_hf_model(tmp_path / "m"))
+    learner = LocalLearner.load(config, hm.make_hf_model(tmp_path / "m"))
     samples = hm.make_samples(3, [20, 30, 25, 15])
     minibatches = [pack_for_ranks(samples[:2], 64), pack_for_ranks(samples[2:], 64)]
     first, second = learner.train(minibatches, version=0)

@@ -46,9 +46,9 @@ def for_two_ranks():
 @pytest.mark.ray
 @pytest.mark.parametrize("replay", ["rollout", "learner"])
 def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path, replay):
-    alone = LocalLearner(config(replay=replay), model_path)
+    alone = LocalLearner.load(config(replay=replay), model_path)
     expected = alone.train([[batch()], [batch()]], version=0, trace=True)
-    ranked = RankedLearner(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
+    ranked = RankedLearner.load(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
     try:
         assert ranked.vocab_size == hm.VOCAB
         results = ranked.train([for_two_ranks(), for_two_ranks()], version=0, trace=True)
@@ -116,7 +116,7 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, t
 
 @pytest.mark.ray
 def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_path):
-    ranked = RankedLearner(config(dp=2), model_path, tmp_path)
+    ranked = RankedLearner.load(config(dp=2), model_path, tmp_path)
     assert REAL.processes.ask_for_stacks(ranked.pids[0], REAL.processes.host)  # as at a stall
     deadline = time.monotonic() + 30
     while "most recent call first" not in (tmp_path / "logs" / "learner-rank-0.log").read_text():

@@ -9,6 +9,7 @@ import torch
 from r3async.batching.packing import collate, pack
 from r3async.config import ConfigError, config_from_dict
 from r3async.learners.build import build_learner
+from r3async.learners.trainer import train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_learner import fully_recorded
 from tests.helpers_parity import LENGTHS, gradients_of_rank
@@ -116,7 +117,7 @@ def test_both_backends_train_the_same(model_path, recompute):
     for backend in ("megatron", "torch"):
         learner = build_learner(config(backend, recompute), model_path)
         # With an advantage, since a step without contrast makes no update; so little that the term is the loss.
-        steps.append([learner.train_step(batch(advantage=1e-6)).metrics for _ in range(2)])
+        steps.append([train_minibatch(learner, batch(advantage=1e-6)).metrics for _ in range(2)])
         learner.close()
     for ours, theirs in zip(*steps, strict=True):
         assert ours["loss/router_aux"] == pytest.approx(theirs["loss/router_aux"], rel=1e-4)

@@ -19,7 +19,7 @@ from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.envs.reverse_text import ReverseText
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.learners.base import RouteTrace, StepResult
+from r3async.learners.base import MinibatchResult, RouteTrace
 from r3async.learners.replay import RoutingReplay
 from r3async.observe.jsonl import read_objects
 from r3async.observe.routes import (
@@ -264,7 +264,7 @@ async def test_routes_that_the_disk_does_not_take_end_no_episode_and_are_written
     assert (len(entries), problem) == (3, "")
 
 
-def step_result(samples: list[Sample], *, whole: bool = True) -> StepResult:
+def step_result(samples: list[Sample], *, whole: bool = True) -> MinibatchResult:
     traces = []
     for micro_batch in pack(samples, 24):
         tokens = micro_batch.real_tokens
@@ -272,7 +272,9 @@ def step_result(samples: list[Sample], *, whole: bool = True) -> StepResult:
         columns = list(range(LAYERS if whole else LAYERS - 1))
         cu_seqlens = micro_batch.cu_seqlens
         traces.append(RouteTrace(micro_batch.sample_ids, cu_seqlens, 0, columns, own[:, columns], used[:, columns]))
-    return StepResult({}, np.asarray([0.5, 1.0, 1 / 3], np.float32), np.arange(24).reshape(LAYERS, EXPERTS), traces)
+    return MinibatchResult(
+        {}, np.asarray([0.5, 1.0, 1 / 3], np.float32), np.arange(24).reshape(LAYERS, EXPERTS), traces
+    )
 
 
 def sample(number: int) -> Sample:
@@ -335,7 +337,7 @@ def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Pat
 
 def test_a_dense_model_writes_nothing(tmp_path: Path) -> None:
     none = np.zeros((0, 0), np.int64)
-    StepTracer(tmp_path, traced(), Reports()).write(1, [], StepResult({}, np.zeros(0, np.float32), none))
+    StepTracer(tmp_path, traced(), Reports()).write(1, [], MinibatchResult({}, np.zeros(0, np.float32), none))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -381,7 +383,7 @@ async def play(engine, fail_first: bool) -> list[Sample]:
     return [s for t in delivered for s in t.samples]
 
 
-def train(samples: list[Sample]) -> StepResult:
+def train(samples: list[Sample]) -> MinibatchResult:
     """What a learner's routers do, on two pipeline stages and two sequence-parallel ranks."""
     shape, traces = SCRIPTED_ROUTING, []
     for micro_batch in (aligned(m, 2) for m in pack(samples, 128)):
@@ -399,7 +401,7 @@ def train(samples: list[Sample]) -> StepResult:
                 routes.choose(0, torch.rand(routes.local_tokens, shape.num_experts).topk(shape.top_k).indices)
                 traces.append(routes.trace())
     load = np.zeros((shape.layers, shape.num_experts), np.int64)
-    return StepResult({}, np.ones(shape.layers, np.float32), load, traces)
+    return MinibatchResult({}, np.ones(shape.layers, np.float32), load, traces)
 
 
 @pytest.mark.parametrize("rows", ["all", "half", "none"])

@@ -16,8 +16,8 @@ from r3async.algorithms.policy_loss import LossInputs, PolicyLoss
 from r3async.batching.packing import pack
 from r3async.config import POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
 from r3async.learners.base import LearnerError
-from r3async.learners.prepare import prepare
-from r3async.learners.step import Step
+from r3async.learners.minibatch import agreed
+from r3async.learners.trainer import prepare
 from tests.helpers_algorithms import distance
 from tests.helpers_layouts import VERSION, Leaves, Outcome, Said, leaves_of, played, trained, with_logprobs
 
@@ -185,16 +185,16 @@ def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     micro_batches = pack(parts[0], longest(LONG))
     for loss in [*POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        step = Step(
+        minibatch = agreed(
             [with_logprobs(m, leaves) for m in micro_batches],
             config,
             replays=False,
             version=VERSION,
             rollout_kl_coef=0.1,
         )
-        assert step.needs_logprobs == (loss in ("gspo", OWN))
+        assert minibatch.needs_logprobs == (loss in ("gspo", OWN))
     (together,) = pack(parts[0], 10**6)
-    assert not Step([together], config, replays=False, version=VERSION, rollout_kl_coef=0.1).needs_logprobs
+    assert not agreed([together], config, replays=False, version=VERSION, rollout_kl_coef=0.1).needs_logprobs
 
 
 def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
@@ -202,9 +202,9 @@ def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
     parts, _ = prepare(played(LONG, leaves, "stepwise"), configured())
     bare = [replace(m, table=m.table.without("place")) for m in pack(parts[0], longest(LONG))]
     settings = {"replays": False, "version": VERSION, "rollout_kl_coef": 0.1}
-    Step(bare, configured(), **settings)
+    agreed(bare, configured(), **settings)
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
-        Step(bare, configured(policy_loss="gspo"), **settings)
+        agreed(bare, configured(policy_loss="gspo"), **settings)
 
 
 @pytest.mark.parametrize("advantage", choices("advantage"))

@@ -16,8 +16,10 @@ from r3async.checkpoint.tensors import LearnerParts, write_part
 from r3async.config import ConfigError, load_config
 from r3async.engines.probing import sample_probe
 from r3async.engines.scripted import DIGEST, ScriptedEngine
-from r3async.learners.base import LearnerBackend, LearnerError
+from r3async.learners.backend import LearnerBackend
+from r3async.learners.base import LearnerError
 from r3async.learners.build import build_learner
+from r3async.learners.trainer import train_minibatch
 from r3async.weights.probe import compare_probe, compare_sampled
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config
@@ -56,24 +58,24 @@ def test_equal_batches_make_equal_weights_and_anything_else_others(model_path):
     a, b = learner(model_path), learner(model_path)
     seen = [digest(a)]
     for seed in (1, 2, 3):
-        a.train_step(batch(seed), version=seed)
-        b.train_step(batch(seed), version=seed)
+        train_minibatch(a, batch(seed), version=seed)
+        train_minibatch(b, batch(seed), version=seed)
         assert digest(a) == digest(b)
         seen.append(digest(a))
     first = [changed(batch(1), name) for name in ("token_ids", "policy_version", "rollout_logprobs", "advantages")]
     renamed = replace(batch(1)[0], sample_ids=("other", *batch(1)[0].sample_ids[1:]))
     for batches in [*first, batch(1)[::-1], batch(1)[1:], [renamed, *batch(1)[1:]], batch(2)]:
         other = learner(model_path)
-        other.train_step(batches, version=1)
+        train_minibatch(other, batches, version=1)
         seen.append(digest(other))
     assert len(set(seen)) == len(seen)
     assert a.version == b.version == 3
 
 
 def test_figures_are_those_of_any_backend(model_path):
-    result = learner(model_path).train_step(batch(), version=0)
+    result = train_minibatch(learner(model_path), batch(), version=0)
     real = build_learner(replace_backend("torch"), model_path)
-    expected = real.train_step(batch(), version=0)
+    expected = train_minibatch(real, batch(), version=0)
     assert set(result.metrics) == set(expected.metrics)
     for name in ("batch/tokens", "batch/trained_tokens", "batch/micro_batches", "routing/recorded_fraction", "lr"):
         assert result.metrics[name] == expected.metrics[name], name
@@ -91,28 +93,28 @@ def test_a_step_without_an_advantage_changes_nothing_and_a_batch_without_routes_
     trained = learner(model_path)
     before = digest(trained)
     nothing = [replace(m, table=m.table.with_columns(advantages=0 * m.table["advantages"])) for m in batch()]
-    result = trained.train_step(nothing, version=0)
+    result = train_minibatch(trained, nothing, version=0)
     assert result.metrics["optimizer/no_contrast"] == result.metrics["optimizer/skipped"] == 1
     assert (digest(trained), trained.version) == (before, 0)
     bare = [replace(m, table=m.table.without("routed_experts", "routing_recorded")) for m in batch()]
     strict = settings()
     strict.routing.min_recorded_fraction = 0.9
     with pytest.raises(LearnerError, match="min_recorded_fraction"):
-        build_learner(strict, model_path).train_step(bare, version=0)
+        train_minibatch(build_learner(strict, model_path), bare, version=0)
 
 
 def test_a_resume_goes_on_with_the_same_weights(model_path, tmp_path):
     whole, saved = learner(model_path), learner(model_path)
     for seed in (1, 2):
-        whole.train_step(batch(seed))
-        saved.train_step(batch(seed))
+        train_minibatch(whole, batch(seed))
+        train_minibatch(saved, batch(seed))
     record = write_part(tmp_path, saved.state())
-    saved.train_step(batch(9))  # taken back
+    train_minibatch(saved, batch(9))  # taken back
     resumed = learner(model_path)
     resumed.restore(LearnerParts([tmp_path / record.name]))
     assert (digest(resumed), resumed.version) == (digest(whole), 2)
     for of in (whole, resumed):
-        of.train_step(batch(3))
+        train_minibatch(of, batch(3))
     assert digest(resumed) == digest(whole) != digest(saved)
 
 
@@ -122,7 +124,7 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
 ):
     made = settings()
     made.weights.directory = str(tmp_path / "weights")
-    local = LocalLearner(made, model_path)
+    local = LocalLearner.load(made, model_path)
     engine, stale = ScriptedEngine([[7]]), ScriptedEngine([[7]])
     try:
         local.publish_through("shared_memory")
@@ -134,7 +136,7 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
                 await each.install(manifest, 5)
             if not version:
                 local.train([[batch()]], version=0)
-        assert torch.equal(load_file(manifest.path)[DIGEST], local._backend.export()[DIGEST])
+        assert torch.equal(load_file(manifest.path)[DIGEST], local.backend.export()[DIGEST])
         scores = np.stack([local.score(TEXT), local.score(TEXT, temperature)])
         for each, passes in ((engine, True), (stale, False)):
             tokens = TEXT.tolist()

@@ -15,8 +15,8 @@ from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.loop import EpisodeTask, play_episode
-from r3async.learners.prepare import prepare
 from r3async.learners.torch.backend import TorchLearner
+from r3async.learners.trainer import prepare
 from r3async.records import Sample, TokenTable, Trajectory, Turn
 from r3async.versions import VersionSpan
 from tests import helpers_torch as ht
@@ -134,7 +134,7 @@ def test_merged_and_stepwise_rows_give_loss_and_gradient_of_the_row_built_by_han
             want_losses, rel=1e-7
         )  # transformers keeps norms in float32 whatever the model's dtype
         assert ht.worst_error(got, want)[0] < 1e-6
-        learner = TorchLearner(config, model)
+        learner = TorchLearner.load(config, model)
         result, got = ht.gradients_of_step(learner, pack(prepared[name], 400))
         assert result.metrics["loss/policy"] == pytest.approx(want_losses["loss/policy"], rel=1e-4)
         error, tensor = ht.worst_error(got, want)
@@ -168,7 +168,7 @@ def sampled_near(trajectories: list[Trajectory], values: np.ndarray) -> list[Tra
 def gradients_of_torch(path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """As `gradients_of_rank`, of the other backend."""
     rank = dist.get_rank() if settings.learner.parallel.dp > 1 else 0
-    learner = TorchLearner(settings, Path(path))
+    learner = TorchLearner.load(settings, Path(path))
     mine = of_rank(micro_batches, rank, settings.learner.parallel.dp)
     result, found = ht.gradients_of_step(learner, mine)
     return {"gradients": {n: g.numpy() for n, g in found.items()}, "result": result}
@@ -183,7 +183,7 @@ def test_a_model_has_one_gradient_however_the_rows_are_scattered(model, two_rank
     plain["algorithm"] |= EPISODE_LEVEL[level]
     plain["learner"]["backend"] = backend
     config = config_from_dict(plain)
-    learner = TorchLearner(ht.settings(), model)
+    learner = TorchLearner.load(ht.settings(), model)
     rows, _ = play("auto")
     (together,) = pack([s for t in rows for s in t.samples], 2000)
     known = learner.logprobs([together])[0][together.table["loss_mask"]]

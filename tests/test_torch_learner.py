@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from r3async.batching.packing import aligned, collate, pack, padding_like
-from r3async.learners.base import LearnerBackend, LearnerError
+from r3async.learners.backend import LearnerBackend
+from r3async.learners.base import LearnerError
 from r3async.learners.torch.backend import TorchLearner
+from r3async.learners.trainer import train_minibatch
 from r3async.records import Sample
 from r3async.routing import RoutingError
 from tests import helpers_torch as ht
@@ -51,7 +53,7 @@ def references(models):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, references, name, recompute):
-    learner = TorchLearner(settings(learner__recompute=recompute), models[name])
+    learner = TorchLearner.load(settings(learner__recompute=recompute), models[name])
     layers = ht.moe_layers(VARIANTS[name][0])
     micro_batches = pack(ht.recorded_samples(layers, temperature=0.8), ht.BUDGET)
     assert len(micro_batches) == 3
@@ -78,7 +80,7 @@ def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, re
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 def test_replaying_own_routes_changes_no_bit(models, name, dtype):
-    learner = TorchLearner(settings(learner__dtype=dtype), models[name])
+    learner = TorchLearner.load(settings(learner__dtype=dtype), models[name])
     samples = ht.recorded_samples(ht.moe_layers(name))
     with torch.no_grad():
         plain = ht.logits(learner, collate(samples))
@@ -98,7 +100,7 @@ def test_replaying_own_routes_changes_no_bit(models, name, dtype):
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 @torch.no_grad()
 def test_unrecorded_rows_route_by_themselves(models, name):
-    learner = TorchLearner(settings(), models[name])
+    learner = TorchLearner.load(settings(), models[name])
     samples = ht.recorded_samples(ht.moe_layers(name))
     micro_batch = collate(samples)
     plain = ht.logits(learner, micro_batch)
@@ -125,7 +127,7 @@ def test_unrecorded_rows_route_by_themselves(models, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 def test_logprobs_and_score_equal_transformers(models, name):
-    learner, reference = TorchLearner(settings(), models[name]), ht.load_reference(models[name])
+    learner, reference = TorchLearner.load(settings(), models[name]), ht.load_reference(models[name])
     samples = make_samples(3, ht.LENGTHS, layers=ht.moe_layers(name), vocab=ht.VOCAB, temperature=0.7)
     samples = ht.fully_recorded(samples)
     micro_batches = [*pack(samples, ht.BUDGET), padding_like(collate(samples), 3)]
@@ -159,12 +161,12 @@ def test_logprobs_and_score_equal_transformers(models, name):
 
 
 def test_a_trace_tells_what_every_router_did(models):
-    learner = TorchLearner(settings(learner__recompute="full"), models["qwen3"])
+    learner = TorchLearner.load(settings(learner__recompute="full"), models["qwen3"])
     (own,) = learner.record_routes([collate(ht.recorded_samples(2))])
     micro_batches = pack(ht.recorded_samples(2), ht.BUDGET)
     micro_batches[2] = aligned(micro_batches[2], 7)
     before = learner.logprobs(micro_batches)
-    traces = learner.train_step(micro_batches, trace=True).traces
+    traces = train_minibatch(learner, micro_batches, trace=True).traces
     for trace, m, logprobs in zip(traces, micro_batches, before, strict=True):
         trained = m.table["loss_mask"][: m.real_tokens]
         assert trace.logprobs.shape == trained.shape
@@ -179,11 +181,11 @@ def test_a_trace_tells_what_every_router_did(models):
         at = own.sample_ids.index(m.sample_ids[0])
         rows = own.table["routed_experts"][own.cu_seqlens[at] : own.cu_seqlens[at + 1], 0]
         assert np.array_equal(np.sort(trace.own[: len(rows), 0], -1), np.sort(rows, -1))
-    assert learner.train_step(micro_batches).traces == []
+    assert train_minibatch(learner, micro_batches).traces == []
 
 
 def test_record_routes_records_what_the_learner_chooses_by_itself(models):
-    learner = TorchLearner(settings(routing__replay="learner"), models["qwen3"])
+    learner = TorchLearner.load(settings(routing__replay="learner"), models["qwen3"])
     samples = ht.recorded_samples(2)
     padded = padding_like(collate(samples), 2)
     recorded, padding = learner.record_routes([collate(samples), padded])
@@ -201,7 +203,7 @@ def test_record_routes_records_what_the_learner_chooses_by_itself(models):
             reference(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None])
         rows = recorded.table["routed_experts"][start : start + len(sample.table)]
         assert np.array_equal(np.sort(rows, -1), np.sort(torch.stack(seen, 1).numpy(), -1))
-    result = learner.train_step([recorded, padding])
+    result = train_minibatch(learner, [recorded, padding])
     assert result.metrics["routing/agreement"] == 1.0
     assert result.metrics["routing/recorded_fraction"] == 1.0
     assert result.expert_load.sum(axis=1).tolist() == [sum(ht.LENGTHS) * ht.TOP_K] * 2, "of this step alone"
@@ -210,7 +212,7 @@ def test_record_routes_records_what_the_learner_chooses_by_itself(models):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-unnormalised-tied", "mixtral", "olmoe"])
 def test_export_and_save_have_the_names_and_bits_of_the_checkpoint(models, tmp_path, name, dtype):
-    learner = TorchLearner(settings(learner__dtype=dtype), models[name])
+    learner = TorchLearner.load(settings(learner__dtype=dtype), models[name])
     source, exported = load_file(models[name] / "model.safetensors"), learner.export()
     assert set(source) == set(exported)
     for key, tensor in exported.items():
@@ -218,7 +220,7 @@ def test_export_and_save_have_the_names_and_bits_of_the_checkpoint(models, tmp_p
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
     kept = {key: tensor.clone() for key, tensor in exported.items()}
-    learner.train_step(pack(ht.recorded_samples(ht.moe_layers(VARIANTS[name][0])), ht.BUDGET))
+    train_minibatch(learner, pack(ht.recorded_samples(ht.moe_layers(VARIANTS[name][0])), ht.BUDGET))
     assert all(torch.equal(exported[key], kept[key]) for key in kept), "a snapshot"
     for _ in range(2):  # the second replaces the first
         learner.save(tmp_path / "out")
@@ -229,12 +231,12 @@ def test_export_and_save_have_the_names_and_bits_of_the_checkpoint(models, tmp_p
     assert set(saved) == set(source)
     assert all(torch.equal(saved[key], now[key]) for key in now)
     assert any(not torch.equal(now[key], kept[key]) for key in kept)
-    again = TorchLearner(settings(learner__dtype=dtype), tmp_path / "out").export()
+    again = TorchLearner.load(settings(learner__dtype=dtype), tmp_path / "out").export()
     assert all(torch.equal(saved[key], again[key]) for key in saved)
 
 
 def test_nothing_is_left_behind_after_an_exception(models):
-    learner: LearnerBackend = TorchLearner(settings(learner__recompute="full"), models["mixtral"])
+    learner: LearnerBackend = TorchLearner.load(settings(learner__recompute="full"), models["mixtral"])
     samples = ht.recorded_samples(3)
     plain = learner.logprobs([collate(samples)])[0]
     calls = iter(
@@ -248,19 +250,19 @@ def test_nothing_is_left_behind_after_an_exception(models):
     handle = learner.model.layers[-1].mlp.experts.register_forward_pre_hook(break_once)
     before = learner.export()
     with pytest.raises(RuntimeError, match="broken expert"):
-        learner.train_step(pack(samples, ht.BUDGET))
+        train_minibatch(learner, pack(samples, ht.BUDGET))
     handle.remove()
     assert learner.replay.current is None
     assert all(p.grad is None for p in learner.model.parameters())
     assert all(torch.equal(before[n], t) for n, t in learner.export().items())
     assert np.array_equal(learner.logprobs([collate(samples)])[0], plain)
     assert learner.version == 0
-    assert learner.train_step(pack(samples, ht.BUDGET)).metrics["optimizer/skipped"] == 0
+    assert train_minibatch(learner, pack(samples, ht.BUDGET)).metrics["optimizer/skipped"] == 0
 
 
 @pytest.mark.parametrize("lengths", [[30], [5, 5]])
 def test_more_or_fewer_tokens_than_routes_raise(models, lengths):
-    learner = TorchLearner(settings(), models["mixtral"])
+    learner = TorchLearner.load(settings(), models["mixtral"])
     bound, fed = (collate(make_samples(9, n, layers=3, vocab=ht.VOCAB)) for n in ([20], lengths))
     with pytest.raises(RoutingError, match=rf"routes of 20 tokens .* the router chose \({sum(lengths)}, 2\)"):
         with learner.replay.bound(bound):
@@ -276,9 +278,9 @@ def test_more_or_fewer_tokens_than_routes_raise(models, lengths):
 
 def test_steps_are_deterministic(models):
     def run() -> dict[str, torch.Tensor]:
-        learner = TorchLearner(settings(), models["mixtral"])
+        learner = TorchLearner.load(settings(), models["mixtral"])
         for seed in (1, 2):
-            learner.train_step(pack(ht.recorded_samples(3, seed=seed), ht.BUDGET))
+            train_minibatch(learner, pack(ht.recorded_samples(3, seed=seed), ht.BUDGET))
         return learner.export()
 
     first, second = run(), run()
@@ -286,17 +288,17 @@ def test_steps_are_deterministic(models):
 
 
 def test_steps_without_trained_tokens_or_finite_gradient_change_nothing(models):
-    learner = TorchLearner(settings(), models["olmoe"])
+    learner = TorchLearner.load(settings(), models["olmoe"])
     (sample,) = make_samples(17, [12], layers=3, vocab=ht.VOCAB)
     before = learner.export()
     untrained = replace_columns(sample, loss_mask=np.zeros(12, bool))
     advantages = sample.table["advantages"].copy()
     advantages[6] = np.inf
     for bad in (untrained, replace_columns(sample, advantages=advantages)):
-        assert learner.train_step([collate([bad])]).metrics["optimizer/skipped"] == 1
+        assert train_minibatch(learner, [collate([bad])]).metrics["optimizer/skipped"] == 1
         assert learner.version == 0
         assert all(torch.equal(before[n], t) for n, t in learner.export().items())
-    assert learner.train_step([collate([sample])]).metrics["optimizer/skipped"] == 0
+    assert train_minibatch(learner, [collate([sample])]).metrics["optimizer/skipped"] == 0
 
 
 def test_training_raises_the_probability_of_what_was_good(models):
@@ -305,12 +307,12 @@ def test_training_raises_the_probability_of_what_was_good(models):
     ids, gains = sample.table["token_ids"], []
 
     def train() -> None:
-        learner = TorchLearner(settings(routing__replay="off", learner__recompute="selective"), models["qwen3"])
+        learner = TorchLearner.load(settings(routing__replay="off", learner__recompute="selective"), models["qwen3"])
         before = learner.score(ids)[2:].mean()
         for _ in range(5):
             mu = np.concatenate([[0.0], learner.score(ids)]).astype(np.float32)
             good = replace_columns(sample, rollout_logprobs=mu, advantages=np.ones(20, np.float32))
-            assert learner.train_step([collate([good])]).metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+            assert train_minibatch(learner, [collate([good])]).metrics["ratio/max"] == pytest.approx(1.0, abs=1e-4)
         gains.append(learner.score(ids)[2:].mean() - before)
 
     thread = threading.Thread(target=train)
@@ -320,9 +322,9 @@ def test_training_raises_the_probability_of_what_was_good(models):
 
 
 def test_too_few_recorded_routes_stop_the_step_before_any_forward(models):
-    learner = TorchLearner(settings(routing__min_recorded_fraction=0.9), models["mixtral"])
+    learner = TorchLearner.load(settings(routing__min_recorded_fraction=0.9), models["mixtral"])
     learner.model.register_forward_pre_hook(lambda *a: pytest.fail("forward"))
     samples = make_samples(14, [12, 12], layers=3, vocab=ht.VOCAB)
     samples = [replace_columns(s, routing_recorded=np.arange(12) < 5) for s in samples]
     with pytest.raises(LearnerError, match=r"only 0\.333 .* routing\.min_recorded_fraction is 0\.9"):
-        learner.train_step(pack(samples, 64))
+        train_minibatch(learner, pack(samples, 64))

@@ -14,6 +14,7 @@ import transformers as tf
 from r3async.batching.packing import MicroBatch, collate, pack, padding_like
 from r3async.learners.base import LearnerError
 from r3async.learners.torch.backend import TorchLearner
+from r3async.learners.trainer import train_minibatch
 from tests import helpers_torch as ht
 from tests.helpers_ranks import Ranks
 from tests.helpers_torch import settings
@@ -48,7 +49,7 @@ def _share(micro_batches: list[MicroBatch], rank: int) -> list[MicroBatch]:
 
 
 def _learner(path: Path, **changes: Any) -> TorchLearner:
-    return TorchLearner(settings(learner__parallel={"dp": 2}, **changes), path)
+    return TorchLearner.load(settings(learner__parallel={"dp": 2}, **changes), path)
 
 
 def _step(path: Path, micro_batches: list[MicroBatch], recompute: str) -> dict[str, Any]:
@@ -80,13 +81,13 @@ def test_loss_and_all_gradients_equal_transformers_with_forced_routes(ranks, mod
     samples = ht.recorded_samples(_layers(name), temperature=0.8)
     micro_batches = pack(samples, ht.BUDGET)
     first, second = ranks.call(_step, models[name], micro_batches, recompute)
-    alone = TorchLearner(settings(), models[name])
+    alone = TorchLearner.load(settings(), models[name])
     if name == "qwen2":  # its reference would need to know its shared expert; one rank equals transformers, see there
         result, expected = ht.gradients_of_step(alone, micro_batches)
         losses = {k: result.metrics[k] for k in ("loss/policy", "loss/rollout_kl", "grad_norm")}
     else:
         losses, expected = ht.reference_step(models[name], samples, settings())
-        alone.train_step(micro_batches)
+        train_minibatch(alone, micro_batches)
     for rank in (first, second):
         gradients = {n: torch.from_numpy(g) for n, g in rank["gradients"].items()}
         error, worst = ht.worst_error(gradients, expected)
@@ -123,21 +124,21 @@ def _fail_then_train(path: Path, micro_batches: list[MicroBatch], at: str) -> di
 
     handle = learner.model.layers[-1].mlp.experts.register_forward_pre_hook(break_once)
     with pytest.raises(RuntimeError, match="broken expert"):
-        learner.train_step(mine)
+        train_minibatch(learner, mine)
     handle.remove()
     assert learner.version == 0
     assert learner.replay.current is None
     assert all(p.grad is None for p in learner.model.parameters())
     assert all(torch.equal(t, exact[n]) for n, t in learner.export().items())
     assert all(np.array_equal(a, b) for a, b in zip(plain, learner.logprobs(mine), strict=True))
-    return learner.train_step(mine).metrics
+    return train_minibatch(learner, mine).metrics
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_a_failed_step_leaves_weights_and_sharding_as_they_were(ranks, models, at):
     micro_batches = pack(ht.recorded_samples(3), ht.BUDGET)
     first, second = ranks.call(_fail_then_train, models["mixtral"], micro_batches, at)
-    alone = TorchLearner(settings(), models["mixtral"]).train_step(micro_batches).metrics
+    alone = train_minibatch(TorchLearner.load(settings(), models["mixtral"]), micro_batches).metrics
     assert first == second
     for key in ("loss/policy", "grad_norm", "routing/agreement"):
         assert first[key] == pytest.approx(alone[key], rel=1e-5)
@@ -154,13 +155,13 @@ def _passes(path: Path, micro_batches: list[MicroBatch], out: Path) -> tuple[Any
         recorded[0].table["routing_recorded"], np.arange(recorded[0].tokens) < recorded[0].real_tokens
     )
     free = learner.logprobs(mine, replay=False)
-    metrics = learner.train_step(recorded).metrics
+    metrics = train_minibatch(learner, recorded).metrics
     learner.save(out)
     assert (out / "model.safetensors").is_file(), "on every rank, when the call returns"
     with pytest.raises(LearnerError, match="between 1 and 2 micro-batches"):
-        learner.train_step(mine[: 1 + dist.get_rank()])
+        train_minibatch(learner, mine[: 1 + dist.get_rank()])
     with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 1, but 2 ranks"):
-        TorchLearner(settings(), path)
+        TorchLearner.load(settings(), path)
     return metrics, all(np.array_equal(a, b) for a, b in zip(after, free, strict=True)), learner.score(np.arange(30))
 
 
@@ -171,7 +172,7 @@ def test_passes_without_gradient_records_and_files(ranks, models, tmp_path):
     assert same_second
     assert metrics["routing/agreement"] == 1.0
     assert metrics["routing/recorded_fraction"] == 1.0
-    saved = TorchLearner(settings(learner__dtype="bfloat16"), tmp_path / "out")
+    saved = TorchLearner.load(settings(learner__dtype="bfloat16"), tmp_path / "out")
     assert saved.export()["lm_head.weight"].dtype == torch.bfloat16
     assert np.abs(saved.score(np.arange(30)) - score).max() < 1e-2
     assert np.abs(saved.logprobs([collate(ht.recorded_samples(2))])[0]).max() > 1

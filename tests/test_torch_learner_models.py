@@ -15,6 +15,7 @@ from r3async.batching.packing import collate, pack
 from r3async.engines.base import RoutingShape
 from r3async.learners.base import LearnerError
 from r3async.learners.torch.backend import TorchLearner
+from r3async.learners.trainer import train_minibatch
 from tests import helpers_torch as ht
 from tests.helpers_torch import SHARED, settings
 
@@ -27,10 +28,10 @@ def models(tmp_path_factory):
 def test_a_dense_model_trains_without_routes(tmp_path):
     config = {k: v for k, v in SHARED.items() if k != "num_experts_per_tok"}
     path = ht.save_random(tmp_path / "m", tf.Qwen3Config(**config, head_dim=16, intermediate_size=56))
-    learner = TorchLearner(settings(learner__recompute="selective", routing__min_recorded_fraction=0.9), path)
+    learner = TorchLearner.load(settings(learner__recompute="selective", routing__min_recorded_fraction=0.9), path)
     micro_batches = pack(ht.recorded_samples(0), ht.BUDGET)
     assert learner.record_routes(micro_batches) == micro_batches
-    result = learner.train_step(micro_batches)
+    result = train_minibatch(learner, micro_batches)
     assert result.metrics["optimizer/skipped"] == 0
     assert len(result.layer_agreement) == 0
 
@@ -53,7 +54,7 @@ QWEN = SHARED | {"intermediate_size": 56, "moe_intermediate_size": 40, "num_expe
 def test_other_families_are_found_by_structure(tmp_path, config, layers):
     """Sigmoid scores, groups of experts, corrected scores, shared experts, latent attention: nothing of it is known here."""
     path = ht.save_random(tmp_path / "m", config())
-    learner, reference = TorchLearner(settings(), path), ht.load_reference(path)
+    learner, reference = TorchLearner.load(settings(), path), ht.load_reference(path)
     samples = ht.recorded_samples(layers)
     for sample in samples:
         ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
@@ -104,7 +105,7 @@ def test_other_families_are_found_by_structure(tmp_path, config, layers):
 def test_what_would_be_trained_wrongly_is_refused_at_start(tmp_path, config, message):
     path = ht.save_random(tmp_path / "m", config())
     with pytest.raises(LearnerError, match=message):
-        TorchLearner(settings(), path)
+        TorchLearner.load(settings(), path)
 
 
 def test_the_engines_geometry_has_to_be_the_models(models, monkeypatch):
@@ -114,7 +115,7 @@ def test_the_engines_geometry_has_to_be_the_models(models, monkeypatch):
         model, "moe_geometry", lambda config: (RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS), [0, 1])
     )
     with pytest.raises(LearnerError, match=r"layers \[0, 1\] are mixtures .* \[0, 2\]"):
-        TorchLearner(settings(), models["qwen3"])
+        TorchLearner.load(settings(), models["qwen3"])
 
 
 def _tensors(change):
@@ -153,9 +154,9 @@ def test_models_that_can_not_be_loaded_are_refused(models, tmp_path, spoil, mess
     path = shutil.copytree(models["mixtral"], tmp_path / "m")
     spoil(path)
     with pytest.raises(LearnerError, match=message):
-        TorchLearner(settings(), path)
+        TorchLearner.load(settings(), path)
 
 
 def test_the_number_of_ranks_has_to_be_the_settings(models):
     with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 2, but 1 rank"):
-        TorchLearner(settings(learner__parallel={"dp": 2}), models["mixtral"])
+        TorchLearner.load(settings(learner__parallel={"dp": 2}), models["mixtral"])

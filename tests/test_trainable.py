@@ -16,8 +16,8 @@ from actors.playing import Context, Loaded, Playing
 from r3async.buffer.quarantine import Quarantine
 from r3async.buffer.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.config import config_from_dict
-from r3async.learners.prepare import prepare
 from r3async.learners.sound import sound
+from r3async.learners.trainer import prepare
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
 from r3async.observe.timeline import Timeline

@@ -16,6 +16,7 @@ from actors.ranks import LocalLearner
 from r3async.batching.packing import MicroBatch, pack
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.build import build_learner
+from r3async.learners.trainer import train_minibatch
 from r3async.observe.events import read_events
 from r3async.records import Sample, Trajectory, Turn
 from r3async.world.real import REAL
@@ -101,7 +102,7 @@ POISONS = [shifted, half_shifted_half_lost, one_far_token, one_absurd_token]
 
 def optimizer_state(learner: Any) -> list[torch.Tensor]:
     """This rank's master weights, moments and step counts."""
-    optimizer = learner._optimizer
+    optimizer = learner.optimizer
     state = [p.detach() for p in optimizer._masters]
     for parameter in optimizer._masters:
         kept = optimizer._adam.state[parameter]
@@ -116,12 +117,16 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 def poisoned_run(learner: Any, good: list[MicroBatch], poison: list[MicroBatch] | None, then: list[MicroBatch]) -> dict:
     """Train three batches, or two without `poison`."""
-    out = {"good": learner.train_step(good).metrics, "state": [optimizer_state(learner)], "versions": [learner.version]}
+    out = {
+        "good": train_minibatch(learner, good).metrics,
+        "state": [optimizer_state(learner)],
+        "versions": [learner.version],
+    }
     if poison is not None:
-        out["broken"] = learner.train_step(poison).metrics
+        out["broken"] = train_minibatch(learner, poison).metrics
         out["state"].append(optimizer_state(learner))
         out["versions"].append(learner.version)
-    out["then"] = learner.train_step(then).metrics
+    out["then"] = train_minibatch(learner, then).metrics
     out["state"].append(optimizer_state(learner))
     out["versions"].append(learner.version)
     return out
@@ -150,7 +155,7 @@ def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, backen
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_max_the_same_batch_is_trained(model_path, batches, backend):
     learner = build_learner(settings(backend, max=None), model_path)
-    metrics = learner.train_step(pack(shifted(batches[0]), BUDGET)).metrics
+    metrics = train_minibatch(learner, pack(shifted(batches[0]), BUDGET)).metrics
     assert metrics["rollout_kl/k3"] > LIMIT
     assert metrics["optimizer/skipped"] == metrics["optimizer/broken"] == 0
     assert learner.version == 1
@@ -169,7 +174,8 @@ def test_logprobs_that_are_not_finite_are_dropped_and_do_not_break_a_step(model_
     ]
     ours, theirs = (build_learner(settings(backend), model_path) for _ in range(2))
     got, want = (
-        learner.train_step(pack(samples, BUDGET)).metrics for learner, samples in ((ours, poisoned), (theirs, masked))
+        train_minibatch(learner, pack(samples, BUDGET)).metrics
+        for learner, samples in ((ours, poisoned), (theirs, masked))
     )
     assert got.pop("tokens/dropped_non_finite") == 8
     assert want.pop("tokens/dropped_non_finite") == 0
@@ -178,7 +184,9 @@ def test_logprobs_that_are_not_finite_are_dropped_and_do_not_break_a_step(model_
     assert same(optimizer_state(ours), optimizer_state(theirs))
 
     before = optimizer_state(ours)
-    nothing = ours.train_step(pack([with_logprobs(s, lambda x: x * 0 + lost) for s in batches[1]], BUDGET)).metrics
+    nothing = train_minibatch(
+        ours, pack([with_logprobs(s, lambda x: x * 0 + lost) for s in batches[1]], BUDGET)
+    ).metrics
     assert nothing["optimizer/skipped"] == 1
     assert nothing["optimizer/broken"] == 0
     assert nothing["batch/trained_tokens"] == 0
@@ -252,7 +260,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
                 assert step is not None
                 await asyncio.wait_for(actor.write(), 60)  # as the conductor asks for, beside the next step
                 assert isinstance(actor.model.backend, LocalLearner)
-                steps.append(step | {"updates": actor.model.backend._backend.version})
+                steps.append(step | {"updates": actor.model.backend.backend.version})
             return steps
         finally:
             await actor.stop()

@@ -21,7 +21,7 @@ TEXT = np.frombuffer(probe_text(200).encode(), np.uint8).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def learner(tiny_model):
-    learner = TorchLearner(ht.settings(), tiny_model)
+    learner = TorchLearner.load(ht.settings(), tiny_model)
     yield learner
     learner.close()
 

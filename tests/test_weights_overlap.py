@@ -25,6 +25,7 @@ from r3async.batching.cost import Cost
 from r3async.buffer.groups import GroupBuffer
 from r3async.config import load_config, to_dict
 from r3async.learners.base import LearnerError
+from r3async.learners.trainer import Trained, Trainer
 from r3async.lineage import Lineage
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
@@ -44,7 +45,7 @@ LIMIT = 20.0
 def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(tmp_path, backend):
     settings = config()
     settings.learner.backend = backend
-    learner = LocalLearner(settings, hm.make_hf_model(tmp_path / "model"))
+    learner = LocalLearner.load(settings, hm.make_hf_model(tmp_path / "model"))
     try:
         learner.publish_through("shared_memory")
         learner.snapshot(0)
@@ -130,7 +131,7 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.learning, "check_ages", lambda *args: None)
     monkeypatch.setattr(actors.learning, "age_metrics", lambda *args: {})
     monkeypatch.setattr(
-        actors.learning.StepOf, "train", lambda self, backend, groups, stand_in: ({"optimizer/skipped": 0}, groups, [])
+        Trainer, "step", lambda self, number, version, groups: Trained({"optimizer/skipped": 0}, groups, [])
     )
     monkeypatch.setattr(actors.learning, "episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(actors.learning, "trained_step", lambda *args: {})

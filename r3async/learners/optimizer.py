@@ -21,7 +21,7 @@ Cause = Literal["", "no_contrast", "not_finite", "trust_region"]
 
 
 @dataclass(frozen=True)
-class StepReport:
+class Update:
     """`grad_norm`: global L2 norm before clipping, 0 where none was taken. `lr`: of this step. With a `cause` nothing changed:
     no weight, no moment, no step count."""
 
@@ -94,7 +94,7 @@ class MasterAdamW:
         return self._lr * min(1.0, (self.steps + 1) / self._warmup) if self._warmup > 0 else self._lr
 
     @torch.no_grad()
-    def step(self) -> StepReport:
+    def step(self) -> Update:
         """Reduce, clip, update, clear gradients. With a gradient norm that is not finite it only clears them."""
         lr = self.lr
         if self._reduce is not None:
@@ -115,12 +115,12 @@ class MasterAdamW:
             for parameter, master in self._pairs:
                 parameter.copy_(master)
         self.clear()
-        return StepReport(norm, lr, "" if finite else "not_finite")
+        return Update(norm, lr, "" if finite else "not_finite")
 
-    def skip(self, cause: Cause) -> StepReport:
+    def skip(self, cause: Cause) -> Update:
         """No step: forget the gradients."""
         self.clear()
-        return StepReport(0.0, self.lr, cause)
+        return Update(0.0, self.lr, cause)
 
     def states(self) -> Iterator[dict[str, Tensor]]:
         """For each parameter, in order, what later steps depend on: `master` and, if it was ever updated, Adam's `exp_avg`,

@@ -243,7 +243,7 @@ class RoutingReplay:
             yield bind(micro_batch, keep=keep)
 
     @contextmanager
-    def pipelined(self) -> Iterator[_Binder]:
+    def pipelined(self) -> Iterator[Binder]:
         """Like `bound`, for schedules that begin a forward pass before earlier micro-batches have had their backward.
 
         Yields a function that binds the next micro-batch to be fed forward. All are released when the block ends.
@@ -251,7 +251,7 @@ class RoutingReplay:
         if self._open:
             raise RoutingError("routes of another micro-batch are still bound")
         try:
-            yield _Binder(self)
+            yield Binder(self)
         finally:
             for routes in self._open:
                 routes.close()
@@ -264,7 +264,7 @@ class RoutingReplay:
             raise RoutingError(f"routes of {self.current.tokens} tokens are bound, but {tokens} tokens are fed forward")
 
 
-class _Binder:
+class Binder:
     def __init__(self, replay: RoutingReplay):
         self._replay = replay
 

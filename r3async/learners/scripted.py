@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,18 +20,17 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch
-from r3async.checkpoint.tensors import LearnerParts, LearnerState, Place
+from r3async.checkpoint.tensors import Place
 from r3async.config import Config
 from r3async.engines.base import moe_geometry
 from r3async.engines.scripted import DIGEST, MASK, scripted_logprobs
 from r3async.files import make_directory, read_file, replace_file
-from r3async.learners.base import StepResult
-from r3async.learners.optimizer import MasterAdamW, StepReport
-from r3async.learners.replay import RoutingCounts
-from r3async.learners.state import Held, Saved, restore, take
-from r3async.learners.step import Step
+from r3async.learners.backend import Finish, LearnerBackend, Visit
+from r3async.learners.minibatch import recorded_load, recorded_rows
+from r3async.learners.optimizer import MasterAdamW, Update
+from r3async.learners.replay import RoutingReplay
+from r3async.learners.state import Held
 from r3async.world import Files
 from r3async.world.real import REAL
 
@@ -62,63 +62,84 @@ class DigestOptimizer(MasterAdamW):
                     self._fed.update(np.ascontiguousarray(m.table[name]).data)
 
     @torch.no_grad()
-    def step(self) -> StepReport:
+    def step(self) -> Update:
         """The digest of before, and of what was fed, is the new one."""
         lr = self.lr
         self.digest.copy_(torch.frombuffer(bytearray(self._fed.digest()), dtype=torch.uint8))
         self.steps += 1
-        return StepReport(0.0, lr)
+        return Update(0.0, lr)
 
 
-class ScriptedLearner:
-    """A `LearnerBackend`. See there for what the methods promise; `learner.parallel` has to be one process.
+class ScriptedRank:
+    """The only rank. See `backend.RankFacts`."""
+
+    rank, world = 0, 1
+    is_first_copy = holds_loss = True
+
+    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
+        """Its own."""
+        return values
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+
+class ScriptedLearner(LearnerBackend):
+    """See `LearnerBackend`; `learner.parallel` has to be one process.
 
     Counts, routing figures and causes to skip a step are those of any backend. Figures of the loss are 0, for there is none.
     """
 
-    def __init__(self, config: Config, model_path: Path, files: Files = REAL.files):
-        self._config, self._source, self._files = config, Path(model_path), files
-        described = json.loads(read_file(self._source / "config.json", files=files))
+    name = "scripted"
+    optimizer: DigestOptimizer
+    skips_untrained = False
+
+    def __init__(self, config: Config, source: Path, described: Mapping[str, Any], files: Files):
+        self._files = files
         routing, _ = moe_geometry(described)
-        self._layers, self._experts = (routing.layers, routing.num_experts) if routing else (0, 1)
-        self.vocab_size: int = described.get("text_config", described)["vocab_size"]
-        self._optimizer = DigestOptimizer(config)
-        self.trust_region = TrustRegion(config.algorithm.rollout_kl)
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps taken."""
-        return self._optimizer.steps
-
-    def train_step(
-        self, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
-    ) -> StepResult:
-        """See `LearnerBackend.train_step`. There are no traces."""
-        step = Step(
-            micro_batches,
-            self._config,
-            replays=self._config.routing.replay != "off" and self._layers > 0,
-            version=self.version if version is None else version,
-            rollout_kl_coef=self.trust_region.coef,
-            routing=(self._layers, self._experts),
+        layers = routing.layers if routing else 0
+        replay = RoutingReplay(
+            layers=layers,
+            columns=range(layers),
+            top_k=routing.top_k if routing else 1,
+            num_experts=routing.num_experts if routing else 1,
+            enabled=config.routing.replay != "off",
+            device=torch.device("cpu"),
         )
-        self._optimizer.feed(micro_batches)
-        report = step.update(self._optimizer, self.trust_region)
-        return step.result(report, self._routed(micro_batches), range(self._layers), self._layers)
+        super().__init__(
+            config,
+            source,
+            ScriptedRank(),
+            vocab_size=described.get("text_config", described)["vocab_size"],
+            replay=replay,
+            optimizer=DigestOptimizer(config),
+            parameters=(),
+        )
 
-    def _routed(self, micro_batches: Sequence[MicroBatch]) -> RoutingCounts:
-        """As recorded: nothing of a token without routes."""
-        counts = RoutingCounts(self._layers, self._experts, torch.device("cpu"))
-        for m in micro_batches:
-            if "routed_experts" not in m.table:
-                continue
-            rows = m.table["routed_experts"][m.table["routing_recorded"]]
-            counts.agreed += len(rows)
-            counts.compared += len(rows)
-            for layer in range(self._layers):
-                load = np.bincount(rows[:, layer].reshape(-1), minlength=self._experts)
-                counts.load[layer] += torch.from_numpy(load)
-        return counts
+    @classmethod
+    def load(cls, config: Config, model_path: Path, files: Files = REAL.files) -> ScriptedLearner:
+        """Read the configuration of the model, whose weights are not looked at."""
+        source = Path(model_path)
+        return cls(config, source, json.loads(read_file(source / "config.json", files=files)), files)
+
+    def feed(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        rows: Sequence[np.ndarray],
+        finish: Finish | None,
+        *,
+        replay: bool = True,
+        visit: Visit | None = None,
+        backward: bool = False,
+    ) -> None:
+        """What the next step trains. Routers choose what is recorded: nothing for a token without routes."""
+        self.optimizer.feed(micro_batches)
+        counts = self.replay.counts
+        recorded = sum(recorded_rows(m) for m in micro_batches)
+        counts.agreed += recorded
+        counts.compared += recorded
+        load = recorded_load(micro_batches, self.replay.layers, self.replay.num_experts)
+        counts.load += torch.from_numpy(load).to(counts.load.dtype)
 
     def logprobs(
         self,
@@ -138,46 +159,27 @@ class ScriptedLearner:
 
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """float32 `[T - 1]`: what a scripted engine with these weights says."""
-        key = xxhash.xxh3_64_intdigest(self._optimizer.weights.numpy().tobytes()) & MASK
+        key = xxhash.xxh3_64_intdigest(self.optimizer.weights.numpy().tobytes()) & MASK
         at = np.arange(1, len(token_ids))
         return scripted_logprobs(at, np.full(len(at), key), np.asarray(token_ids)[1:]) / temperature
 
-    def state(self) -> LearnerState:
-        """See `LearnerBackend.state`."""
-        return take(self._saved)
-
-    def restore(self, saved: LearnerParts, *, optimizer: bool = True) -> None:
-        """See `LearnerBackend.restore`."""
-        restore(self._saved, saved, optimizer=optimizer)
-
-    @property
-    def _saved(self) -> Saved:
-        return Saved(
-            backend="scripted",
-            source=self._source,
-            rank=0,
-            world=1,
-            places=[Held((Place.whole(DIGEST, (32,)),))],
-            optimizer=self._optimizer,
-            trust_region=self.trust_region,
-        )
+    def places(self) -> list[Held]:
+        """Of the digest."""
+        return [Held((Place.whole(DIGEST, (32,)),))]
 
     def export(self) -> dict[str, Tensor]:
         """The digest, uint8 `[32]`."""
-        return {DIGEST: self._optimizer.weights}
+        return {DIGEST: self.optimizer.weights}
 
     def save(self, directory: Path) -> None:
         """A model directory that no engine but the scripted one can load."""
         aside, files = directory.with_name(f".{directory.name}.new"), self._files
         files.remove_tree(aside)
         make_directory(aside, files=files)
-        for name in files.list(self._source):
+        for name in files.list(self.source):
             if Path(name).suffix in (".json", ".jinja"):
-                replace_file(aside / name, read_file(self._source / name, files=files), files=files)
+                replace_file(aside / name, read_file(self.source / name, files=files), files=files)
         replace_file(aside / "model.safetensors", serialize(self.export(), {"format": "pt"}), files=files)
         files.remove_tree(directory)
         files.rename(aside, directory)
         files.sync_directory(directory.parent)
-
-    def close(self) -> None:
-        """Nothing."""

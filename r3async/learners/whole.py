@@ -14,37 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.batching.packing import MicroBatch
-from r3async.learners.base import LearnerError
-
 Columns = dict[str, np.ndarray]
 """Of trained tokens, each `[M]`."""
 Reduce = Callable[[np.ndarray, str], np.ndarray]
 """`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
 
 
-def predicted(micro_batch: MicroBatch, *, trained: bool) -> np.ndarray:
-    """int64 `[M]`: the tokens that another one of their sample is before, padding left out; with `trained` those of
-    `loss_mask` only."""
-    rows = micro_batch.positions[: micro_batch.real_tokens] > 0
-    return np.flatnonzero(rows & micro_batch.table["loss_mask"][: len(rows)] if trained else rows)
-
-
-def sequences(micro_batch: MicroBatch, rows: np.ndarray) -> np.ndarray:
-    """int64 `[M]`: the number in the minibatch of the episode that each of `rows` is of. Without the column `episode` each
-    sample is an episode by itself: -1 for the first of them, -2, ... Raises `LearnerError` for a row without an episode."""
-    if "episode" not in micro_batch.table:
-        return -np.searchsorted(micro_batch.cu_seqlens, rows, side="right")
-    found = micro_batch.table["episode"][rows].astype(np.int64)
-    if (found < 0).any():
-        raise LearnerError("column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ...")
-    return found
-
-
 def spread(episodes: Sequence[np.ndarray], count: int, reduce: Reduce, *, is_first_copy: bool) -> np.ndarray:
     """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
 
-    `episodes`: of each micro-batch's trained tokens, by `sequences`; `is_first_copy`: see `step.Step`.
+    `episodes`: of each micro-batch, see `minibatch.TrainedTokens`. `is_first_copy`: see `minibatch.agreed`.
     """
     held = np.zeros(count)
     for found in episodes:

@@ -20,7 +20,7 @@ from r3async.world import World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
-    from r3async.learners.base import StepResult
+    from r3async.learners.base import MinibatchResult
 
 LOAD_EVERY = 10
 """Steps from one record of the load per expert to the next."""
@@ -84,7 +84,7 @@ class StepTracer:
         """Whether the step that trains these has to be traced."""
         return any(self._plan.wants(sample.sample_id) for sample in samples)
 
-    def write(self, step: int, samples: Sequence[Sample], result: StepResult) -> None:
+    def write(self, step: int, samples: Sequence[Sample], result: MinibatchResult) -> None:
         """Step `step`, from 1, trained `samples`. Blocks for as long as the disk does."""
         if not len(result.layer_agreement):
             return
@@ -95,13 +95,13 @@ class StepTracer:
         except RoutingError as error:
             self._report("routes_not_written", step=step, error=str(error))
 
-    def _write_line(self, step: int, result: StepResult) -> None:
+    def _write_line(self, step: int, result: MinibatchResult) -> None:
         line: dict[str, Any] = {"step": step, "agreement": [round(float(share), 5) for share in result.layer_agreement]}
         if (step - 1) % LOAD_EVERY == 0:
             line["load"] = result.expert_load.tolist()
         self._lines.append(msgspec.json.encode(line))
 
-    def _write_routes(self, step: int, samples: Sequence[Sample], result: StepResult) -> None:
+    def _write_routes(self, step: int, samples: Sequence[Sample], result: MinibatchResult) -> None:
         layers, experts = result.expert_load.shape
         dtype = route_dtype(experts)
         tables = {sample.sample_id: sample.table for sample in samples}

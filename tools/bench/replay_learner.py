@@ -21,6 +21,7 @@ from r3async.batching.packing import pack
 from r3async.config import Config, config_from_dict
 from r3async.learners.megatron.backend import MegatronLearner
 from r3async.learners.replay import MicroBatchRoutes
+from r3async.learners.trainer import train_minibatch
 from r3async.records import Sample
 from tools.bench.jobs import BenchError, job_main, progress
 from tools.bench.replay_records import LearnerDone, LearnerJob
@@ -61,7 +62,7 @@ def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
 
 @contextmanager
 def learner_of(job: LearnerJob, dtype: str, replay: str) -> Iterator[MegatronLearner]:
-    learner = MegatronLearner(settings(job, dtype, replay), Path(job.model))
+    learner = MegatronLearner.load(settings(job, dtype, replay), Path(job.model))
     try:
         yield learner
     finally:
@@ -115,7 +116,7 @@ def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]
         micro_batches = pack(samples, job.max_tokens_per_micro_batch)
         scored = learner.logprobs(micro_batches, replay=replay == "rollout")
         with gradients_kept(learner) as gradient:
-            metrics = learner.train_step(micro_batches).metrics
+            metrics = train_minibatch(learner, micro_batches).metrics
     tables = [m.table for m in micro_batches]
     delta = [
         (s - t["rollout_logprobs"].astype(np.float64))[t["loss_mask"]] for s, t in zip(scored, tables, strict=True)
@@ -165,7 +166,7 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
     with learner_of(job, dtype, "rollout") as learner:
 
         def step(name: str) -> None:
-            learner.train_step(pack(variants[name], job.max_tokens_per_micro_batch))
+            train_minibatch(learner, pack(variants[name], job.max_tokens_per_micro_batch))
 
         for pair in range(-1, job.pairs):
             progress(directory, f"steps in {dtype}: {f'pair {pair + 1} of {job.pairs}' if pair >= 0 else 'warm-up'}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -17,11 +17,12 @@ from actors.conductor import Conductor
 from actors.dispatch import LeaseAnswer, LeaseCall
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
-from actors.training import StepOf
 from r3async.checkpoint.state import decode_state
 from r3async.engines.base import RoutingShape
 from r3async.engines.scripted import DIGEST
 from r3async.episodes.chat import ChatRenderer
+from r3async.learners.trainer import Trained as Done
+from r3async.learners.trainer import Trainer
 from r3async.lineage import Lineage
 from r3async.transport.codec import WireError
 from r3async.transport.wire import Ack, Deliver, Reject, decode_control, decode_trajectory, decoded_bytes, joined
@@ -153,12 +154,12 @@ class Watched(Simulation):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def see_trained(self, lineage: int, step: StepOf, done: Any) -> None:
+    def see_trained(self, lineage: int, step: int, version: int, done: Done) -> None:
         """What the learner's thread has trained."""
         keys = self.checker.known.published
         groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
         updates = int(done.metrics.get("optimizer/updates", 0))
-        self.see(Trained, lineage, step.number, step.version, groups, updates)
+        self.see(Trained, lineage, step, version, groups, updates)
 
 
 class WatchedWorld(SimulatedWorld):
@@ -213,16 +214,15 @@ class WatchedLane:
         self._lane, self._process = lane, process
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        step = getattr(function, "__self__", None)
-        if not isinstance(step, StepOf):
+        if not isinstance(getattr(function, "__self__", None), Trainer):
             return await self._lane.run(function, *args, **kwargs)
         simulation = _watched(self._process)
         lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
-        groups: Any = args[1]
-        simulation.see(Taken, lineage, step.number, step.version, tuple(g[0].group_index for g in groups))
+        number, version, groups = cast("tuple[int, int, Any]", args)
+        simulation.see(Taken, lineage, number, version, tuple(g[0].group_index for g in groups))
         await asyncio.sleep(simulation.delay_training(self._process))
         done = await self._lane.run(function, *args, **kwargs)
-        simulation.see_trained(lineage, step, done)
+        simulation.see_trained(lineage, number, version, cast(Done, done))
         return done
 
     async def close(self) -> None:

@@ -44,17 +44,31 @@ class Layout:
         return self.pp_rank == self.parallel.pp - 1
 
     @property
+    def world(self) -> int:
+        return self.parallel.world
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Of the ranks that are given the same micro-batches, the one that counts them."""
+        return self.tp_rank == self.pp_rank == 0
+
+    @property
     def holds_loss(self) -> bool:
         """Of the ranks that compute the same loss, the one that reports it."""
         return self.last_stage and self.tp_rank == 0
 
     def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
-        """A `step.Reduce` over all ranks."""
+        """A `whole.Reduce` over all ranks."""
         if self.parallel.world == 1:
             return values
         tensor = torch.from_numpy(values.copy())
         dist.all_reduce(tensor, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
         return tensor.numpy()
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.parallel.world > 1:
+            dist.barrier()
 
     def close(self) -> None:
         """Undo what `start` did."""

@@ -26,6 +26,8 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    is_first_copy = holds_loss = True
+    """Every rank is given micro-batches of its own."""
 
     @staticmethod
     def join(dp: int) -> Ranks:
@@ -41,7 +43,7 @@ class Ranks:
         return Ranks(dist.get_rank() if world > 1 else 0, world, device)
 
     def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
-        """float64 `[n]` reduced over all ranks; see `step.Reduce`."""
+        """float64 `[n]` reduced over all ranks; see `whole.Reduce`."""
         if self.world == 1:
             return values
         # A copy: gloo reduces in place.

@@ -16,6 +16,7 @@ from r3async.config import Config, RowsMode
 from r3async.engines.base import Generation
 from r3async.episodes.rows import EpisodeRows
 from r3async.learners.minibatch import agreed
+from r3async.learners.ranks import Ranks
 from r3async.learners.trainer import prepare
 from r3async.records import Trajectory
 from r3async.versions import VersionSpan
@@ -97,15 +98,15 @@ class Together:
     def __init__(self, ranks: int):
         self._barrier, self._given = threading.Barrier(ranks, timeout=60), [np.zeros(0)] * ranks
 
-    def of(self, rank: int):
-        def reduce(values: np.ndarray, how: str) -> np.ndarray:
-            self._given[rank] = values
-            self._barrier.wait()
-            total = np.sum(self._given, axis=0) if how == "sum" else np.max(self._given, axis=0)
-            self._barrier.wait()
-            return total
+    def of(self, rank: int) -> Ranks:
+        return OneOfThem(rank, len(self._given), torch.device("cpu"), self)
 
-        return reduce
+    def reduce(self, rank: int, values: np.ndarray, how: str) -> np.ndarray:
+        self._given[rank] = values
+        self._barrier.wait()
+        total = np.sum(self._given, axis=0) if how == "sum" else np.max(self._given, axis=0)
+        self._barrier.wait()
+        return total
 
     def run(self, calls: Sequence[Any]) -> list[Any]:
         """Each call in a thread; raises what the first of them raised."""
@@ -127,6 +128,16 @@ class Together:
             if isinstance(result, BaseException):
                 raise result
         return results
+
+
+@dataclass(frozen=True)
+class OneOfThem(Ranks):
+    """One of the ranks that are threads."""
+
+    together: Together
+
+    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
+        return self.together.reduce(self.rank, values, how)
 
 
 def with_logprobs(micro_batch: MicroBatch, leaves: Leaves) -> MicroBatch:
@@ -168,7 +179,7 @@ def trained(
 
         def one(rank: int, mine: list[MicroBatch], together: Together = together) -> tuple[Any, ...]:
             minibatch = agreed(
-                mine, config, replays=False, version=VERSION, rollout_kl_coef=0.1, reduce=together.of(rank)
+                mine, config, replays=False, version=VERSION, rollout_kl_coef=0.1, ranks=together.of(rank)
             )
             if minibatch.needs_logprobs:
                 minibatch.complete(

@@ -60,7 +60,7 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
             optimizer._reduce([m.grad for m in optimizer._masters])
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
-        total = minibatch.total(holds_loss=learner.ranks.holds_loss)
+        total = minibatch.total()
         update, counts = optimizer.skip(minibatch.cause), learner.replay.take_counts()
         result = result_of(minibatch, total, update, counts, learner.replay.columns, learner.replay.layers)
         assert learner.replay.current is None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from r3async.checkpoint.tensors import LearnerParts, LearnerState
 from r3async.config import Config
 from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW
+from r3async.learners.ranks import Ranks
 from r3async.learners.reference import Reference, weights_of
 from r3async.learners.replay import Binder, MicroBatchRoutes, RoutingReplay
-from r3async.learners.state import Held, Saved, restore, take
+from r3async.learners.state import Held, restore, take
 from r3async.records import Sample, TokenTable
 from r3async.routing import route_dtype
 
@@ -31,34 +32,6 @@ Finish = Callable[[int, Tensor, Tensor], Tensor | None]
 """`finish(index, log-probs, entropies)` of a micro-batch; the loss that is propagated back, if any is."""
 Visit = Callable[[int, MicroBatchRoutes], object]
 """`visit(index, routes)`: with what the routers of this rank have chosen."""
-
-
-class RankFacts(Protocol):
-    """This process among those that train together, one rank each."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Of the ranks that are given the same micro-batches, the one that counts them."""
-        ...
-
-    @property
-    def holds_loss(self) -> bool:
-        """Of the ranks that compute the same losses, the one that reports them."""
-        ...
-
-    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
-        """`values` float64 `[n]` reduced over all ranks by `how`, "sum" or "max"; every rank gets the result. Collective."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        ...
 
 
 class LearnerBackend:
@@ -83,7 +56,7 @@ class LearnerBackend:
         self,
         config: Config,
         source: Path,
-        ranks: RankFacts,
+        ranks: Ranks,
         *,
         vocab_size: int,
         replay: RoutingReplay,
@@ -176,7 +149,7 @@ class LearnerBackend:
         """
 
         def forward(index: int, bind: Binder) -> Any:
-            routes = bind(micro_batches[index], keep=visit is not None) if replay else None
+            routes = bind(micro_batches[index], visit is not None) if replay else None
             output = self.forward(micro_batches[index], rows[index], routes)
             if visit is not None and routes is not None:
                 visit(index, routes)
@@ -271,18 +244,6 @@ class LearnerBackend:
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 
-    @property
-    def _saved(self) -> Saved:
-        return Saved(
-            backend=self.name,
-            source=self.source,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
-            places=self.places(),
-            optimizer=self.optimizer,
-            trust_region=self.trust_region,
-        )
-
     def state(self) -> LearnerState:
         """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and
         step counts, the trust region's controller, random number generators. For `checkpoint.tensors.write_part`.
@@ -290,7 +251,7 @@ class LearnerBackend:
         Not collective, but all ranks have to take theirs between the same two steps. What several ranks hold, one hands in.
         The reference model is not in it: it is the start path's.
         """
-        return take(self._saved)
+        return take(self)
 
     def restore(self, saved: LearnerParts, *, optimizer: bool = True) -> None:
         """Go on from a state that any number of ranks wrote, bit by bit. Not collective; every rank has to make the call.
@@ -299,7 +260,7 @@ class LearnerBackend:
         random number generators stay as they are. Without `optimizer` only the weights are read, for `save`. Raises
         `CheckpointError` if it is of another model or backend, or if something lacks; then the learner is not to be used.
         """
-        restore(self._saved, saved, optimizer=optimizer)
+        restore(self, saved, optimizer=optimizer)
 
     def save(self, directory: Path) -> None:
         """Write `export()` as a Hugging Face model directory with the source model's configuration and tokenizer.

@@ -49,8 +49,8 @@ def result_of(
     if columns:
         figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
         mine[list(columns)] = figures.cpu().numpy()
-    by_layer = minibatch.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
-    (auxiliary,) = minibatch.reduce(np.asarray([float(routing.auxiliary)]), "sum").tolist()
+    by_layer = minibatch.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
+    (auxiliary,) = minibatch.ranks.reduce(np.asarray([float(routing.auxiliary)]), "sum").tolist()
     agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
     agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
     budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
@@ -67,11 +67,11 @@ def result_of(
         "optimizer/no_contrast": float(cause == "no_contrast"),
         "optimizer/broken": float(cause == "trust_region"),
         "tokens/dropped_non_finite": counts.dropped,
-        "batch/tokens": counts.tokens,
-        "batch/trained_tokens": float(counts.trained),
+        "batch/tokens": counts.fed,
+        "batch/trained_tokens": counts.trained,
         "batch/micro_batches": counts.micro_batches,
         "batch/split_episodes": float(minibatch.spread.sum()) if minibatch.needs_logprobs else 0.0,
-        "batch/fill": counts.tokens / budget,
+        "batch/fill": counts.fed / budget,
     }
     if layers:
         worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,13 +16,34 @@ from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.base import LearnerError, RouteTrace
 from r3async.learners.optimizer import Cause
+from r3async.learners.ranks import ALONE, Ranks
 from r3async.learners.replay import MicroBatchRoutes
-from r3async.learners.whole import Columns, Reduce, gathered, joined, of_episodes, spread
+from r3async.learners.whole import Columns, gathered, joined, of_episodes, spread
 
 
-def alone(values: np.ndarray, how: str) -> np.ndarray:
-    """The `Reduce` of a single rank."""
-    return values
+class Counts(NamedTuple):
+    """Of one micro-batch, or of a minibatch over all ranks: numbers of tokens, but for the last.
+
+    `trained`. `recorded`: trained ones whose input, the row before, has recorded routes. `credited`: trained ones whose advantage
+    is not 0. `dropped`: to be trained, but for a rollout log-prob that is not finite. `fed`: without padding, of which
+    `fed_recorded` have recorded routes. `micro_batches`: those that are not padding only.
+    """
+
+    trained: float
+    recorded: float
+    credited: float
+    dropped: float
+    fed: float
+    fed_recorded: float
+    micro_batches: float
+
+    @property
+    def recorded_fraction(self) -> float:
+        return self.recorded / max(self.trained, 1.0)
+
+    @property
+    def recorded_fraction_fed(self) -> float:
+        return self.fed_recorded / max(self.fed, 1.0)
 
 
 @dataclass(frozen=True)
@@ -30,17 +52,13 @@ class TrainedTokens:
 
     `rows` int64 `[M]`: trained tokens; the logits of row `t` - 1 predict row `t`. `episodes` int64 `[M]`: the number in the
     minibatch of the episode that each is of; without the column `episode` each sample is an episode by itself: -1 for the
-    first of them, -2, ... `places` int `[M]`: their numbers in the minibatch; empty without the column `place`. `dropped`:
-    tokens to be trained whose rollout log-prob is not finite. `recorded`: trained tokens whose input, row `t` - 1, has
-    recorded routes. `credited`: trained tokens whose advantage is not 0.
+    first of them, -2, ... `places` int `[M]`: their numbers in the minibatch; empty without the column `place`.
     """
 
     rows: np.ndarray
     episodes: np.ndarray
     places: np.ndarray
-    dropped: int
-    recorded: int
-    credited: int
+    counts: Counts
 
 
 def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
@@ -63,44 +81,18 @@ def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
             raise LearnerError(
                 "column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ..."
             )
-    return TrainedTokens(
-        rows,
-        episodes,
-        table["place"][rows] if "place" in table else np.zeros(0, np.int64),
-        dropped=int(np.count_nonzero(wanted & ~finite)),
-        recorded=int(np.count_nonzero(table["routing_recorded"][rows - 1])) if "routing_recorded" in table else 0,
+    recorded = table["routing_recorded"] if "routing_recorded" in table else np.zeros(len(table), bool)
+    counts = Counts(
+        trained=len(rows),
+        recorded=int(recorded[rows - 1].sum()),
         credited=int(np.count_nonzero(table["advantages"][rows])),
+        dropped=int((wanted & ~finite).sum()),
+        fed=micro_batch.real_tokens,
+        fed_recorded=int(recorded[: micro_batch.real_tokens].sum()),
+        micro_batches=bool(micro_batch.sample_ids),
     )
-
-
-def recorded_rows(micro_batch: MicroBatch) -> int:
-    """Tokens fed forward, trained or not, that have a recorded route; padding is none of them."""
-    table = micro_batch.table
-    if "routing_recorded" not in table:
-        return 0
-    return int(np.count_nonzero(table["routing_recorded"][: micro_batch.real_tokens]))
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Of a whole minibatch, over all ranks. `trained`, `recorded`, `credited`, `dropped`: as in `TrainedTokens`. `tokens`: fed
-    forward, without padding, of which `fed_recorded` have recorded routes. `micro_batches`: without those of padding only."""
-
-    trained: int
-    recorded: float
-    credited: float
-    dropped: float
-    tokens: float
-    fed_recorded: float
-    micro_batches: float
-
-    @property
-    def recorded_fraction(self) -> float:
-        return self.recorded / max(self.trained, 1.0)
-
-    @property
-    def recorded_fraction_fed(self) -> float:
-        return self.fed_recorded / max(self.tokens, 1.0)
+    places = table["place"][rows] if "place" in table else np.zeros(0, np.int64)
+    return TrainedTokens(rows, episodes, places, counts)
 
 
 @dataclass
@@ -113,8 +105,7 @@ class Minibatch:
     config: Config
     version: int
     coef: float
-    reduce: Reduce
-    is_first_copy: bool
+    ranks: Ranks
     counts: Counts
     micro_batches: list[MicroBatch]
     chosen: list[TrainedTokens]
@@ -155,7 +146,7 @@ class Minibatch:
         the episodes' tokens that it has. Collective."""
         columns = [self._columns(i) | {"logprobs": logprobs[i][rows]} for i, rows in enumerate(self.rows)]
         places = [c.places for c in self.chosen]
-        self._everywhere = gathered(places, columns, self.count, self.reduce, is_first_copy=self.is_first_copy)
+        self._everywhere = gathered(places, columns, self.count, self.ranks)
 
     def _columns(self, index: int) -> Columns:
         """Of the trained rows of micro-batch `index`: what the loss takes. Without the column `loss_weights` every trained
@@ -210,21 +201,20 @@ class Minibatch:
         """bool, as `episodes`: those that other micro-batches have tokens of as well."""
         return np.isin(episodes, np.flatnonzero(self.spread))
 
-    def total(self, *, holds_loss: bool = True) -> np.ndarray:
-        """`ObjectiveSums.values` of all micro-batches on all ranks. Collective; after the last `loss`. `holds_loss`: exactly one
-        of the ranks that computed the same losses says so."""
-        sums = self._sums if holds_loss and self._sums is not None else ObjectiveSums.zero()
+    def total(self) -> np.ndarray:
+        """`ObjectiveSums.values` of all micro-batches on all ranks. Collective; after the last `loss`."""
+        sums = self._sums if self.ranks.holds_loss and self._sums is not None else ObjectiveSums.zero()
         mine = sums.values()
-        total = self.reduce(mine, "sum")
+        total = self.ranks.reduce(mine, "sum")
         maxima = [ObjectiveSums.names().index(name) for name in ObjectiveSums.maxima()]
-        total[maxima] = self.reduce(mine[maxima], "max")
+        total[maxima] = self.ranks.reduce(mine[maxima], "max")
         # The figures of episodes that are in several micro-batches follow from their parts on all ranks.
         finished = ObjectiveSums.zero()
         if self.spread.any():
             parts = sums.open.cpu().numpy()
             whole = np.zeros((len(self.spread), 4))
             np.add.at(whole, parts[:, 0].astype(np.int64), parts[:, 1:])
-            finished.finish(torch.from_numpy(self.reduce(whole.reshape(-1), "sum").reshape(whole.shape)))
+            finished.finish(torch.from_numpy(self.ranks.reduce(whole.reshape(-1), "sum").reshape(whole.shape)))
         total += finished.values()
         return total
 
@@ -260,31 +250,30 @@ def agreed(
     micro_batches: Sequence[MicroBatch],
     config: Config,
     *,
-    replays: bool,
     version: int,
     rollout_kl_coef: float,
-    reduce: Reduce = alone,
-    is_first_copy: bool = True,
+    ranks: Ranks = ALONE,
+    replays: bool = False,
+    routing: tuple[int, int] = (0, 0),
     skip_untrained: bool = False,
     trace: bool = False,
-    routing: tuple[int, int] = (0, 0),
 ) -> Minibatch:
     """The minibatch of which these are this rank's micro-batches. Collective: counts are summed over the data-parallel ranks,
     so that the loss's denominator is global and known before the first micro-batch. Every check is made here.
 
     `replays`: whether recorded routes are used. `routing`: MoE layers and experts of the model. `skip_untrained`: leave out
-    micro-batches in which nothing is trained; only where no other rank waits for this one. `is_first_copy`: whether this rank
-    counts its micro-batches; exactly one of the ranks that are given the same ones does.
+    micro-batches in which nothing is trained; only where no other rank waits for this one.
 
     Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the ranks
     were given different numbers of micro-batches; and what `trained_tokens` raises.
     """
     chosen = [trained_tokens(m) for m in micro_batches]
-    counts = _counted(micro_batches, chosen, reduce, is_first_copy=is_first_copy)
+    mine = sum((np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(Counts._fields)))
+    counts = Counts(*ranks.reduce(mine * ranks.is_first_copy, "sum").tolist())
     numbers = [c.episodes for c in chosen], [c.places for c in chosen]
     largest = [max((int(x.max(initial=-1)) for x in each), default=-1) for each in numbers]
     extremes = np.asarray([len(micro_batches), -len(micro_batches), *largest], np.float64)
-    most, least, last, place = reduce(extremes, "max").tolist()
+    most, least, last, place = ranks.reduce(extremes, "max").tolist()
     if most != -least:
         raise LearnerError(f"ranks were given between {-least:.0f} and {most:.0f} micro-batches, not the same number")
     floor = config.routing.min_recorded_fraction
@@ -294,22 +283,19 @@ def agreed(
             f"routing.min_recorded_fraction is {floor}: find out why the engine did not record them, lower that setting, "
             "or set routing.replay=off"
         )
-    shared = spread([c.episodes for c in chosen], int(last) + 1, reduce, is_first_copy=is_first_copy)
-    balance = _balance(micro_batches, config, counts, routing, reduce, is_first_copy=is_first_copy)
     kept = [i for i, c in enumerate(chosen) if len(c.rows) or not skip_untrained]
     minibatch = Minibatch(
         config,
         version,
         rollout_kl_coef,
-        reduce,
-        is_first_copy,
+        ranks,
         counts,
         [micro_batches[i] for i in kept],
         [chosen[i] for i in kept],
-        int(place) + 1,
-        shared,
-        balance,
-        trace,
+        count=int(place) + 1,
+        spread=spread([c.episodes for c in chosen], int(last) + 1, ranks),
+        balance=_balance(micro_batches, config.algorithm.router_aux.coef, counts.fed, routing, ranks),
+        trace=trace,
     )
     if minibatch.needs_logprobs and not minibatch.count:
         raise LearnerError(
@@ -319,40 +305,18 @@ def agreed(
     return minibatch
 
 
-def _counted(
-    micro_batches: Sequence[MicroBatch], chosen: Sequence[TrainedTokens], reduce: Reduce, *, is_first_copy: bool
-) -> Counts:
-    mine = [
-        sum(len(c.rows) for c in chosen),
-        sum(c.recorded for c in chosen),
-        sum(c.credited for c in chosen),
-        sum(c.dropped for c in chosen),
-        sum(m.real_tokens for m in micro_batches),
-        sum(recorded_rows(m) for m in micro_batches),
-        sum(bool(m.sample_ids) for m in micro_batches),
-    ]
-    trained, *others = reduce(np.asarray(mine, np.float64) * is_first_copy, "sum").tolist()
-    return Counts(int(trained), *others)
-
-
 def _balance(
-    micro_batches: Sequence[MicroBatch],
-    config: Config,
-    counts: Counts,
-    routing: tuple[int, int],
-    reduce: Reduce,
-    *,
-    is_first_copy: bool,
+    micro_batches: Sequence[MicroBatch], coef: float, tokens: float, routing: tuple[int, int], ranks: Ranks
 ) -> np.ndarray | None:
     """What a unit of a router's probability of an expert adds to the loss, `coef * experts * f_i / tokens`: with the load
     known beforehand, the term is a plain sum over tokens."""
-    coef, (layers, experts) = config.algorithm.router_aux.coef, routing
+    layers, experts = routing
     if not coef or not layers:
         return None
-    load = reduce(recorded_load(micro_batches if is_first_copy else (), layers, experts).reshape(-1), "sum")
-    load = load.reshape(layers, experts)
+    mine = recorded_load(micro_batches if ranks.is_first_copy else (), layers, experts)
+    load = ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
     share = load / np.maximum(load.sum(axis=1, keepdims=True), 1.0)
-    return coef * experts * share / max(counts.tokens, 1.0)
+    return coef * experts * share / max(tokens, 1.0)
 
 
 def recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int) -> np.ndarray:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from r3async.batching.packing import MicroBatch
+from r3async.engines.base import RoutingShape
 from r3async.learners.base import RouteTrace
 from r3async.routing import RoutingError, validate_rows
 
@@ -209,6 +210,14 @@ class RoutingReplay:
         """float32 `[R, experts]`: what a unit of each expert's probability adds to the loss; None without that term."""
         self.counts = RoutingCounts(len(self.columns), num_experts, device)
 
+    @staticmethod
+    def whole(shape: RoutingShape | None, *, enabled: bool, device: torch.device) -> RoutingReplay:
+        """Of a rank that has every router of a model; `shape` None: it has no experts."""
+        layers, top_k, experts = (shape.layers, shape.top_k, shape.num_experts) if shape else (0, 1, 1)
+        return RoutingReplay(
+            layers=layers, columns=range(layers), top_k=top_k, num_experts=experts, enabled=enabled, device=device
+        )
+
     def token_slice(self, tokens: int) -> slice:
         """This rank's part of `tokens` packed tokens. Raises `RoutingError` if they can not be split evenly."""
         index, count = self.shard
@@ -240,7 +249,7 @@ class RoutingReplay:
         not fit the model, and for an invalid row.
         """
         with self.pipelined() as bind:
-            yield bind(micro_batch, keep=keep)
+            yield bind(micro_batch, keep)
 
     @contextmanager
     def pipelined(self) -> Iterator[Binder]:
@@ -251,12 +260,23 @@ class RoutingReplay:
         if self._open:
             raise RoutingError("routes of another micro-batch are still bound")
         try:
-            yield Binder(self)
+            yield self._bind
         finally:
             for routes in self._open:
                 routes.close()
             self._open.clear()
             self.current = None
+
+    def _bind(self, micro_batch: MicroBatch, keep: bool) -> MicroBatchRoutes:
+        # In every schedule backward passes come in the order of the forward passes: when one begins, earlier ones are over.
+        if self.current is not None and self.current.recomputing:
+            last = self._open.index(self.current)
+            for routes in self._open[:last]:
+                routes.close()
+            del self._open[:last]
+        self.current = MicroBatchRoutes(self, micro_batch, keep=keep)
+        self._open.append(self.current)
+        return self.current
 
     def check_tokens(self, tokens: int) -> None:
         """Raise `RoutingError` if `tokens` are about to be fed forward and another number is bound."""
@@ -264,19 +284,5 @@ class RoutingReplay:
             raise RoutingError(f"routes of {self.current.tokens} tokens are bound, but {tokens} tokens are fed forward")
 
 
-class Binder:
-    def __init__(self, replay: RoutingReplay):
-        self._replay = replay
-
-    def __call__(self, micro_batch: MicroBatch, *, keep: bool = False) -> MicroBatchRoutes:
-        replay = self._replay
-        # In every schedule backward passes come in the order of the forward passes: when one begins, earlier ones are over.
-        if replay.current is not None and replay.current.recomputing:
-            last = replay._open.index(replay.current)
-            for routes in replay._open[:last]:
-                routes.close()
-            del replay._open[:last]
-        routes = MicroBatchRoutes(replay, micro_batch, keep=keep)
-        replay._open.append(routes)
-        replay.current = routes
-        return routes
+Binder = Callable[[MicroBatch, bool], MicroBatchRoutes]
+"""Binds the next micro-batch to be fed forward; whether what each router chooses is kept."""

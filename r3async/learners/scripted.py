@@ -27,8 +27,9 @@ from r3async.engines.base import moe_geometry
 from r3async.engines.scripted import DIGEST, MASK, scripted_logprobs
 from r3async.files import make_directory, read_file, replace_file
 from r3async.learners.backend import Finish, LearnerBackend, Visit
-from r3async.learners.minibatch import recorded_load, recorded_rows
+from r3async.learners.minibatch import recorded_load
 from r3async.learners.optimizer import MasterAdamW, Update
+from r3async.learners.ranks import ALONE
 from r3async.learners.replay import RoutingReplay
 from r3async.learners.state import Held
 from r3async.world import Files
@@ -70,20 +71,6 @@ class DigestOptimizer(MasterAdamW):
         return Update(0.0, lr)
 
 
-class ScriptedRank:
-    """The only rank. See `backend.RankFacts`."""
-
-    rank, world = 0, 1
-    is_first_copy = holds_loss = True
-
-    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
-        """Its own."""
-        return values
-
-    def barrier(self) -> None:
-        """Nobody is waited for."""
-
-
 class ScriptedLearner(LearnerBackend):
     """See `LearnerBackend`; `learner.parallel` has to be one process.
 
@@ -97,19 +84,11 @@ class ScriptedLearner(LearnerBackend):
     def __init__(self, config: Config, source: Path, described: Mapping[str, Any], files: Files):
         self._files = files
         routing, _ = moe_geometry(described)
-        layers = routing.layers if routing else 0
-        replay = RoutingReplay(
-            layers=layers,
-            columns=range(layers),
-            top_k=routing.top_k if routing else 1,
-            num_experts=routing.num_experts if routing else 1,
-            enabled=config.routing.replay != "off",
-            device=torch.device("cpu"),
-        )
+        replay = RoutingReplay.whole(routing, enabled=config.routing.replay != "off", device=ALONE.device)
         super().__init__(
             config,
             source,
-            ScriptedRank(),
+            ALONE,
             vocab_size=described.get("text_config", described)["vocab_size"],
             replay=replay,
             optimizer=DigestOptimizer(config),
@@ -135,11 +114,11 @@ class ScriptedLearner(LearnerBackend):
         """What the next step trains. Routers choose what is recorded: nothing for a token without routes."""
         self.optimizer.feed(micro_batches)
         counts = self.replay.counts
-        recorded = sum(recorded_rows(m) for m in micro_batches)
-        counts.agreed += recorded
-        counts.compared += recorded
         load = recorded_load(micro_batches, self.replay.layers, self.replay.num_experts)
         counts.load += torch.from_numpy(load).to(counts.load.dtype)
+        recorded = counts.load.sum(dim=1) // self.replay.top_k
+        counts.agreed += recorded
+        counts.compared += recorded
 
     def logprobs(
         self,

@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3async.algorithms.trust_region import TrustRegion
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
-from r3async.learners.optimizer import MasterAdamW
+
+if TYPE_CHECKING:
+    from r3async.learners.backend import LearnerBackend
 
 _VALUES = ("master", "exp_avg", "exp_avg_sq")
 """Of the optimizer's tensors, those that have a parameter's shape."""
@@ -37,29 +38,11 @@ class Held:
     writes: bool = True
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What `take` copies and `restore` fills. `places`: of the optimizer's parameters, in its order. `source`: the start path."""
-
-    backend: str
-    source: Path
-    rank: int
-    world: int
-    places: list[Held]
-    optimizer: MasterAdamW
-    trust_region: TrustRegion
-
-    @property
-    def model(self) -> str:
-        """SHA-256 of `config.json`: what the tensors' names and shapes follow from."""
-        return hashlib.sha256((self.source / "config.json").read_bytes()).hexdigest()
-
-
 @torch.no_grad()
-def take(saved: Saved) -> LearnerState:
+def take(backend: LearnerBackend) -> LearnerState:
     """Copies, in host memory; see `LearnerBackend.state`."""
     pieces = []
-    for held, tensors in zip(saved.places, saved.optimizer.states(), strict=True):
+    for held, tensors in zip(backend.places(), backend.optimizer.states(), strict=True):
         if not held.writes:
             continue
         for kind, tensor in tensors.items():
@@ -70,42 +53,42 @@ def take(saved: Saved) -> LearnerState:
             for place, part in zip(held.places, held.split(tensor), strict=True):
                 inside = part[tuple(slice(n) for n in place.size)]
                 pieces.append(Piece(replace(place, name=f"{kind}/{place.name}"), _copy(inside)))
-    for name, numbers in _generators(saved.rank):
+    for name, numbers in _generators(backend.ranks.rank):
         pieces.append(Piece(Place.whole(name, numbers.shape), numbers))
     facts = LearnerFacts(
-        backend=saved.backend,
-        model=saved.model,
-        steps=saved.optimizer.steps,
-        world=saved.world,
-        trust_region=saved.trust_region.state(),
+        backend=backend.name,
+        model=_model(backend),
+        steps=backend.optimizer.steps,
+        world=backend.ranks.world,
+        trust_region=backend.trust_region.state(),
     )
-    return LearnerState(saved.rank, facts, pieces)
+    return LearnerState(backend.ranks.rank, facts, pieces)
 
 
-def restore(saved: Saved, parts: LearnerParts, *, optimizer: bool = True) -> None:
+def restore(backend: LearnerBackend, parts: LearnerParts, *, optimizer: bool = True) -> None:
     """See `LearnerBackend.restore`."""
     facts = parts.facts
-    if facts.backend != saved.backend:
+    if facts.backend != backend.name:
         raise CheckpointError(
             f'it was written by learner.backend = "{facts.backend}", which names tensors in its own way: set that back, or '
             "`r3async export` the model and start from it"
         )
-    if facts.model != saved.model:
+    if facts.model != _model(backend):
         raise CheckpointError(
-            f"it is of another model: the config.json in {saved.source} is not the one it was written with"
+            f"it is of another model: the config.json in {backend.source} is not the one it was written with"
         )
-    saved.optimizer.restore(_read(saved, parts, optimizer), facts.steps if optimizer else 0)
+    backend.optimizer.restore(_read(backend, parts, optimizer), facts.steps if optimizer else 0)
     if not optimizer:
         return
-    saved.trust_region.restore(facts.trust_region)
-    if facts.world == saved.world:
-        _set_generators(saved.rank, parts)
+    backend.trust_region.restore(facts.trust_region)
+    if facts.world == backend.ranks.world:
+        _set_generators(backend.ranks.rank, parts)
 
 
-def _read(saved: Saved, parts: LearnerParts, optimizer: bool) -> Iterator[dict[str, Tensor]]:
+def _read(backend: LearnerBackend, parts: LearnerParts, optimizer: bool) -> Iterator[dict[str, Tensor]]:
     """For each parameter what `MasterAdamW.restore` wants."""
 
-    for held, now in zip(saved.places, saved.optimizer.states(), strict=True):
+    for held, now in zip(backend.places(), backend.optimizer.states(), strict=True):
         updated = optimizer and f"step/{held.places[0].name}" in parts
         out = {}
         for kind in _VALUES if updated else _VALUES[:1]:
@@ -120,6 +103,11 @@ def _read(saved: Saved, parts: LearnerParts, optimizer: bool) -> Iterator[dict[s
 def _filled(values: Tensor, part: Tensor) -> Tensor:
     """With zeros where a rank has rows that only pad its share: nothing is ever added to those."""
     return F.pad(values, (0, 0, 0, part.shape[0] - values.shape[0])) if values.shape != part.shape else values
+
+
+def _model(backend: LearnerBackend) -> str:
+    """SHA-256 of `config.json`: what the tensors' names and shapes follow from."""
+    return hashlib.sha256((backend.source / "config.json").read_bytes()).hexdigest()
 
 
 def _step(place: Place) -> Place:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # -- in the learner actor ------------------------------------------------------------------------------------------------
 
 
-class Ranks(Protocol):
+class LearnerRanks(Protocol):
     """The learner's ranks, driven as one."""
 
     def train(
@@ -80,7 +80,7 @@ class Trainer:
 
     config: Config
     cost: Cost
-    ranks: Ranks
+    ranks: LearnerRanks
     tracer: StepTracer
     events: Any
     stand_in: Callable[[Trajectory], Trajectory]
@@ -221,7 +221,7 @@ def train_minibatch(
     if minibatch.counts.trained:
         try:
             backward(backend, minibatch)
-            total = minibatch.total(holds_loss=backend.ranks.holds_loss)
+            total = minibatch.total()
             update = take_update(backend, minibatch, drift=ObjectiveSums.metrics_of(total)[MEASURED_DRIFT])
         except BaseException:
             backend.forget()
@@ -234,18 +234,17 @@ def begin(
     backend: LearnerBackend, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
 ) -> Minibatch:
     """What ranks agree on before the first forward pass; see `agreed`."""
-    replay, ranks = backend.replay, backend.ranks
+    replay = backend.replay
     return agreed(
         backend.aligned(micro_batches),
         backend.config,
-        replays=replay.enabled and replay.layers > 0,
         version=backend.version if version is None else version,
         rollout_kl_coef=backend.trust_region.coef,
-        reduce=ranks.reduce,
-        is_first_copy=ranks.is_first_copy,
+        ranks=backend.ranks,
+        replays=replay.enabled and replay.layers > 0,
+        routing=(replay.layers, replay.num_experts),
         skip_untrained=backend.skips_untrained,
         trace=trace,
-        routing=(replay.layers, replay.num_experts),
     )
 
 

@@ -8,32 +8,30 @@ so that a sum over ranks puts all of them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from r3async.learners.ranks import Ranks
+
 Columns = dict[str, np.ndarray]
 """Of trained tokens, each `[M]`."""
-Reduce = Callable[[np.ndarray, str], np.ndarray]
-"""`reduce(values, "sum" | "max")`: float64 `[n]` reduced over all ranks; every rank gets the result."""
 
 
-def spread(episodes: Sequence[np.ndarray], count: int, reduce: Reduce, *, is_first_copy: bool) -> np.ndarray:
+def spread(episodes: Sequence[np.ndarray], count: int, ranks: Ranks) -> np.ndarray:
     """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
 
-    `episodes`: of each micro-batch, see `minibatch.TrainedTokens`. `is_first_copy`: see `minibatch.agreed`.
+    `episodes`: of each micro-batch, see `minibatch.TrainedTokens`.
     """
     held = np.zeros(count)
     for found in episodes:
-        held[np.unique(found[found >= 0])] += is_first_copy
-    return reduce(held, "sum") > 1 if count else held > 1
+        held[np.unique(found[found >= 0])] += ranks.is_first_copy
+    return ranks.reduce(held, "sum") > 1 if count else held > 1
 
 
-def gathered(
-    places: Sequence[np.ndarray], columns: Sequence[Columns], count: int, reduce: Reduce, *, is_first_copy: bool
-) -> Columns:
+def gathered(places: Sequence[np.ndarray], columns: Sequence[Columns], count: int, ranks: Ranks) -> Columns:
     """The columns of all trained tokens of the minibatch, of all ranks, in the order of their places. Collective.
 
     `places` int `[M]`, each below `count`, and `columns`: of each micro-batch of this rank; the same columns on every rank.
@@ -41,11 +39,11 @@ def gathered(
     names = list(columns[0])
     table = np.zeros((len(names) + 1, count))
     for place, mine in zip(places, columns, strict=True):
-        if is_first_copy:
+        if ranks.is_first_copy:
             table[0, place] = 1
             for row, name in enumerate(names, 1):
                 table[row, place] = mine[name]
-    table = reduce(table.reshape(-1), "sum").reshape(table.shape)
+    table = ranks.reduce(table.reshape(-1), "sum").reshape(table.shape)
     there = table[0] > 0
     return {
         name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)

@@ -8,16 +8,34 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from r3async.algorithms.trust_region import TrustRegion
 from r3async.buffer.groups import GroupBuffer
 from r3async.checkpoint import Checkpoints, Opened, RunState, check_same_run, open_checkpoint, restore_admission, rewind
 from r3async.checkpoint.tensors import Place, write_part
-from r3async.config import config_from_dict, to_dict
+from r3async.config import Config, config_from_dict, to_dict
+from r3async.learners.backend import LearnerBackend
 from r3async.learners.optimizer import MasterAdamW
-from r3async.learners.state import Held, Saved, restore, take
+from r3async.learners.ranks import Ranks
+from r3async.learners.replay import RoutingReplay
+from r3async.learners.state import Held
 from r3async.scheduling.admission import Admission
 
 RECORD = "metrics.jsonl"
+
+
+class TinyLearner(LearnerBackend):
+    """Parameters, and where they lie in those of all ranks; no model."""
+
+    name = "torch"
+
+    def __init__(self, config: Config, source: Path, ranks: Ranks, parameters: list[Parameter], held: list[Held]):
+        replay = RoutingReplay.whole(None, enabled=False, device=ranks.device)
+        optimizer = MasterAdamW(parameters, config.learner)
+        super().__init__(config, source, ranks, vocab_size=4, replay=replay, optimizer=optimizer, parameters=parameters)
+        self._held = held
+
+    def places(self) -> list[Held]:
+        """See `LearnerBackend.places`."""
+        return self._held
 
 
 class TinyRun:
@@ -41,7 +59,7 @@ class TinyRun:
     def _say(self, event: str, /, **facts: object) -> None:
         self.said.append({"event": event, **facts})
 
-    def _rank(self, rank: int, world: int) -> Saved:
+    def _rank(self, rank: int, world: int) -> TinyLearner:
         torch.manual_seed(rank)
         share = 4 // world
         parameters = [Parameter(torch.randn(size)) for size in ((share, 3), (share, 2, 2), (3,))]
@@ -53,17 +71,17 @@ class TinyRun:
         ]
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
-        optimizer = MasterAdamW(parameters, self._config.learner)
-        optimizer.step()
-        trust_region = TrustRegion(self._config.algorithm.rollout_kl)
-        return Saved("torch", self._model, rank, world, held, optimizer, trust_region)
+        ranks = Ranks(rank, world, torch.device("cpu"))
+        learner = TinyLearner(self._config, self._model, ranks, parameters, held)
+        learner.optimizer.step()
+        return learner
 
     def write(self, step: int) -> Path:
         """The checkpoint of a step after which the trust region's coefficient is another one."""
         partial = self.checkpoints.begin(step)
-        for saved in self._ranks:
-            saved.trust_region.update(0.1)
-        records = [write_part(partial, take(saved)) for saved in self._ranks]
+        for learner in self._ranks:
+            learner.trust_region.update(0.1)
+        records = [write_part(partial, learner.state()) for learner in self._ranks]
         return self.checkpoints.commit(self._books(step), records)
 
     def _books(self, step: int) -> RunState:
@@ -100,9 +118,9 @@ class TinyRun:
         rewind(self._directory, state.record_bytes)
         parts = open_checkpoint(opened.path, check_tensors=False).learner()
         ranks = []
-        for saved in self._ranks:
-            restore(saved, parts)
-            now = take(saved)
+        for learner in self._ranks:
+            learner.restore(parts)
+            now = learner.state()
             ranks.append((now.facts, [(p.place, p.tensor.numpy().tobytes()) for p in now.pieces]))
         schedule = self._config.schedule
         buffer = GroupBuffer(

@@ -17,17 +17,17 @@ from r3async.config import ParallelConfig
 from r3async.learners.base import LearnerError
 from r3async.learners.megatron.links import Link
 from r3async.learners.optimizer import Gradients
+from r3async.learners.ranks import Ranks
 
 BUCKET_ELEMENTS = 2**26
 """Gradient elements that are reduced by one collective: 256 MiB in float32."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Ranks):
     """This rank's place. Megatron's order of ranks: tp varies fastest, then dp, then pp."""
 
     parallel: ParallelConfig
-    rank: int
     tp_rank: int
     dp_rank: int
     pp_rank: int
@@ -44,31 +44,14 @@ class Layout:
         return self.pp_rank == self.parallel.pp - 1
 
     @property
-    def world(self) -> int:
-        return self.parallel.world
-
-    @property
     def is_first_copy(self) -> bool:
-        """Of the ranks that are given the same micro-batches, the one that counts them."""
+        """See `Ranks`."""
         return self.tp_rank == self.pp_rank == 0
 
     @property
     def holds_loss(self) -> bool:
-        """Of the ranks that compute the same loss, the one that reports it."""
+        """See `Ranks`."""
         return self.last_stage and self.tp_rank == 0
-
-    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
-        """A `whole.Reduce` over all ranks."""
-        if self.parallel.world == 1:
-            return values
-        tensor = torch.from_numpy(values.copy())
-        dist.all_reduce(tensor, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
-        return tensor.numpy()
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        if self.parallel.world > 1:
-            dist.barrier()
 
     def close(self) -> None:
         """Undo what `start` did."""
@@ -123,8 +106,10 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
             dist.destroy_process_group()
         raise
     return Layout(
-        parallel,
         dist.get_rank(),
+        parallel.world,
+        torch.device("cpu"),
+        parallel,
         ps.get_tensor_model_parallel_rank(),
         ps.get_data_parallel_rank(),
         ps.get_pipeline_model_parallel_rank(),

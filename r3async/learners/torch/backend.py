@@ -14,11 +14,12 @@ from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.backend import LearnerBackend, Scores
 from r3async.learners.optimizer import MasterAdamW
+from r3async.learners.ranks import Ranks
 from r3async.learners.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learners.state import Held
 from r3async.learners.torch.model import Packed, PackedModel, load_model, read_config
 from r3async.learners.torch.routers import attach_replay
-from r3async.learners.torch.sharding import Ranks, places, settle, shard, whole
+from r3async.learners.torch.sharding import join, places, settle, shard, sharded_norm, whole
 
 
 class TorchLearner(LearnerBackend):
@@ -30,7 +31,6 @@ class TorchLearner(LearnerBackend):
     """
 
     name = "torch"
-    ranks: Ranks
 
     def __init__(self, config: Config, source: Path, ranks: Ranks, model: PackedModel, replay: RoutingReplay):
         self.model = model
@@ -40,7 +40,7 @@ class TorchLearner(LearnerBackend):
             ranks,
             vocab_size=model.vocab_size,
             replay=replay,
-            optimizer=MasterAdamW(model.parameters(), config.learner, squared_norm=ranks.squared_norm),
+            optimizer=MasterAdamW(model.parameters(), config.learner, squared_norm=partial(sharded_norm, ranks)),
             parameters=model.parameters(),
         )
 
@@ -48,7 +48,7 @@ class TorchLearner(LearnerBackend):
     def load(cls, config: Config, model_path: Path) -> TorchLearner:
         """Load the model, with the other ranks where there are any. Raises `LearnerError` for one that this backend would train
         wrongly."""
-        ranks, source = Ranks.join(config.learner.parallel.dp), Path(model_path)
+        ranks, source = join(config.learner.parallel.dp), Path(model_path)
         if ranks.device.type == "cpu":
             torch.set_num_threads(config.learner.threads)
         dtype = getattr(torch, config.learner.dtype)
@@ -56,17 +56,9 @@ class TorchLearner(LearnerBackend):
         causal = load_model(source, torch.float32 if ranks.world > 1 else dtype)
         model = PackedModel(causal, described, longest=config.episode.max_total_tokens)
         model.entropy_gradient = config.algorithm.entropy_coef != 0
-        routing = model.routing
-        replay = RoutingReplay(
-            layers=routing.layers if routing else 0,
-            columns=range(routing.layers if routing else 0),
-            top_k=routing.top_k if routing else 1,
-            num_experts=routing.num_experts if routing else 1,
-            enabled=config.routing.replay != "off",
-            device=ranks.device,
-        )
-        if routing:
-            attach_replay(model.routers, routing, replay)
+        replay = RoutingReplay.whole(model.routing, enabled=config.routing.replay != "off", device=ranks.device)
+        if model.routing:
+            attach_replay(model.routers, model.routing, replay)
         model.recompute(config.learner.recompute)
         if ranks.world > 1:
             shard(model, ranks, dtype)

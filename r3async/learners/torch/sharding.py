@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,51 +13,28 @@ from torch.distributed.tensor import DTensor
 from r3async.checkpoint.tensors import Place
 from r3async.learners.base import LearnerError
 from r3async.learners.optimizer import Gradients, local, squared_norm
+from r3async.learners.ranks import Ranks
 from r3async.learners.state import Held
 from r3async.learners.torch.model import PackedModel
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that train together: one rank per process, all in the default process group."""
+def join(dp: int) -> Ranks:
+    """Raises `LearnerError` if the default process group does not have `dp` (`learner.parallel.dp`) ranks."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != dp:
+        raise LearnerError(
+            f"learner.parallel.dp is {dp}, but {world} rank{'s' * (world != 1)} of torch.distributed run"
+            f"{'s' * (world == 1)}: start as many learner processes as that setting says"
+        )
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return Ranks(dist.get_rank() if world > 1 else 0, world, device)
 
-    rank: int
-    world: int
-    device: torch.device
-    is_first_copy = holds_loss = True
-    """Every rank is given micro-batches of its own."""
 
-    @staticmethod
-    def join(dp: int) -> Ranks:
-        """Raises `LearnerError` if the default process group has not `dp` (`learner.parallel.dp`) ranks."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != dp:
-            raise LearnerError(
-                f"learner.parallel.dp is {dp}, but {world} rank{'s' * (world != 1)} of torch.distributed run"
-                f"{'s' * (world == 1)}: start as many learner processes as that setting says"
-            )
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        return Ranks(dist.get_rank() if world > 1 else 0, world, device)
-
-    def reduce(self, values: np.ndarray, how: str) -> np.ndarray:
-        """float64 `[n]` reduced over all ranks; see `whole.Reduce`."""
-        if self.world == 1:
-            return values
-        # A copy: gloo reduces in place.
-        total = torch.from_numpy(np.array(values, np.float64)).to(self.device)
-        dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
-        return total.cpu().numpy()
-
-    def squared_norm(self, gradients: Gradients) -> float:
-        """Sum of squares over all shards."""
-        mine = squared_norm([local(g) for g in gradients])
-        return float(self.reduce(np.asarray([mine]), "sum")[0])
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        if self.world > 1:
-            dist.barrier()
+def sharded_norm(ranks: Ranks, gradients: Gradients) -> float:
+    """Sum of squares over all shards."""
+    mine = squared_norm([local(g) for g in gradients])
+    return float(ranks.reduce(np.asarray([mine]), "sum")[0])
 
 
 def shard(model: PackedModel, ranks: Ranks, dtype: torch.dtype) -> None:

@@ -87,14 +87,13 @@ def test_the_command_prints_one_object_and_a_table(tmp_path):
         mean = np.exp(np.mean([np.log(c[name]) for c in several]))
         assert summary[name] == pytest.approx(mean)
     assert summary["apart"] < summary["efficiency"] <= summary["ceiling"]
-    assert summary["worst_balance"] <= 1.005
     for c in cases:
         assert c["fill"] == pytest.approx(c["tokens"] / (c["ranks"] * c["micro_batches"] * c["max_tokens"]))
         assert c["fill"] <= 1
         assert c["micro_batches"] >= c["bound"]
         assert c["efficiency"] <= c["ceiling"] + 1e-9
         assert c["efficiency"] * c["cost_imbalance"] <= 1 + 1e-9  # a rank never waits less than for the busiest
-        assert min(c["token_imbalance"], c["cost_imbalance"], c["balance"]) >= 1 - 1e-9
+        assert min(c["token_imbalance"], c["cost_imbalance"]) >= 1 - 1e-9
         assert c["wall_ms"] > 0
     assert set(summary["cpu_ms"]) == {"256", "1024"}
 

@@ -13,7 +13,6 @@ from tools.bench.packing import fewest_bins, lengths_like, shape_of
 
 COSTS = [Cost(), Cost(1, 0.01), Cost(1e-3, 5)]
 costs = st.sampled_from(COSTS)
-objectives = st.sampled_from(["lockstep", "cost"])
 some_lengths = st.lists(st.integers(0, 100), max_size=60) | st.lists(st.sampled_from([3, 7, 50, 51, 99]), max_size=40)
 
 
@@ -24,13 +23,13 @@ def costs_of(planned, lengths, cost):
 
 
 @settings(deadline=None)
-@example([], 100, 3, COSTS[0], "cost")
-@example([0, 0], 100, 3, COSTS[1], "lockstep")
-@example([100], 100, 64, COSTS[1], "lockstep")
-@example([100] * 7, 100, 3, COSTS[1], "cost")
-@given(some_lengths, st.integers(100, 300), st.integers(1, 9), costs, objectives)
-def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(lengths, cap, ranks, cost, objective):
-    planned = plan(lengths, max_tokens=cap, ranks=ranks, cost=cost, objective=objective)
+@example([], 100, 3, COSTS[0])
+@example([0, 0], 100, 3, COSTS[1])
+@example([100], 100, 64, COSTS[1])
+@example([100] * 7, 100, 3, COSTS[1])
+@given(some_lengths, st.integers(100, 300), st.integers(1, 9), costs)
+def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(lengths, cap, ranks, cost):
+    planned = plan(lengths, max_tokens=cap, ranks=ranks, cost=cost)
     assert sorted(i for mine in planned for m in mine for i in m) == list(range(len(lengths)))
     assert all(m == sorted(m) and sum(lengths[i] for i in m) <= cap for mine in planned for m in mine)
     assert len(planned) == ranks
@@ -38,12 +37,12 @@ def test_every_sample_once_no_cap_exceeded_equal_counts_and_always_the_same(leng
     assert all(any(round_) for round_ in zip(*planned, strict=True))  # no round in which all ranks have padding
     costliest = costs_of(planned, lengths, cost).max(0, initial=0)
     assert (np.diff(costliest) <= 1e-9 * costliest[:1].sum()).all()  # first, so that memory is known to suffice
-    assert planned == plan(lengths, max_tokens=cap, ranks=ranks, cost=cost, objective=objective)
+    assert planned == plan(lengths, max_tokens=cap, ranks=ranks, cost=cost)
 
 
 @settings(deadline=None)
-@given(some_lengths, st.integers(1, 9), costs, objectives, st.randoms())
-def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, objective, chance):
+@given(some_lengths, st.integers(1, 9), costs, st.randoms())
+def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, chance):
     shuffled = lengths.copy()
     chance.shuffle(shuffled)
     one, other = (
@@ -127,10 +126,9 @@ def test_fewer_samples_than_ranks():
     assert sorted(plan([5, 9, 7], max_tokens=10, ranks=5)) == [[[]], [[]], [[0]], [[1]], [[2]]]
 
 
-@pytest.mark.parametrize("objective", ["lockstep", "cost"])
-def test_one_giant_sample_is_alone_where_the_cost_is_quadratic(objective):
+def test_one_giant_sample_is_alone_where_the_cost_is_quadratic():
     lengths = [10] * 40 + [1000]
-    planned = plan(lengths, max_tokens=1000, ranks=4, cost=Cost(1, 1), objective=objective)
+    planned = plan(lengths, max_tokens=1000, ranks=4, cost=Cost(1, 1))
     assert [len(mine) for mine in planned] == [1] * 4
     found = costs_of(planned, lengths, Cost(1, 1))
     assert found.max() == Cost(1, 1).of(np.asarray(1000.0))
@@ -155,19 +153,6 @@ def test_plans_of_the_benchmark_are_near_the_bounds(kind):
         assert found.shape[1] == -(-fewest_bins(lengths, cap) // ranks)
         bound = levels(lengths, max_tokens=cap, ranks=ranks, count=found.shape[1], cost=cost, work=each.sum()).sum()
         assert found.max(0).sum() <= 1.08 * bound
-        flat = costs_of(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost, objective="cost"), lengths, cost)
-        assert flat.sum(1).max() <= 1.005 * max(each.sum() / ranks, each.max())
-        assert flat.shape[1] == found.shape[1]
-
-
-def test_equal_cost_takes_a_micro_batch_more_where_the_cap_stands_in_the_way():
-    cost, lengths = cost_model(shape_of("Qwen3-30B-A3B")), lengths_like("pareto", 1024, seed=1)
-    each = cost.of(lengths)
-    given = {"max_tokens": 65536, "ranks": 8, "cost": cost}
-    assert len(plan(lengths.tolist(), **given)[0]) == 3
-    planned = plan(lengths.tolist(), **given, objective="cost")
-    assert len(planned[0]) == 4
-    assert costs_of(planned, lengths, cost).sum(1).max() <= 1.005 * max(each.sum() / 8, each.max())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -18,22 +18,16 @@ ranks at one index; its *level* is the cost of its costliest one.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
 from r3async.batching.cost import Cost
 
-Objective = Literal["lockstep", "cost"]
 Bin = list[int]
 
 SLACK = (0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5)
-BALANCED = 1.005
-"""With `objective="cost"`, the costliest rank over the least that is possible at which no better plan is looked for."""
-MORE_MICRO_BATCHES = 3
-"""How many micro-batches per rank above the fewest `objective="cost"` may take to get there."""
 PAIRS = 24
 """Pairs of samples that are tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
 
@@ -48,14 +42,12 @@ def plan(
     max_tokens: int,
     ranks: int = 1,
     cost: Cost | None = None,
-    objective: Objective = "lockstep",
 ) -> list[list[Bin]]:
     """For each rank its micro-batches, each a list of indices into `lengths`, at most `max_tokens` tokens together.
 
     Every index is in one micro-batch. All ranks have the same number of them, some perhaps empty, costliest first.
 
-    `objective`: `lockstep` minimises the wait at each micro-batch (see the module) with as few micro-batches as can be
-    found; `cost` minimises the costliest rank's total, and takes more micro-batches where the cap stands in the way.
+    The wait at each micro-batch is as short as can be found (see the module), with as few micro-batches as can be found.
     Raises `PackingError` if one sample alone is longer than `max_tokens`.
     """
     if ranks < 1:
@@ -69,8 +61,7 @@ def plan(
             "raise that, or lower episode.max_total_tokens"
         )
     work = _Work(sizes[order], max_tokens, ranks, cost or Cost())
-    divided = work.balanced() if objective == "cost" else work.in_lockstep()
-    return [[sorted(order[m].tolist()) for m in mine] for mine in divided]
+    return [[sorted(order[m].tolist()) for m in mine] for mine in work.in_lockstep()]
 
 
 def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: Cost, work: float) -> np.ndarray:
@@ -173,28 +164,11 @@ class _Work:
                 work=self.total * (1 + slack),
             ).tolist()
 
-    def balanced(self) -> list[list[Bin]]:
-        """The ranks' totals as near as can be, whatever their order."""
-        packed = self.dealt(self.in_rounds(self.fewest()))
-        enough = BALANCED * max(self.total / self.ranks, max(self.costs, default=0.0))
-        found = []
-        for count in range(len(packed[0]), len(packed[0]) + 1 + MORE_MICRO_BATCHES):
-            divided = self.spread(_Pool(self.lengths), count)
-            if divided is not None:
-                found.append(divided)
-                if self.busiest(divided) <= enough:
-                    break
-        best = min([*found, packed], key=self.busiest)
-        return [sorted(mine, key=self.of, reverse=True) for mine in best]
-
     def of(self, members: Bin) -> float:
         return sum(self.costs[s] for s in members)
 
     def waited(self, rounds: list[list[Bin]]) -> float:
         return sum(max(self.of(m) for m in bins) for bins in rounds)
-
-    def busiest(self, divided: list[list[Bin]]) -> float:
-        return max(sum(self.of(m) for m in mine) for mine in divided)
 
     def fewest(self) -> list[Bin]:
         """All samples in as few micro-batches as first-fit decreasing needs, or an exact fit if that spares a round."""
@@ -243,32 +217,31 @@ class _Work:
             # The longest sample that is left has to go somewhere.
             level = max(level, self.costs[pool.samples[-1]] if pool.samples else 0.0)
             rounds.append([self.filled(pool, level) for _ in range(self.ranks)])
-        last = self.spread(pool, 1)
+        last = self.spread(pool)
         if last is not None:
-            return [*rounds, [m for (m,) in last]]
+            return [*rounds, last]
         rounds.append([self.filled(pool) for _ in range(self.ranks)])
         return None if pool.samples else rounds
 
-    def spread(self, pool: _Pool, count: int) -> list[list[Bin]] | None:
-        """What is in the pool in `count` micro-batches per rank, longest sample first, each to the rank with the least cost
-        of those with room for it, there to the micro-batch with the least room. None if one fits nowhere."""
-        divided: list[list[Bin]] = [[[] for _ in range(count)] for _ in range(self.ranks)]
-        rooms = [[(self.max_tokens, j) for j in range(count)] for _ in range(self.ranks)]  # each ascending
+    def spread(self, pool: _Pool) -> list[Bin] | None:
+        """What is in the pool in one micro-batch per rank, longest sample first, each to the rank with the least cost of those
+        with room for it. None if one fits nowhere."""
+        divided: list[Bin] = [[] for _ in range(self.ranks)]
+        rooms = [self.max_tokens] * self.ranks
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
         shortest = pool.lengths[0] if pool.lengths else 0
         for sample in reversed(pool.samples):
             length, full = self.lengths[sample], []
-            while loads and rooms[loads[0][1]][-1][0] < length:
+            while loads and rooms[loads[0][1]] < length:
                 full.append(heapq.heappop(loads))
             if not loads:
                 return None
             load, rank = loads[0]
             heapq.heapreplace(loads, (load + self.costs[sample], rank))
-            room, j = rooms[rank].pop(bisect_left(rooms[rank], (length, -1)))
-            insort(rooms[rank], (room - length, j))
-            divided[rank][j].append(sample)
+            rooms[rank] -= length
+            divided[rank].append(sample)
             for entry in full:
-                if rooms[entry[1]][-1][0] >= shortest:
+                if rooms[entry[1]] >= shortest:
                     heapq.heappush(loads, entry)
         return divided
 

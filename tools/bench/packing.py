@@ -48,16 +48,13 @@ Plan = list[list[list[int]]]
 
 
 class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One batch, divided for lockstep unless it says otherwise.
+    """One batch.
 
     `bound`: micro-batches per rank that no plan can be below. `fill`: tokens as a share of what the micro-batches could
     hold. `token_imbalance`, `cost_imbalance`: the busiest rank's total over the mean. `efficiency`: total cost / (ranks ·
     Σ_j costliest micro-batch at index j). `ceiling`: an upper bound on that for any plan of as many micro-batches.
-    `dealt`, `apart`: the efficiency of two simpler ways, see `dealt` and `apart`.
-
-    With the objective `cost`: `balance` is the busiest rank's cost over the least possible, which is the mean or the
-    costliest sample; `balance_micro_batches` per rank. `wall_ms`, `cpu_ms`: the median of a few calls, of the slower
-    objective.
+    `dealt`, `apart`: the efficiency of two simpler ways, see `dealt` and `apart`. `wall_ms`, `cpu_ms`: the median of a few
+    calls.
     """
 
     lengths: str
@@ -75,8 +72,6 @@ class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ceiling: float
     dealt: float
     apart: float
-    balance: float
-    balance_micro_batches: int
     wall_ms: float
     cpu_ms: float
 
@@ -91,7 +86,6 @@ class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ceiling: float
     dealt: float
     apart: float
-    worst_balance: float
     wall_ms: dict[int, float]
     cpu_ms: dict[int, float]
 
@@ -206,10 +200,8 @@ def measure(kind: str, samples: int, ranks: int, seed: int, cost: Cost) -> Case:
     lengths, cap = lengths_like(kind, samples, seed), CAPS[kind]
     given, each = lengths.tolist(), cost.of(lengths)
     locked, wall, cpu = timed(lambda: plan(given, max_tokens=cap, ranks=ranks, cost=cost))
-    even, even_wall, even_cpu = timed(lambda: plan(given, max_tokens=cap, ranks=ranks, cost=cost, objective="cost"))
-    for planned in (locked, even):
-        assert sorted(i for mine in planned for m in mine for i in m) == list(range(samples))
-        assert sums(planned, lengths).max() <= cap
+    assert sorted(i for mine in locked for m in mine for i in m) == list(range(samples))
+    assert sums(locked, lengths).max() <= cap
     tokens, costs, count = sums(locked, lengths), sums(locked, each), len(locked[0])
     least = levels(lengths, max_tokens=cap, ranks=ranks, count=count, cost=cost, work=each.sum())
     return Case(
@@ -228,10 +220,8 @@ def measure(kind: str, samples: int, ranks: int, seed: int, cost: Cost) -> Case:
         ceiling=min(1.0, float(each.sum() / (ranks * least.sum()))),
         dealt=efficiency(dealt(lengths, cap, ranks, cost), each),
         apart=efficiency(apart(lengths, cap, ranks, cost), each),
-        balance=float(sums(even, each).sum(1).max() / max(each.sum() / ranks, each.max())),
-        balance_micro_batches=len(even[0]),
-        wall_ms=max(wall, even_wall),
-        cpu_ms=max(cpu, even_cpu),
+        wall_ms=wall,
+        cpu_ms=cpu,
     )
 
 
@@ -262,7 +252,6 @@ def summarize(cases: Sequence[Case]) -> Summary:
         ceiling=geometric_mean(c.ceiling for c in several),
         dealt=geometric_mean(c.dealt for c in several),
         apart=geometric_mean(c.apart for c in several),
-        worst_balance=max(c.balance for c in cases),
         wall_ms={n: max(c.wall_ms for c in cases if c.samples == n) for n in sizes},
         cpu_ms={n: max(c.cpu_ms for c in cases if c.samples == n) for n in sizes},
     )
@@ -275,14 +264,14 @@ def render(report: Report) -> str:
         f"{report.model}: a sample of n tokens costs {report.linear:.4g} n + {report.quadratic:.4g} n² FLOPs; seed {first}",
         "",
         "| lengths | samples | ranks | micro-batches / bound | fill | tokens, busiest rank | cost, busiest rank | lockstep | "
-        "ceiling | dealt | apart | balance (micro-batches) | ms wall / CPU |",
-        "|" + "---|" * 13,
+        "ceiling | dealt | apart | ms wall / CPU |",
+        "|" + "---|" * 12,
     ]
     for c in (c for c in report.cases if c.seed == first):
         lines.append(
             f"| {c.lengths} | {c.samples} | {c.ranks} | {c.micro_batches} / {c.bound} | {c.fill:.3f} | "
             f"{c.token_imbalance:.3f} | {c.cost_imbalance:.3f} | {c.efficiency:.3f} | {c.ceiling:.3f} | {c.dealt:.3f} | "
-            f"{c.apart:.3f} | {c.balance:.4f} ({c.balance_micro_batches}) | {c.wall_ms:.1f} / {c.cpu_ms:.1f} |"
+            f"{c.apart:.3f} | {c.wall_ms:.1f} / {c.cpu_ms:.1f} |"
         )
     lines.append("")
     named = {f"seed {seed}": s for seed, s in report.by_seed.items()} | {"all seeds": report.summary}
@@ -290,6 +279,6 @@ def render(report: Report) -> str:
         times = ", ".join(f"{n}: {s.wall_ms[n]:.1f} / {s.cpu_ms[n]:.1f}" for n in s.wall_ms)
         lines.append(
             f"{name}: lockstep {s.efficiency:.4f} of at most {s.ceiling:.4f} (dealt {s.dealt:.4f}, apart {s.apart:.4f}); "
-            f"{s.at_bound} of {s.cases} cases at the bound; worst balance {s.worst_balance:.4f}; most ms wall / CPU {times}"
+            f"{s.at_bound} of {s.cases} cases at the bound; most ms wall / CPU {times}"
         )
     return "\n".join(lines)

@@ -45,7 +45,6 @@ from r3async.learners.figures import MEASURED_DRIFT, combined, result_of
 from r3async.learners.minibatch import Minibatch, agreed
 from r3async.learners.optimizer import Update
 from r3async.learners.sound import Unsound, sound
-from r3async.observe.tracing import StepTracer
 from r3async.records import Sample, Trajectory
 
 if TYPE_CHECKING:
@@ -65,6 +64,18 @@ class LearnerRanks(Protocol):
         ...
 
 
+class Tracer(Protocol):
+    """Who writes down what routers did: `observe.tracing.StepTracer`."""
+
+    def wants(self, samples: Sequence[Sample], /) -> bool:
+        """Whether the step that trains these has to be traced."""
+        ...
+
+    def write(self, step: int, samples: Sequence[Sample], result: MinibatchResult, /) -> None:
+        """Step `step`, from 1, trained `samples`."""
+        ...
+
+
 class Trained(NamedTuple):
     """What a step did: its metrics, the groups as they were trained, and what of them could not be."""
 
@@ -81,7 +92,7 @@ class Trainer:
     config: Config
     cost: Cost
     ranks: LearnerRanks
-    tracer: StepTracer
+    tracer: Tracer
     events: Any
     stand_in: Callable[[Trajectory], Trajectory]
 

@@ -1,0 +1,38 @@
+"""The walk of a step in docs/architecture.md names files and functions that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROW = re.compile(r"^\|[^|]*\| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+
+
+def functions(path: Path) -> set[str]:
+    """`function` and `Class.method` of a module."""
+    body = ast.parse(path.read_text()).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    inside = [(f"{c.name}.", node) for c in classes for node in c.body]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {prefix + node.name for prefix, node in [*(("", n) for n in body), *inside] if isinstance(node, kinds)}
+
+
+def walk() -> list[tuple[str, str]]:
+    return ROW.findall((ROOT / "docs" / "architecture.md").read_text())
+
+
+def test_every_file_and_function_of_the_walk_exists():
+    rows = walk()
+    assert len(rows) >= 16
+    lost = [(file, name) for file, name in rows if name not in functions(ROOT / file)]
+    assert not lost
+
+
+def test_the_trainer_comes_in_the_order_of_the_walk():
+    """Of the functions that the walk names there, each is defined before the next."""
+    trainer = "r3async/learners/trainer.py"
+    named = [name for file, name in walk() if file == trainer]
+    text = (ROOT / trainer).read_text()
+    places = [text.index(f"def {name.split('.')[-1]}(") for name in named]
+    assert len(named) == 6
+    assert places == sorted(places)

@@ -13,7 +13,7 @@ from r3async.learners.attention import plan_buckets
 from r3async.learners.base import LearnerError
 from r3async.learners.logprobs import token_logprobs
 from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.megatron.hf import read_shape
+from r3async.learners.megatron.hf import read_qwen3
 from r3async.learners.megatron.modules import TorchRMSNorm
 from r3async.learners.optimizer import MasterAdamW
 from tests import helpers_models as hm
@@ -112,4 +112,4 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
         with pytest.raises(LearnerError, match=message):
             MegatronLearner.load(settings(), path)
     with pytest.raises(LearnerError, match="has no config"):
-        read_shape(tmp_path)
+        read_qwen3(tmp_path)

@@ -3,7 +3,7 @@
 **Weights and optimizer** (exact, but for buffers). `learners.optimizer.MasterAdamW` keeps, by parameter of the rank:
 the weight in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
-section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `Shape.of_rank`
+section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.of_rank`
 parameters, and do not divide optimizer state of the same parameters among data-parallel ranks. With `backend =
 "torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are the fp32 masters), and holds the
 vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config
-from tools.shapes import Shape
+from r3async.model_shape import ModelShape
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**25
@@ -70,7 +70,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """If every episode that a generator plays at once were as long as it may be."""
 
 
-def rank_memory(shape: Shape, config: Config) -> RankMemory:
+def rank_memory(shape: ModelShape, config: Config) -> RankMemory:
     """Of the learner's rank that needs most."""
     learner = config.learner
     p, width = learner.parallel, WIDTH[learner.dtype]
@@ -90,7 +90,7 @@ def rank_memory(shape: Shape, config: Config) -> RankMemory:
     return max(by_stage, key=lambda m: m.total)
 
 
-def layer_values(shape: Shape, index: int) -> tuple[float, float]:
+def layer_values(shape: ModelShape, index: int) -> tuple[float, float]:
     """Values kept of one layer by token, in units of the compute dtype of bfloat16: of attention and the norms, and of what
     `recompute = "selective"` makes again."""
     a, g, d, h = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
@@ -101,7 +101,7 @@ def layer_values(shape: Shape, index: int) -> tuple[float, float]:
     return attention + 2 * h, mixture
 
 
-def _activations(shape: Shape, config: Config, stage: int) -> int:
+def _activations(shape: ModelShape, config: Config, stage: int) -> int:
     learner = config.learner
     p = learner.parallel
     kept, once = 0.0, 0.0
@@ -117,13 +117,13 @@ def _activations(shape: Shape, config: Config, stage: int) -> int:
     return int(values * learner.max_tokens_per_micro_batch * WIDTH[learner.dtype] / p.tp)
 
 
-def _logits(shape: Shape, config: Config) -> int:
+def _logits(shape: ModelShape, config: Config) -> int:
     learner = config.learner
     columns = -(-shape.vocab // learner.parallel.tp)
     return 3 * 4 * min(CHUNK_ELEMENTS, learner.max_tokens_per_micro_batch * columns)
 
 
-def engine_memory(shape: Shape, config: Config) -> EngineMemory:
+def engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     """Of one generator's engine."""
     args: dict[str, Any] = config.generator.engine_args
     tp = int(args.get("tensor_parallel_size", 1))

@@ -12,10 +12,11 @@ import numpy as np
 from r3async.buffer.groups import HEADER_BYTES, largest_buffer
 from r3async.config import Config, ConfigError
 from r3async.engines.base import RoutingShape
+from r3async.model_shape import ModelShape
 from r3async.records import SCHEMA
 from r3async.scheduling.admission import age_bound, slots_of
 from tools.memory import GIB, WIDTH, EngineMemory, RankMemory, engine_memory, rank_memory
-from tools.shapes import Shape, shape_of
+from tools.shapes import check_trained, shape_of
 
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
@@ -86,7 +87,7 @@ def make_plan(config: Config) -> Plan:
 
     check_environment(config)
     shape, source = shape_of(config)
-    shape.check_divides(config.learner)
+    check_trained(shape, config.learner)
     on_gpus = shape.parameters > GPU_PARAMETERS
     rank, engine = rank_memory(shape, config), engine_memory(shape, config)
     routing = shape.routing if config.routing.replay == "rollout" else None
@@ -136,7 +137,7 @@ def _processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list[Proc
     return out
 
 
-def _check(config: Config, shape: Shape, plan: Plan, on_gpus: bool) -> None:
+def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None:
     """Raise `ConfigError` for what would fail, late, when it runs."""
     episode, transport = config.episode, config.transport
     if config.routing.replay != "off" and shape.routing is None:
@@ -181,7 +182,7 @@ def _kv_bytes(config: Config, engine: EngineMemory) -> float:
     return share * config.cluster.gpu_gib * GIB - engine.weights
 
 
-def _notes(config: Config, shape: Shape, engine: EngineMemory, world: int, on_gpus: bool) -> list[str]:
+def _notes(config: Config, shape: ModelShape, engine: EngineMemory, world: int, on_gpus: bool) -> list[str]:
     """What is worth knowing, and what the actors can not do yet."""
     notes = []
     schedule, generator = config.schedule, config.generator

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from r3async.engines.base import moe_geometry
+from r3async.model_shape import ShapeError, read_shape
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,19 @@ def cost_model(config: Mapping[str, Any]) -> Cost:
     and activation functions are left out, as they are there. A configuration that names its shape otherwise costs its
     tokens: a plan is then less even, and as right.
     """
-    c = config.get("text_config", config)
-    if not c.keys() >= {"hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"}:
+    try:
+        s = read_shape(config)
+    except ShapeError:
         return Cost()
-    h, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
-    head = c.get("head_dim") or h // heads
-    rope = c.get("qk_rope_head_dim") or 0
-    d_qk = c["qk_nope_head_dim"] + rope if c.get("qk_nope_head_dim") else head
-    d_v = c.get("v_head_dim") or head
-    if rank := c.get("kv_lora_rank"):
-        q_rank = c.get("q_lora_rank")
-        query = q_rank * (h + heads * d_qk) if q_rank else h * heads * d_qk
-        projections = query + h * (rank + rope) + rank * heads * (d_qk - rope + d_v)
+    h, heads, d_qk, d_v = s.hidden, s.heads, s.qk_dim, s.value_dim
+    if s.kv_rank:
+        query = s.query_rank * (h + heads * d_qk) if s.query_rank else h * heads * d_qk
+        projections = query + h * (s.kv_rank + s.rope_dim) + s.kv_rank * heads * (d_qk - s.rope_dim + d_v)
     else:
-        kv_heads = c.get("num_key_value_heads") or heads
-        projections = h * (heads * d_qk + kv_heads * (d_qk + d_v))
+        projections = h * (heads * d_qk + s.kv_heads * (d_qk + d_v))
     projections += h * heads * d_v
-
-    routing, moe_layers = moe_geometry(c)
-    width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0
-    shared = width * (c.get("n_shared_experts") or 0) + (c.get("shared_expert_intermediate_size") or 0)
-    moe = 3 * h * (width * routing.top_k + shared) + h * routing.num_experts if routing else 0
-    dense = 3 * h * (c.get("intermediate_size") or 0)
-    weights = layers * projections + len(moe_layers) * moe + (layers - len(moe_layers)) * dense + h * c["vocab_size"]
-
-    kinds = c.get("layer_types") or ["full_attention"] * layers
-    windows = kinds.count("sliding_attention") * (c.get("sliding_window") or 0)
+    moe, dense = 3 * h * s.expert_width * s.top_k + s.router, s.dense
+    mixtures = len(s.moe_layers)
+    weights = s.layers * projections + mixtures * moe + (s.layers - mixtures) * dense + s.embedding
     attention = heads * (d_qk + d_v)
-    return Cost(
-        linear=2.0 * (weights + attention * windows), quadratic=float(attention * kinds.count("full_attention"))
-    )
+    return Cost(linear=2.0 * (weights + attention * s.windows), quadratic=float(attention * s.full_layers))

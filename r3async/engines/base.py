@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from r3async.model_shape import RoutingShape as RoutingShape
 from r3async.versions import VersionSpan
 from r3async.weights.manifest import Difference, WeightManifest
 
@@ -54,33 +54,6 @@ class Generation(msgspec.Struct, frozen=True):
     routed_experts: np.ndarray | None
     routes_from: int
     stop_reason: str
-
-
-class RoutingShape(msgspec.Struct, frozen=True):
-    """Geometry of the routes an engine records: MoE layers only."""
-
-    layers: int
-    top_k: int
-    num_experts: int
-
-
-def moe_geometry(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
-    """Routing shape and indices of the MoE layers, from a Hugging Face `config.json`; `(None, [])` for a dense model."""
-    config = config.get("text_config", config)
-    experts = next((n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := config.get(k))), 0)
-    if experts < 2:
-        return None, []
-    dense = set(config.get("mlp_only_layers") or ()) | set(range(config.get("first_k_dense_replace") or 0))
-    step = config.get("decoder_sparse_step") or 1
-    frequency = config.get("moe_layer_freq") or 1
-    layers = [
-        i
-        for i in range(config["num_hidden_layers"])
-        if i not in dense
-        and (i + 1) % step == 0
-        and (frequency[i] if isinstance(frequency, list) else i % frequency == 0)
-    ]
-    return RoutingShape(layers=len(layers), top_k=config["num_experts_per_tok"], num_experts=experts), layers
 
 
 class InstallReport(msgspec.Struct, frozen=True):

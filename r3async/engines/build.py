@@ -11,8 +11,9 @@ from typing import Any
 
 from r3async.config import Config
 from r3async.config.engine_args import ours
-from r3async.engines.base import Engine, GenerationRequest, moe_geometry
+from r3async.engines.base import Engine, GenerationRequest
 from r3async.engines.scripted import ScriptedEngine, scripted_hash
+from r3async.model_shape import moe_geometry
 
 LETTERS = range(97, 123)
 """Token ids that any vocabulary has; a byte tokenizer reads them as a to z."""

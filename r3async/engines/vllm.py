@@ -19,10 +19,11 @@ import psutil
 
 from r3async.config.engine_args import ours
 from r3async.engines import vllm_update
-from r3async.engines.base import EngineError, Generation, GenerationRequest, InstallReport, moe_geometry
+from r3async.engines.base import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.engines.process import inherited_environment, lineage
 from r3async.engines.vllm_requests import CALL_TIMEOUT, Requests, Running
 from r3async.engines.vllm_update import checkpoint_names
+from r3async.model_shape import moe_geometry
 from r3async.routing import RoutingError, route_dtype, validate_rows
 from r3async.weights.manifest import Difference, WeightManifest
 

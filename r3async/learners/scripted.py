@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from r3async.batching.packing import MicroBatch
 from r3async.checkpoint.tensors import Place
 from r3async.config import Config
-from r3async.engines.base import moe_geometry
 from r3async.engines.scripted import DIGEST, MASK, scripted_logprobs
 from r3async.files import make_directory, read_file, replace_file
 from r3async.learners.backend import Finish, LearnerBackend, Visit
@@ -32,6 +31,7 @@ from r3async.learners.optimizer import MasterAdamW, Update
 from r3async.learners.ranks import ALONE
 from r3async.learners.replay import RoutingReplay
 from r3async.learners.state import Held
+from r3async.model_shape import moe_geometry
 from r3async.world import Files
 from r3async.world.real import REAL
 

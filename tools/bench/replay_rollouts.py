@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig, InitConfig, load_config
-from r3async.engines.base import Engine, GenerationRequest, RoutingShape, moe_geometry
+from r3async.engines.base import Engine, GenerationRequest, RoutingShape
 from r3async.episodes.loop import EpisodeTask, play_episode
 from r3async.episodes.rows import SampleBuilder
+from r3async.model_shape import moe_geometry
 from r3async.records import Sample, Trajectory, Turn
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tools.bench.jobs import job_main, progress

@@ -23,7 +23,7 @@ from actors.supervise import supervise
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.directory import Report, silent
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.engines.base import moe_geometry
+from r3async.model_shape import moe_geometry
 from r3async.observe.timeline import Span, read_timeline
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.processes import HostProcess

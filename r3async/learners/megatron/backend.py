@@ -17,9 +17,10 @@ from torch import Tensor
 from r3async.batching.packing import MicroBatch
 from r3async.config import Config
 from r3async.learners.backend import LearnerBackend, Scores
+from r3async.learners.base import LearnerError
 from r3async.learners.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
 from r3async.learners.megatron import cpu, parallel
-from r3async.learners.megatron.hf import ModelShape, read_shape, transformer_config
+from r3async.learners.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
 from r3async.learners.megatron.links import Checkpoint, Link, gather_weights, held, links, load_weights
 from r3async.learners.megatron.modules import HiddenStatesModel, build_model, make_plan
 from r3async.learners.megatron.pipeline import run_stages
@@ -27,6 +28,7 @@ from r3async.learners.megatron.replay import attach
 from r3async.learners.optimizer import MasterAdamW
 from r3async.learners.replay import Binder, MicroBatchRoutes
 from r3async.learners.state import Held
+from r3async.model_shape import ShapeError
 
 
 class MegatronLearner(LearnerBackend):
@@ -44,7 +46,7 @@ class MegatronLearner(LearnerBackend):
         config: Config,
         source: Path,
         layout: parallel.Layout,
-        shape: ModelShape,
+        shape: Qwen3Shape,
         model: HiddenStatesModel,
         linked: list[Link],
         device: torch.device,
@@ -53,10 +55,10 @@ class MegatronLearner(LearnerBackend):
         assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in self.links}, "unlinked"
         replay = attach(
             model,
-            moe_layers=shape.moe_layers,
+            moe_layers=[i + 1 for i in shape.moe_layers],
             shard=(layout.tp_rank, config.learner.parallel.tp),
-            top_k=shape.top_k,
-            num_experts=shape.experts,
+            top_k=shape.top_k or 1,
+            num_experts=shape.experts or 1,
             enabled=config.routing.replay != "off",
             device=device,
         )
@@ -67,12 +69,12 @@ class MegatronLearner(LearnerBackend):
             reduce_gradients=summed.reduce if config.learner.parallel.world > 1 else None,
             squared_norm=summed.squared_norm,
         )
-        self._logits_here, self._logprobs_of = vocabulary_of(shape.vocab_size, layout)
+        self._logits_here, self._logprobs_of = vocabulary_of(shape.vocab, layout)
         super().__init__(
             config,
             source,
             layout,
-            vocab_size=shape.vocab_size,
+            vocab_size=shape.vocab,
             replay=replay,
             optimizer=optimizer,
             parameters=model.parameters(),
@@ -87,14 +89,17 @@ class MegatronLearner(LearnerBackend):
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if not cuda:
             torch.set_num_threads(config.learner.threads)
-        shape = read_shape(source)
-        shape.check_divides(config.learner)
+        shape = read_qwen3(source)
+        try:
+            shape.check_divides(config.learner.parallel)
+        except ShapeError as error:
+            raise LearnerError(str(error)) from error
         layout = parallel.start(config.learner.parallel, device)
         model = build_model(
             transformer_config(shape, config.learner),
             moe_pattern=shape.moe_pattern,
-            vocab_size=shape.vocab_size,
-            max_positions=shape.max_positions,
+            vocab_size=shape.vocab,
+            max_positions=shape.positions,
             tied=shape.tied,
         ).to(device)
         linked = links(model, shape)

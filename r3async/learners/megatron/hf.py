@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from r3async.config import LearnerConfig
 from r3async.learners.base import LearnerError
+from r3async.model_shape import ModelShape, read_shape
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What a checkpoint's `config.json` says, as far as this backend needs it."""
+class Qwen3Shape(ModelShape, frozen=True, kw_only=True):
+    """And what this backend needs besides."""
 
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    expert_size: int
-    experts: int
-    top_k: int
     normalize_gates: bool
     norm_eps: float
     rope_theta: float
-    vocab_size: int
-    max_positions: int
-    tied: bool
-    moe_pattern: tuple[bool, ...]
-    """Per layer: whether its MLP is a mixture of experts."""
 
     @property
-    def moe_layers(self) -> list[int]:
-        """Numbers, from 1, of the MoE layers."""
-        return [i + 1 for i, moe in enumerate(self.moe_pattern) if moe]
+    def moe_pattern(self) -> list[bool]:
+        """Per layer: whether its MLP is a mixture of experts."""
+        return [i in self.moe_layers for i in range(self.layers)]
 
     def tensor_names(self) -> set[str]:
         """Names of all tensors of a checkpoint of this model."""
@@ -55,26 +42,8 @@ class ModelShape:
             names |= {f"model.layers.{i}.{name}.weight" for name in inside}
         return names
 
-    def check_divides(self, learner: LearnerConfig) -> None:
-        """Raise `LearnerError` if the ranks of `learner.parallel` can not share this model."""
-        p = learner.parallel
-        sizes = [
-            ("tp", p.tp, self.kv_heads, "key/value heads"),
-            ("tp", p.tp, self.heads, "heads"),
-            ("pp", p.pp, len(self.moe_pattern), "layers"),
-        ]
-        if not all(self.moe_pattern):
-            sizes.append(("tp", p.tp, self.intermediate_size, "units of a dense layer"))
-        if any(self.moe_pattern):
-            sizes.append(("ep", p.ep, self.experts, "experts"))
-        for key, ranks, size, what in sizes:
-            if size % ranks:
-                raise LearnerError(f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}")
-        if p.ep > 1 and not any(self.moe_pattern):
-            raise LearnerError(f"learner.parallel.ep = {p.ep}, but the model has no experts to divide; set it to 1")
 
-
-def read_shape(directory: Path) -> ModelShape:
+def read_qwen3(directory: Path) -> Qwen3Shape:
     """Read `config.json`. Raises `LearnerError` naming what this backend does not support."""
     path = directory / "config.json"
     if not path.is_file():
@@ -101,26 +70,11 @@ def read_shape(directory: Path) -> ModelShape:
             raise LearnerError(
                 f"{directory}: `{key}` = {value!r} is not supported by learner.backend=megatron, only {only!r}"
             )
-    layers = range(c.num_hidden_layers)
-    pattern = tuple(
-        i not in c.mlp_only_layers and c.num_experts > 0 and (i + 1) % c.decoder_sparse_step == 0 for i in layers
-    )
-    return ModelShape(
-        hidden_size=c.hidden_size,
-        heads=c.num_attention_heads,
-        kv_heads=c.num_key_value_heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        intermediate_size=c.intermediate_size,
-        expert_size=c.moe_intermediate_size,
-        experts=c.num_experts,
-        top_k=c.num_experts_per_tok,
+    return Qwen3Shape(
+        **msgspec.structs.asdict(read_shape(c.to_dict())),
         normalize_gates=c.norm_topk_prob,
         norm_eps=c.rms_norm_eps,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
-        vocab_size=c.vocab_size,
-        max_positions=c.max_position_embeddings,
-        tied=c.tie_word_embeddings,
-        moe_pattern=pattern,
     )
 
 
@@ -132,7 +86,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 """Megatron's settings for `learner.recompute`."""
 
 
-def transformer_config(shape: ModelShape, learner: LearnerConfig) -> TransformerConfig:
+def transformer_config(shape: Qwen3Shape, learner: LearnerConfig) -> TransformerConfig:
     """Megatron's configuration of that model.
 
     `norm_topk_prob` (gates normalised over the chosen experts) is Megatron's softmax *after* top-k, and its opposite is
@@ -150,16 +104,16 @@ def transformer_config(shape: ModelShape, learner: LearnerConfig) -> Transformer
         # Losses are divided by global denominators already, and not by the number of micro-batches.
         calculate_per_token_loss=True,
         **RECOMPUTE[learner.recompute],
-        num_layers=len(shape.moe_pattern),
-        hidden_size=shape.hidden_size,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.intermediate_size,
-        moe_ffn_hidden_size=shape.expert_size,
-        num_moe_experts=shape.experts if any(shape.moe_pattern) else None,
+        ffn_hidden_size=shape.width,
+        moe_ffn_hidden_size=shape.expert_width or None,
+        num_moe_experts=shape.experts or None,
         moe_layer_freq=[int(moe) for moe in shape.moe_pattern],
-        moe_router_topk=shape.top_k,
+        moe_router_topk=shape.top_k or 1,
         moe_router_pre_softmax=not shape.normalize_gates,
         moe_router_score_function="softmax",
         moe_router_load_balancing_type="none",

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import Place
 from r3async.learners.base import LearnerError
-from r3async.learners.megatron.hf import ModelShape
+from r3async.learners.megatron.hf import Qwen3Shape
 from r3async.learners.megatron.modules import HiddenStatesModel
 from r3async.learners.state import Held
 
@@ -84,12 +84,12 @@ def held(link: Link) -> Held:
     return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
 
 
-def links(model: HiddenStatesModel, shape: ModelShape) -> list[Link]:
+def links(model: HiddenStatesModel, shape: Qwen3Shape) -> list[Link]:
     """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
     return list(_links(model, shape))
 
 
-def _links(model: HiddenStatesModel, shape: ModelShape) -> Iterator[Link]:
+def _links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
     def same(parameter: Parameter, name: str, **how: Any) -> Link:
         return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
 
@@ -109,7 +109,7 @@ def _links(model: HiddenStatesModel, shape: ModelShape) -> Iterator[Link]:
         parts = weight.unflatten(0, (groups, -1)).split([per_group * dim, dim, dim], dim=1)
         return [part.flatten(0, 1) for part in parts]
 
-    vocabulary = {"dim": 0, "rows": shape.vocab_size}
+    vocabulary = {"dim": 0, "rows": shape.vocab}
     if model.pre_process:
         twice = shape.tied and pipeline > 1
         yield same(model.embedding.word_embeddings.weight, "model.embed_tokens.weight", twice=twice, **vocabulary)
@@ -163,7 +163,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def load_weights(plan: Sequence[Link], shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(plan: Sequence[Link], shape: Qwen3Shape, tensors: Mapping[str, Tensor]) -> None:
     """Fill every parameter. Raises `LearnerError` naming tensors that are missing, misshapen or not of this model."""
     needed = shape.tensor_names()
     # A tied checkpoint may still hold the output matrix, which is the embedding again.

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from r3async.engines.base import moe_geometry
 from r3async.learners.attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learners.base import LearnerError
 from r3async.learners.logprobs import token_logprobs
 from r3async.learners.replay import MicroBatchRoutes
 from r3async.learners.torch.routers import RouterSearch, check_routers
+from r3async.model_shape import moe_geometry
 
 ATTENTION = "r3async_packed"
 """Our attention's name in transformers. No mask function has this name, so that models make no mask."""

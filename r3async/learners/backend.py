@@ -17,10 +17,11 @@ from r3async.algorithms.trust_region import TrustRegion
 from r3async.batching.packing import MicroBatch, aligned, collate
 from r3async.checkpoint.tensors import LearnerParts, LearnerState
 from r3async.config import Config
+from r3async.learners.base import LearnerError
 from r3async.learners.files import save_model
 from r3async.learners.optimizer import MasterAdamW
 from r3async.learners.ranks import Ranks
-from r3async.learners.reference import Reference, weights_of
+from r3async.learners.reference import Reference
 from r3async.learners.replay import Binder, MicroBatchRoutes, RoutingReplay
 from r3async.learners.state import Held, restore, take
 from r3async.records import Sample, TokenTable
@@ -191,7 +192,11 @@ class LearnerBackend:
         theirs, and the others 0: logits of the others are not made. Every rank returns those of its own micro-batches.
         """
         if reference:
-            with weights_of(self._reference):
+            if self._reference is None:
+                raise LearnerError(
+                    "there is no reference model: algorithm.reference_kl.coef was 0 when the learner started"
+                )
+            with self._reference.in_place():
                 return self.logprobs(micro_batches, replay=replay, trained=trained)
         padded = self.aligned(micro_batches)
         rows = [predicted(m, trained=trained) for m in padded]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-
-from r3async.learners.base import LearnerError
 
 
 def _values(parameter: Parameter) -> Tensor:
@@ -39,10 +37,3 @@ class Reference:
     def _put(self, values: list[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             _values(parameter).copy_(value)
-
-
-def weights_of(reference: Reference | None) -> AbstractContextManager[None]:
-    """`reference.in_place()`. Raises `LearnerError` if there is none."""
-    if reference is None:
-        raise LearnerError("there is no reference model: algorithm.reference_kl.coef was 0 when the learner started")
-    return reference.in_place()

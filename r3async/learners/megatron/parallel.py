@@ -36,14 +36,6 @@ class Layout(Ranks):
     """Groups that were made for this layout, if it was not there before."""
 
     @property
-    def first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
-    def last_stage(self) -> bool:
-        return self.pp_rank == self.parallel.pp - 1
-
-    @property
     def is_first_copy(self) -> bool:
         """See `Ranks`."""
         return self.tp_rank == self.pp_rank == 0
@@ -51,7 +43,7 @@ class Layout(Ranks):
     @property
     def holds_loss(self) -> bool:
         """See `Ranks`."""
-        return self.last_stage and self.tp_rank == 0
+        return self.pp_rank == self.parallel.pp - 1 and self.tp_rank == 0
 
     def close(self) -> None:
         """Undo what `start` did."""

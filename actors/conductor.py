@@ -9,13 +9,12 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import ProcessDied, RunFailed, root_cause, within
 from actors.delivery import choose_backend, no_delivery
 from actors.dispatch import Dispatch, LeaseCall
 from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
 from actors.installer import Installer
-from actors.process import begin
+from actors.process import ProcessDied, RunFailed, ask, begin, root_cause
 from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.steps import Steps
 from actors.tasks import Tasks
@@ -212,8 +211,8 @@ class Conductor:
     async def _start(self) -> Installer:
         self._phase = "loading learner and engine"
         limit = self.config.learner.start_timeout
-        loaded = self.learner.call("start", timeout=limit)
-        started = within(loaded, limit, "the learner did not load", "learner.start_timeout")
+        setting = "learner.start_timeout"
+        started = ask(self.learner, "start", seconds=limit, failure="the learner did not load", setting=setting)
         learner = asyncio.ensure_future(started)
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, self.fleet.load())
@@ -305,13 +304,13 @@ class Conductor:
     async def _save_model(self) -> int:
         """And wait for the last checkpoint. Returns how many updates made the weights."""
         self._phase = "saving the model"
-        limit = self.config.learner.start_timeout
-        saved = self.learner.call("save", str(self.run_dir / "model"), timeout=limit)
-        updates = await within(saved, limit, "the model was not saved", "learner.start_timeout")
+        limit, failure = self.config.learner.start_timeout, "the model was not saved"
+        model, setting = str(self.run_dir / "model"), "learner.start_timeout"
+        updates = await ask(self.learner, "save", model, seconds=limit, failure=failure, setting=setting)
         self._phase = "writing a checkpoint"
-        limit = self.config.checkpoint.write_timeout + RPC_SECONDS
-        written = self.learner.call("finish_checkpoint", timeout=limit)
-        await within(written, limit, "the last checkpoint was not written", "checkpoint.write_timeout")
+        limit, failure = self.config.checkpoint.write_timeout + RPC_SECONDS, "the last checkpoint was not written"
+        setting = "checkpoint.write_timeout"
+        await ask(self.learner, "finish_checkpoint", seconds=limit, failure=failure, setting=setting)
         return updates
 
     async def _supervise(self, installer: Installer, generator: Generator, me: ActorRef) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import within
+from actors.process import ask
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import Health, HealthState
@@ -112,7 +112,7 @@ class Fleet:
     def describe(self) -> list[dict[str, Any]]:
         """For the live line."""
         return [
-            {"id": g.generator_id, "state": g.state.value, "version": g.version, "restarts": g.restarts, "pid": g.pid}
+            {"id": g.generator_id, "state": str(g.state), "version": g.version, "restarts": g.restarts, "pid": g.pid}
             for g in self
         ]
 
@@ -170,10 +170,7 @@ class Fleet:
         return list(await asyncio.gather(*(self.load_one(g) for g in self)))
 
     async def load_one(self, generator: Generator) -> dict[str, Any]:
-        limit = self.config.generator.start_timeout
-        loaded = generator.handle.call("start", timeout=limit)
-        failure = f"{generator.generator_id} did not load its engine"
-        info = await within(loaded, limit, failure, "generator.start_timeout")
+        info = await self._ask(generator, "load its engine", "start")
         generator.pid, generator.host = info["pid"], info["host"]
         generator.health.loaded()
         return info
@@ -183,16 +180,17 @@ class Fleet:
         await asyncio.gather(*(self.connect_one(g, way) for g in self))
 
     async def connect_one(self, generator: Generator, way: Way) -> None:
-        limit = self.config.generator.start_timeout
-        connected = generator.handle.call("connect", way.endpoint, way.backend, way.keys, timeout=limit)
-        await within(connected, limit, f"{generator.generator_id} did not connect", "generator.start_timeout")
+        await self._ask(generator, "connect", "connect", way.endpoint, way.backend, way.keys)
 
     async def probe_tokens(self) -> list[int] | None:
         """The text that learner and engines score, as the generators' tokenizer has it; None without a probe."""
         if not self.config.weights.probe:
             return None
-        first = next(iter(self))
         text = probe_text(self.config.episode.max_total_tokens)
-        limit = self.config.generator.start_timeout
-        encoded = first.handle.call("encode_probe", text, timeout=limit)
-        return await within(encoded, limit, f"{first.generator_id} did not encode the probe", "generator.start_timeout")
+        return await self._ask(next(iter(self)), "encode the probe", "encode_probe", text)
+
+    async def _ask(self, generator: Generator, what: str, method: str, *args: Any) -> Any:
+        """An answer that is part of its start."""
+        limit, failure = self.config.generator.start_timeout, f"{generator.generator_id} did not {what}"
+        setting = "generator.start_timeout"
+        return await ask(generator.handle, method, *args, seconds=limit, failure=failure, setting=setting)

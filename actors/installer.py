@@ -8,13 +8,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from actors.deaths import ProcessDied, RunFailed
+import msgspec
+import numpy as np
+
 from actors.delivery import Published, no_delivery
 from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
-from actors.probing import probe
+from actors.process import ProcessDied, RunFailed
 from r3async.config import Config
 from r3async.engines.base import InstallReport
 from r3async.scheduling.health import HealthState, RestartsExhausted
+from r3async.weights.probe import compare_probe, compare_sampled, name_differences, probe_tolerance
 from r3async.world import ActorLost, ActorRef
 from r3async.world.real import REAL
 
@@ -52,16 +55,18 @@ class Installer:
     async def begin(self) -> None:
         """Deliver the first version the way every later one goes. Raises what an installation raised; those that die of it are
         left to `supervise`, as long as one lives."""
-        for generator in self.fleet:
-            try:
-                await self._install(generator)
-            except ProcessDied:
-                raise
-            except ActorLost as error:
-                self.fleet.bury(generator)
-                self.fleet.tell_death(generator, error, [])
+        await asyncio.gather(*(self._begin(g) for g in self.fleet))
         if not any(g.live for g in self.fleet):
             raise ProcessDied("every generator died before it had weights; see logs/generator-*.log")
+
+    async def _begin(self, generator: Generator) -> None:
+        try:
+            await self._install(generator)
+        except ProcessDied:
+            raise
+        except ActorLost as error:
+            self.fleet.bury(generator)
+            self.fleet.tell_death(generator, error, [])
 
     @property
     def behind(self) -> bool:
@@ -269,3 +274,41 @@ class Installer:
                         f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"
                     ) from error
                 await asyncio.sleep(0.5)
+
+
+async def probe(
+    ask: Callable[..., Awaitable[Any]],
+    generator: str,
+    version: int,
+    tokens: Sequence[int],
+    scores: np.ndarray,
+    config: Config,
+    events: Any,
+) -> None:
+    """Does a generator's engine think, and sample, like the learner did with the same weights?
+
+    Compare the engine of `generator`, which `ask(method, *args)` reaches, with the learner's `scores` `[2, T - 1]` of the text
+    `tokens` `[T]`: at temperature 1 and at the run's. Raises `RunFailed` with what differs."""
+    if stale := await ask("cached_from_older", tokens):
+        raise RunFailed(
+            f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
+            "weights made. Do not train on this engine."
+        )
+    result = compare_probe(tokens, scores[0], await ask("score", tokens), probe_tolerance(config))
+    events.info("probe", generator=generator, version=version, **msgspec.structs.asdict(result))
+    if not result.passed:
+        try:
+            found = name_differences(await ask("differences"))
+        except Exception as error:
+            found = f"Which tensors differ could not be found out: {error}."
+        raise RunFailed(
+            f"version {version} of the weights in {generator} does not answer like the learner's: {result.describe()} {found}"
+        )
+    temperature = config.episode.temperature
+    sampled = compare_sampled(await ask("sample_probe", tokens), scores, temperature, probe_tolerance(config))
+    events.info("probe_sampled", generator=generator, version=version, **msgspec.structs.asdict(sampled))
+    if not sampled.passed:
+        raise RunFailed(
+            f"{generator} under version {version} reports other log-probs than it samples with: "
+            f"{sampled.describe_sampled(temperature)}"
+        )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.dispatch import LeaseAnswer, LeaseCall
-from actors.waiting import wait_until
+from actors.process import wait_until
 from r3async.config import Config
 from r3async.engines.base import Engine
 from r3async.episodes.group import GroupPlayer

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.conductor import Conductor
-from actors.deaths import ProcessDied, RunFailed
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
+from actors.process import ProcessDied, RunFailed
 from actors.saving import checkpoint_directory
 from r3async.checkpoint import Opened
 from r3async.checkpoint.lineages import origin_of, take_lineage

@@ -1,14 +1,27 @@
-"""What every actor process does first."""
+"""What every actor process does first, how it waits for others, and what ends it, or the run."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint.lock import RunLock
 from r3async.files import make_directory
-from r3async.world import ActorLost, World
+from r3async.world import ActorLost, ActorRef, World
 from r3async.world.processes import find_user_modules
+
+
+class RunFailed(RuntimeError):
+    """The run can not go on; the message is for the person who started it."""
+
+
+class NotTrained(RunFailed):
+    """The run made all its steps, and none of them an update: its weights are those that it began with."""
+
+
+class ProcessDied(RunFailed, ActorLost):
+    """A process that the run can not do without died. From the newest checkpoint, it can begin again."""
 
 
 class NotLoaded(ActorLost):
@@ -34,3 +47,35 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
     world.processes.redirect_output(run_dir / "logs" / f"{role}.log")
     world.processes.serve_figures(role, run_dir)
     return lock
+
+
+async def ask(actor: ActorRef, method: str, *args: Any, seconds: float, failure: str, setting: str) -> Any:
+    """What an actor answers, for which it is given `seconds`. Raises `RunFailed` with what did not happen and the setting that
+    says how long it may take."""
+    try:
+        return await actor.call(method, *args, timeout=seconds)
+    except TimeoutError as error:
+        if str(error):  # the actor's own, which says more
+            raise
+        raise RunFailed(f"{failure} within {seconds:g} s ({setting})") from error
+
+
+async def wait_until(event: asyncio.Event, seconds: float) -> None:
+    """Until it is set, which it is after `seconds` in any case: cheaper than a time-out, which cancels and raises."""
+    timer = asyncio.get_running_loop().call_later(seconds, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()
+
+
+def root_cause(error: BaseException, run_dir: Path) -> str:
+    """The innermost message a person can use: a task group wraps the exceptions of its members."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, RunFailed):
+        return str(error)
+    if isinstance(error, ActorLost):
+        said = str(error).partition("\n")[0]
+        return f"an actor process died ({said}); its last words are in {run_dir}/logs"
+    return f"{type(error).__name__}: {error}"

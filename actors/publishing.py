@@ -18,7 +18,7 @@ from r3async.world import Lane, World
 
 class Publishing:
     """One copy waits at most. `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: a text that each
-    version scores (`actors.probing`); None: none does."""
+    version scores (`actors.installer.probe`); None: none does."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.waiting import wait_until
+from actors.process import wait_until
 from r3async.buffer.groups import GroupBuffer, largest_trajectory
 from r3async.buffer.quarantine import Quarantine
 from r3async.buffer.spool import Spool

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from actors.deaths import RunFailed
 from actors.delivery import no_delivery
 from actors.fleet import RPC_SECONDS
 from actors.installer import Installer
+from actors.process import RunFailed
 from r3async.checkpoint import Due, RunState
 from r3async.scheduling.updates import Updates
 

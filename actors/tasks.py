@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import RunFailed
+from actors.process import RunFailed
 from r3async.appending import AppendFile
 from r3async.config import Config
 from r3async.observe.quarantine import FILE, QuarantinedTask, read_quarantine

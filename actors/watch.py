@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import RPC_SECONDS, Fleet, Generator
+from actors.process import ProcessDied, RunFailed
 from r3async.config import Config
 from r3async.scheduling.admission import Admission
 from r3async.scheduling.health import HealthState

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.deaths import NotTrained, ProcessDied, RunFailed
+from actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.checkpoint import CheckpointError
 from r3async.config import ConfigError
 from tools.cli import main

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from actors.deaths import NotTrained
+from actors.process import NotTrained
 from r3async.config import EnvConfig, EpisodeConfig, load_config
 from r3async.engines.scripted import ScriptedEngine
 from r3async.envs.base import environment_factory

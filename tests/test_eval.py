@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actors.generator
-from actors.deaths import RunFailed
 from actors.dispatch import LeaseAnswer, LeaseCall
 from actors.evaluation import Evaluator
 from actors.fleet import Fleet
 from actors.generator import GeneratorActor
 from actors.playing import Context, GeneratorParts, Loaded, Playing
-from actors.process import NotLoaded
+from actors.process import NotLoaded, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.base import environment_factory
 from r3async.observe.events import open_events

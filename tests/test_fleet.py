@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from actors.conductor import Conductor
-from actors.deaths import ProcessDied, RunFailed
 from actors.delivery import Published, choose_backend
 from actors.dispatch import Dispatch, LeaseAnswer, LeaseCall
 from actors.fleet import Fleet, Way
 from actors.installer import Installer
-from actors.process import NotLoaded
+from actors.process import NotLoaded, ProcessDied, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.engines.base import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
@@ -127,7 +126,7 @@ async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and
     handles["generator-1"].wrong["install"] = death
     await installer.begin()
     assert [g.state.value for g in fleet] == ["healthy", "dead"]
-    assert fleet.events.names() == ["probe", "probe_sampled", "generator_died"]
+    assert sorted(fleet.events.names()) == ["generator_died", "probe", "probe_sampled"]
 
 
 async def test_if_all_die_before_they_have_weights_it_is_a_death():

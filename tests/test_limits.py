@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from actors.conductor import Conductor
-from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import Fleet, Way
 from actors.installer import Installer
+from actors.process import ProcessDied, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.world.real import REAL
 from tests.helpers_world import StandIn

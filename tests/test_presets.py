@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from rich.console import Console
 
-from actors.deaths import NotTrained
+from actors.process import NotTrained
 from r3async.config import load_config
 from r3async.observe.metrics import read_metrics
 from tests.sim.test_presets_run import PRESETS

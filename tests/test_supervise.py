@@ -9,8 +9,8 @@ import pytest
 
 from actors import pipeline as pipelines
 from actors import supervise as driver
-from actors.deaths import NotTrained, ProcessDied, RunFailed
 from actors.pipeline import Pipeline, Running
+from actors.process import NotTrained, ProcessDied, RunFailed
 from actors.supervise import supervise
 from r3async.config import load_config
 from r3async.observe.events import read_events

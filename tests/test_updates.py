@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.deaths import NotTrained, ProcessDied, RunFailed
+from actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.config import ConfigError
 from r3async.observe.catalogue import METRICS
 from r3async.observe.events import open_events

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.deaths import ProcessDied, RunFailed
 from actors.fleet import Fleet
+from actors.process import ProcessDied, RunFailed
 from actors.watch import Watch
 from r3async.config import ScheduleConfig, load_config
 from r3async.scheduling.admission import Admission

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from actors.deaths import RunFailed
+from actors.process import RunFailed
 from r3async.config import load_config
 from r3async.observe.metrics import read_metrics
 from tools.train import train

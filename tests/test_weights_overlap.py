@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 import actors.conductor
 import actors.learning
 from actors.conductor import Conductor
-from actors.deaths import RunFailed
 from actors.delivery import Published
 from actors.fleet import Way
 from actors.installer import Installer
 from actors.learning import Counts, Learning, Model
+from actors.process import RunFailed
 from actors.publishing import Publishing
 from actors.ranks import LocalLearner
 from actors.steps import Steps

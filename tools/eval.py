@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from actors.deaths import RunFailed
+from actors.process import RunFailed
 from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
 from r3async.config.read import checked, parse_override, refuse_spoken
 from r3async.engines.base import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from actors.deaths import NotTrained
+from actors.process import NotTrained
 from r3async.observe.catalogue import METRICS, metric
 from r3async.observe.metrics import read_metrics
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.deaths import NotTrained, RunFailed
+from actors.process import NotTrained, RunFailed
 from r3async.algorithms.policy_loss import LossInputs, PolicyLoss
 from r3async.checkpoint import Checkpoints
 from r3async.engines.scripted import DIGEST

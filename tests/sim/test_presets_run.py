@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from actors.deaths import NotTrained
+from actors.process import NotTrained
 from r3async.config import load_config
 from r3async.observe.metrics import read_metrics
 from tools.plan import make_plan

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from actors.deaths import RunFailed
 from actors.learner import LearnerActor
+from actors.process import RunFailed
 from actors.reception import Reception
 from r3async.envs.base import Action, Message, StepResult
 from r3async.observe.quarantine import read_quarantine

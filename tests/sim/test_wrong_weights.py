@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.deaths import RunFailed
 from actors.playing import GeneratorParts
+from actors.process import RunFailed
 from r3async.engines.base import EngineError
 from r3async.engines.build import build_engine
 from r3async.engines.scripted import ScriptedEngine

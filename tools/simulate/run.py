@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from actors.deaths import ProcessDied, RunFailed
 from actors.pipeline import Pipeline
+from actors.process import ProcessDied, RunFailed
 from actors.run_dir import LOCK_SECONDS, open_run
 from actors.supervise import supervise
 from r3async.checkpoint import CheckpointError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -16,23 +17,22 @@ from r3async.observe.timeline import Timeline
 from r3async.world import Lane, World
 
 
+@dataclass
 class Publishing:
     """One copy waits at most. `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: a text that each
     version scores (`actors.installer.probe`); None: none does."""
 
-    def __init__(
-        self,
-        world: World,
-        config: Config,
-        lineage: Lineage,
-        timeline: Timeline,
-        backend: LocalLearner | RankedLearner,
-        torch: Lane,
-        writer: Lane,
-        watched: np.ndarray | None,
-    ):
-        self._clock, self._config, self._lineage, self._timeline = world.clock.monotonic, config, lineage, timeline
-        self._backend, self._torch, self._writer, self._watched = backend, torch, writer, watched
+    world: World
+    config: Config
+    lineage: Lineage
+    timeline: Timeline
+    backend: LocalLearner | RankedLearner
+    torch: Lane
+    writer: Lane
+    watched: np.ndarray | None
+
+    def __post_init__(self) -> None:
+        self._clock = self.world.clock.monotonic
         self._copied = -1
         """Version of the copy."""
         self._scores: np.ndarray | None = None
@@ -47,7 +47,7 @@ class Publishing:
 
     async def copy(self, version: int) -> None:
         """Copy the current weights as `version`, for `write`, as soon as the version before them is written."""
-        limit = self._config.weights.write_timeout
+        limit = self.config.weights.write_timeout
         try:
             await asyncio.wait_for(self._nothing_to_write.wait(), limit)
         except TimeoutError as error:
@@ -55,24 +55,24 @@ class Publishing:
                 f"version {version} has to wait for version {version - 1}, which was not written within "
                 f"{limit:g} s (weights.write_timeout)"
             ) from error
-        await self._torch.run(self._backend.snapshot, version)
+        await self.torch.run(self.backend.snapshot, version)
         self._copied = version
         self._nothing_to_write.clear()
-        if self._watched is not None:
-            plain = await self._torch.run(self._backend.score, self._watched)
-            temperature = self._config.episode.temperature
+        if self.watched is not None:
+            plain = await self.torch.run(self.backend.score, self.watched)
+            temperature = self.config.episode.temperature
             same = temperature == 1.0
-            tempered = plain if same else await self._torch.run(self._backend.score, self._watched, temperature)
+            tempered = plain if same else await self.torch.run(self.backend.score, self.watched, temperature)
             self._scores = np.stack([plain, tempered])
 
     async def write(self, reading: Sequence[int] = ()) -> Published:
         """Write the copy where engines find it. Versions that engines are `reading` stay."""
         began, scores = self._clock(), self._scores
         try:
-            with self._timeline.span("write", version=self._copied):
-                writing = self._writer.run(self._backend.write, reading)
-                publication = await asyncio.wait_for(writing, self._config.weights.write_timeout)
+            with self.timeline.span("write", version=self._copied):
+                writing = self.writer.run(self.backend.write, reading)
+                publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
         finally:
             self._nothing_to_write.set()  # whatever became of it, no step waits for it any more
-        named = msgspec.structs.replace(publication.manifest, lineage=self._lineage.number)
+        named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
         return Published(msgspec.structs.replace(publication, manifest=named), scores, self._clock() - began)

@@ -25,7 +25,7 @@ from r3async.batching.cost import Cost
 from r3async.buffer.groups import GroupBuffer
 from r3async.config import load_config, to_dict
 from r3async.learners.base import LearnerError
-from r3async.learners.trainer import Trained, Trainer
+from r3async.learners.trainer import TrainedGroups, Trainer
 from r3async.lineage import Lineage
 from r3async.observe.events import open_events
 from r3async.observe.lag import LagMeter
@@ -131,7 +131,7 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(actors.learning, "check_ages", lambda *args: None)
     monkeypatch.setattr(actors.learning, "age_metrics", lambda *args: {})
     monkeypatch.setattr(
-        Trainer, "step", lambda self, number, version, groups: Trained({"optimizer/skipped": 0}, groups, [])
+        Trainer, "step", lambda self, number, version, groups: TrainedGroups({"optimizer/skipped": 0}, groups, [])
     )
     monkeypatch.setattr(actors.learning, "episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(actors.learning, "trained_step", lambda *args: {})

@@ -21,7 +21,7 @@ from r3async.learners.replay import MicroBatchRoutes
 from r3async.learners.whole import Columns, gathered, joined, of_episodes, spread
 
 
-class Counts(NamedTuple):
+class TokenCounts(NamedTuple):
     """Of one micro-batch, or of a minibatch over all ranks: numbers of tokens, but for the last.
 
     `trained`. `recorded`: trained ones whose input, the row before, has recorded routes. `credited`: trained ones whose advantage
@@ -58,7 +58,7 @@ class TrainedTokens:
     rows: np.ndarray
     episodes: np.ndarray
     places: np.ndarray
-    counts: Counts
+    counts: TokenCounts
 
 
 def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
@@ -82,7 +82,7 @@ def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
                 "column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ..."
             )
     recorded = table["routing_recorded"] if "routing_recorded" in table else np.zeros(len(table), bool)
-    counts = Counts(
+    counts = TokenCounts(
         trained=len(rows),
         recorded=int(recorded[rows - 1].sum()),
         credited=int(np.count_nonzero(table["advantages"][rows])),
@@ -106,7 +106,7 @@ class Minibatch:
     version: int
     coef: float
     ranks: Ranks
-    counts: Counts
+    counts: TokenCounts
     micro_batches: list[MicroBatch]
     chosen: list[TrainedTokens]
     count: int
@@ -268,8 +268,8 @@ def agreed(
     were given different numbers of micro-batches; and what `trained_tokens` raises.
     """
     chosen = [trained_tokens(m) for m in micro_batches]
-    mine = sum((np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(Counts._fields)))
-    counts = Counts(*ranks.reduce(mine * ranks.is_first_copy, "sum").tolist())
+    mine = sum((np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(TokenCounts._fields)))
+    counts = TokenCounts(*ranks.reduce(mine * ranks.is_first_copy, "sum").tolist())
     numbers = [c.episodes for c in chosen], [c.places for c in chosen]
     largest = [max((int(x.max(initial=-1)) for x in each), default=-1) for each in numbers]
     extremes = np.asarray([len(micro_batches), -len(micro_batches), *largest], np.float64)

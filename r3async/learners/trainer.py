@@ -76,7 +76,7 @@ class Tracer(Protocol):
         ...
 
 
-class Trained(NamedTuple):
+class TrainedGroups(NamedTuple):
     """What a step did: its metrics, the groups as they were trained, and what of them could not be."""
 
     metrics: dict[str, float]
@@ -96,7 +96,7 @@ class Trainer:
     events: Any
     stand_in: Callable[[Trajectory], Trajectory]
 
-    def step(self, number: int, version: int, groups: Sequence[Sequence[Trajectory]]) -> Trained:
+    def step(self, number: int, version: int, groups: Sequence[Sequence[Trajectory]]) -> TrainedGroups:
         """Step `number` of the run, from weights of `version`: one update for each minibatch. Blocking. Raises `LearnerError`
         for groups that cannot be trained with this configuration, and what a rank fails with."""
         kept = sound(groups, lambda some: prepare(some, self.config), self.stand_in)
@@ -110,7 +110,7 @@ class Trainer:
         result = combined(results)
         self.tracer.write(number, samples, result)
         metrics = result.metrics | metrics | {"batch/quarantined": float(len(kept.unsound))}
-        return Trained(metrics, kept.groups, kept.unsound)
+        return TrainedGroups(metrics, kept.groups, kept.unsound)
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """For each data-parallel rank its micro-batches, as many for one as for another."""

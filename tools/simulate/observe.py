@@ -21,8 +21,7 @@ from r3async.checkpoint.state import decode_state
 from r3async.engines.base import RoutingShape
 from r3async.engines.scripted import DIGEST
 from r3async.episodes.chat import ChatRenderer
-from r3async.learners.trainer import Trained as Done
-from r3async.learners.trainer import Trainer
+from r3async.learners.trainer import TrainedGroups, Trainer
 from r3async.lineage import Lineage
 from r3async.transport.codec import WireError
 from r3async.transport.wire import Ack, Deliver, Reject, decode_control, decode_trajectory, decoded_bytes, joined
@@ -154,7 +153,7 @@ class Watched(Simulation):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def see_trained(self, lineage: int, step: int, version: int, done: Done) -> None:
+    def see_trained(self, lineage: int, step: int, version: int, done: TrainedGroups) -> None:
         """What the learner's thread has trained."""
         keys = self.checker.known.published
         groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
@@ -222,7 +221,7 @@ class WatchedLane:
         simulation.see(Taken, lineage, number, version, tuple(g[0].group_index for g in groups))
         await asyncio.sleep(simulation.delay_training(self._process))
         done = await self._lane.run(function, *args, **kwargs)
-        simulation.see_trained(lineage, number, version, cast(Done, done))
+        simulation.see_trained(lineage, number, version, cast(TrainedGroups, done))
         return done
 
     async def close(self) -> None:

@@ -26,6 +26,7 @@ def call(turn: int, prompt, sampled, rows: np.ndarray, *, start: int = 0, logpro
         token_ids=np.asarray(sampled, np.int32),
         logprobs=np.full(len(sampled), logprob, np.float32),
         rows=rows,
+        policy_version=np.zeros(len(sampled), np.int32),
     )
 
 
@@ -52,6 +53,8 @@ def episode(logprob: float = -1.0) -> tuple[TrainedRoutes, list[EngineCall]]:
         loss_mask=mask,
         rollout_logprobs=np.where(mask, np.float32(logprob), np.float32(0)),
         policy_version=np.where(mask, 0, -1).astype(np.int32),
+        turn=np.where(mask, np.arange(10) > 6, -1).astype(np.int32),
+        rewards=np.where(np.arange(10) == 9, 0.5, 0).astype(np.float32),
         own=own,
         used=used,
     )

@@ -211,12 +211,14 @@ def test_a_run_without_a_spool_says_which_setting_makes_one(tmp_path, monkeypatc
     assert '`routing.trace` is "sample"; "all"' in text
 
 
-def test_turns_of_an_old_trace_are_its_stretches_of_sampled_tokens(tmp_path) -> None:
+def test_turns_of_a_trace_are_its_stretches_of_sampled_tokens(tmp_path) -> None:
     trained, calls = episode()
     seen = of_trained([(trained, None)], "here", None)
     assert [(t.start, t.stop) for t in seen.turns] == [(3, 6), (8, 10)]
-    assert seen.reward is None
-    assert not Filter(reward_below=100.0).keeps(seen, None), "an unknown reward is not below anything"
+    assert [t.reward for t in seen.turns] == [0.0, 0.5]
+    assert seen.reward == 0.5
+    unknown = msgspec.structs.replace(seen, reward=None)
+    assert not Filter(reward_below=100.0).keeps(unknown, None), "an unknown reward is not below anything"
     for call in calls:
         RouteFile(tmp_path / "routes", "engine").append(call)
     RouteFile(tmp_path / "routes", "learner").append(trained)

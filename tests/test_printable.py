@@ -6,7 +6,9 @@ import io
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -114,7 +116,8 @@ def test_inspect(tmp_path, monkeypatch):
 def test_a_jobs_log(monkeypatch, capsys):
     submit.write_log(f"\x1b[32m{HOSTILE}\x1b[0m\n")
     assert harmless(capsys.readouterr().out)
-    monkeypatch.setattr(submit_commands, "_ask", lambda *args: f"{HOSTILE}\n")
+    jobs = SimpleNamespace(find=str, logs=lambda job: f"{HOSTILE}\n")
+    monkeypatch.setattr(submit_commands, "_asking", lambda *args: nullcontext(jobs))
     result = CliRunner().invoke(cli.app, ["submit", "logs", "job"])
     assert (result.exit_code, harmless(result.output)) == (0, True)
     assert "owned" in result.output

@@ -170,7 +170,8 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
             await gates[request.request_id].wait()
             got = await self.engine.generate(request)
             which = parse_id(request.request_id)
-            facts = (request.prompt_ids, got.token_ids, got.logprobs, got.routed_experts)
+            versions = np.zeros(len(got.token_ids), np.int32)
+            facts = (request.prompt_ids, got.token_ids, got.logprobs, got.routed_experts, versions)
             calls.append(EngineCall(which.trajectory_id, which.number, 0.0, got.routes_from, *facts))
             return got
 
@@ -193,7 +194,8 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
     assert [call.turn for call in calls] == [0, 2, 1, 3]
     for sample in session.trajectory("stop").samples:
         table = sample.table
-        columns = {n: table[n] for n in ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")}
+        names = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
+        columns = {n: table[n] for n in names}
         used = table["routed_experts"]
         found = engine_rows(TrainedRoutes(1, sample.sample_id, "g00000003e0000", **columns, own=used, used=used), calls)
         assert found is not None, f"{sample.sample_id}: no attempt sampled it"

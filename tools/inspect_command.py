@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from tools.terminal import Terminal
+from tools.terminal import Terminal, WithDefault
 
 if TYPE_CHECKING:
     from tools.inspect_look import Inspection
@@ -30,20 +29,19 @@ MOVED = {
 """Options of the command that did everything, and what has them now."""
 
 
-class _ShowUnlessNamed(TyperGroup):
-    """`inspect RUN` shows what there is; `inspect routes RUN` and the like are what they say."""
+class _Subcommands(WithDefault):
+    """`inspect RUN` shows what there is; `inspect routes RUN` and the like are what they say. Without a name: the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] != ["--help"] and not set(args[:1]) & set(self.commands):
+        if not set(args[:1]) & set(self.commands):
             for option in [word.partition("=")[0] for word in args]:
                 if option in MOVED:
                     ctx.fail(f"{option} is now `r3async inspect {MOVED[option]}`")
-            args = ["show", *args]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, args or ["show"])
 
 
 app = typer.Typer(
-    cls=_ShowUnlessNamed,
+    cls=_Subcommands,
     help="Look into a run, a spool, a checkpoint or a message. `inspect [RUN_OR_FILE]` says what there is to see. Exit 2 if "
     "something can not be read.",
 )

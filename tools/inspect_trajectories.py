@@ -124,16 +124,13 @@ def of_trained(
     learner_version: int | None,
 ) -> Seen:
     """The samples of one trajectory that a step trained (at least one), each with the engine's rows of it and where there are
-    any, if they are known. Rewards are not in traces of older releases."""
+    any, if they are known."""
     seen: list[SeenSample] = []
     turns: list[Turn] = []
-    rewards: list[float | None] = []
+    reward = 0.0
     for number, (trained, rows) in enumerate(samples):
-        columns = {
-            name: value
-            for name in ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
-            if (value := getattr(trained, name)) is not None
-        }
+        names = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
+        columns = {name: getattr(trained, name) for name in names}
         if rows is not None:
             columns |= {"routed_experts": rows[0], "routing_recorded": rows[1]}
         if trained.learner_logprobs is not None:
@@ -141,7 +138,7 @@ def of_trained(
         columns["learner_experts"] = trained.own
         seen.append(SeenSample(trained.sample_id, columns))
         turns += _turns(trained, number)
-        rewards.append(None if trained.rewards is None else float(trained.rewards.sum(dtype=np.float64)))
+        reward += float(trained.rewards.sum(dtype=np.float64))
         last = trained
     which = parse_id(last.trajectory_id)
     return Seen(
@@ -152,7 +149,7 @@ def of_trained(
         learner_version=learner_version,
         group_index=which.group_index if which else None,
         episode_index=which.episode_index if which else None,
-        reward=None if None in rewards else sum(r for r in rewards if r is not None),
+        reward=reward,
         turns=turns,
         samples=seen,
     )
@@ -161,14 +158,12 @@ def of_trained(
 def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
     """From the columns: a turn is a stretch of tokens that one answer sampled."""
     mask = trained.loss_mask
-    number = trained.turn if trained.turn is not None else np.zeros(len(mask), np.int32)
-    key = np.where(mask, number, -1)
+    key = np.where(mask, trained.turn, -1)
     edges = np.flatnonzero(np.diff(key, prepend=-1, append=-1))
     stretches = [(int(a), int(b)) for a, b in pairwise(edges) if mask[a]]
-    for count, (start, stop) in enumerate(stretches):
-        index = int(number[start]) if trained.turn is not None else count
-        reward = float(trained.rewards[start:stop].sum(dtype=np.float64)) if trained.rewards is not None else 0.0
-        yield Turn(index, sample, start, stop, reward, "")
+    for start, stop in stretches:
+        reward = float(trained.rewards[start:stop].sum(dtype=np.float64))
+        yield Turn(int(trained.turn[start]), sample, start, stop, reward, "")
 
 
 def of_episode(line: dict[str, Any], where: str) -> Seen | None:

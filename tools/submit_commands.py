@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from r3async.config import load_command
 from r3async.printable import printable_log
-from tools.terminal import Terminal, echo
+from tools.terminal import Terminal, WithDefault, echo
 
 if TYPE_CHECKING:
     from tools.submit import Jobs
@@ -31,35 +32,23 @@ Overrides = Annotated[
 ]
 
 
-class _RunUnlessNamed(TyperGroup):
-    """`submit PRESET …` submits; `submit status ID` and the like are what they say."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
-    cls=_RunUnlessNamed,
+    cls=WithDefault,
     no_args_is_help=True,
     help="Submit a run to a Ray cluster, `submit PRESET [key=value …]`, and look after it.",
 )
 
 
-def open_jobs(address: str, token_file: str) -> Jobs:
-    """The cluster's jobs; one line on stderr and exit code 2 if it can not be asked."""
+@contextmanager
+def _asking(address: str, token_file: str) -> Iterator[Jobs]:
+    """The cluster's jobs. What it can not be asked, or refuses, is one line on stderr and exit code 2."""
     from tools.submit import Jobs, SubmitError
 
     try:
-        return Jobs(address, token_file)
+        yield Jobs(address, token_file)
     except SubmitError as error:
-        raise _failed(error) from error
-
-
-def _failed(error: Exception) -> typer.Exit:
-    Terminal(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
-    return typer.Exit(2)
+        Terminal(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
 
 
 @app.command(name="run", hidden=True)
@@ -76,7 +65,7 @@ def submit(
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
     from tools.plan import make_plan
-    from tools.submit import SubmitError, make_package
+    from tools.submit import make_package
 
     config = load_command(preset, overrides or [])
     plan = make_plan(config)
@@ -84,18 +73,14 @@ def submit(
     if dry_run:
         echo(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
         return
-    jobs = open_jobs(address or config.cluster.address, token_file)
-    try:
+    with _asking(address or config.cluster.address, token_file) as jobs:
         if check:
             _refuse_what_does_not_fit(plan, config, jobs)
         job = jobs.submit(package, name, lambda text: echo(text, err=True))
-    except SubmitError as error:
-        raise _failed(error) from error
-    echo(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
-    if not follow:
+        echo(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
+        if follow:
+            _follow(jobs, job)
         echo(job)
-        return
-    _follow(jobs, job)
 
 
 def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
@@ -109,16 +94,15 @@ def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
         )
 
 
-def _follow(jobs: Any, job: str) -> None:
-    from tools.submit import EXIT_CODES, SubmitError, write_log
+def _follow(jobs: Jobs, job: str) -> NoReturn:
+    """Show the job's log until it ends, and exit as it did."""
+    from tools.submit import EXIT_CODES, write_log
 
     try:
         status = jobs.follow(job, write_log)
     except KeyboardInterrupt:
         echo(f"\nthe job goes on; `r3async submit stop {job}` ends it in order", err=True)
         raise typer.Exit(130) from None
-    except SubmitError as error:
-        raise _failed(error) from error
     # Ray's message of a failed command repeats the end of the log, which was shown.
     message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]
     echo(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
@@ -131,7 +115,8 @@ def status(job: Job, address: Address = "", token_file: Token = "") -> None:
     """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
     from tools.submit import EXIT_CODES
 
-    found = _ask(address, token_file, "status", job)
+    with _asking(address, token_file) as jobs:
+        found = jobs.status(jobs.find(job))
     echo(json.dumps(found))
     raise typer.Exit(EXIT_CODES.get(found["status"], 0))
 
@@ -139,8 +124,9 @@ def status(job: Job, address: Address = "", token_file: Token = "") -> None:
 @app.command(name="list")
 def list_jobs(address: Address = "", token_file: Token = "") -> None:
     """All jobs of the cluster, one JSON object a line."""
-    for found in _ask(address, token_file, "list"):
-        echo(json.dumps(found))
+    with _asking(address, token_file) as jobs:
+        for found in jobs.list():
+            echo(json.dumps(found))
 
 
 @app.command()
@@ -151,10 +137,11 @@ def logs(
     token_file: Token = "",
 ) -> None:
     """What a job has printed."""
-    if follow:
-        jobs = open_jobs(address, token_file)
-        _follow(jobs, _find(jobs, job))
-    echo(printable_log(_ask(address, token_file, "logs", job)), nl=False)
+    with _asking(address, token_file) as jobs:
+        found = jobs.find(job)
+        if follow:
+            _follow(jobs, found)
+        echo(printable_log(jobs.logs(found)), nl=False)
 
 
 @app.command()
@@ -165,35 +152,11 @@ def stop(
     token_file: Token = "",
 ) -> None:
     """End a job in order: the running step is finished, a checkpoint written."""
-    from tools.submit import SubmitError
-
-    jobs = open_jobs(address, token_file)
-    job = _find(jobs, job)
-    try:
+    with _asking(address, token_file) as jobs:
+        job = jobs.find(job)
         asked = jobs.stop(job)
         found = jobs.wait(job, wait)
-    except SubmitError as error:
-        raise _failed(error) from error
     echo(f"job {job} {'was stopped' if asked else 'had ended already'}: {found['status']}")
-
-
-def _ask(address: str, token_file: str, question: str, *jobs_named: str) -> Any:
-    from tools.submit import SubmitError
-
-    jobs = open_jobs(address, token_file)
-    try:
-        return getattr(jobs, question)(*(jobs.find(job) for job in jobs_named))
-    except SubmitError as error:
-        raise _failed(error) from error
-
-
-def _find(jobs: Jobs, job: str) -> str:
-    from tools.submit import SubmitError
-
-    try:
-        return jobs.find(job)
-    except SubmitError as error:
-        raise _failed(error) from error
 
 
 def cluster(
@@ -208,7 +171,7 @@ def cluster(
 
     config = load_command(preset, overrides or [])
     plan = make_plan(config)
-    jobs = open_jobs(address or config.cluster.address, token_file)
-    fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
+    with _asking(address or config.cluster.address, token_file) as jobs:
+        fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
     echo(describe_fit(fit, plan))
     raise typer.Exit(1 if fit.problems else 0)

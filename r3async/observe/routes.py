@@ -76,7 +76,7 @@ class TracePlan:
 class EngineCall(msgspec.Struct, frozen=True):
     """One call of the engine, as it answered. `prompt_ids` int32 `[P]`; `token_ids` int32 and `logprobs` float32 `[n]`:
     what it sampled. `rows` `[m, L, K]`: the experts of positions `routes_from ..`, or of no position. `policy_version` int32
-    `[n]`: the weights that sampled each token; None in files of older releases."""
+    `[n]`: the weights that sampled each token."""
 
     trajectory_id: str
     turn: int
@@ -86,16 +86,15 @@ class EngineCall(msgspec.Struct, frozen=True):
     token_ids: np.ndarray
     logprobs: np.ndarray
     rows: np.ndarray
-    policy_version: np.ndarray | None = None
+    policy_version: np.ndarray
 
 
 class TrainedRoutes(msgspec.Struct, frozen=True):
     """One sample of optimizer step `step` (from 1), `[T]` tokens, and what the learner's routers did with them.
 
-    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`: columns of the sample. `own`, `used` `[T, L, K]`: the
-    experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what the learner
-    thought of the trained tokens before the step, NaN for the others. `turn` int32 and `rewards` float32 `[T]`: further columns
-    of the sample. Those that may be None are not in files of older releases.
+    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn`, `rewards`: columns of the sample. `own`, `used`
+    `[T, L, K]`: the experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what
+    the learner thought of the trained tokens before the step, NaN for the others; None if no rank kept it.
     """
 
     step: int
@@ -105,11 +104,11 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray
     policy_version: np.ndarray
+    turn: np.ndarray
+    rewards: np.ndarray
     own: np.ndarray
     used: np.ndarray
     learner_logprobs: np.ndarray | None = None
-    turn: np.ndarray | None = None
-    rewards: np.ndarray | None = None
 
 
 Record = TypeVar("Record", EngineCall, TrainedRoutes)

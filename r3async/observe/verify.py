@@ -144,13 +144,13 @@ def _owned_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[
 def _entered_under(call: EngineCall) -> int | None:
     """The version whose weights, and whose prefix cache, the call began with."""
     versions = call.policy_version
-    return int(versions[0]) if versions is not None and len(versions) else None
+    return int(versions[0]) if len(versions) else None
 
 
 def _fed_by_one_version(call: EngineCall) -> int:
     """Positions that the call fed before newer weights came, if they did."""
     versions, fed = call.policy_version, len(call.prompt_ids) + len(call.token_ids) - 1
-    if versions is None or (versions == versions[:1]).all():
+    if (versions == versions[:1]).all():
         return fed
     return len(call.prompt_ids) + int((versions != versions[0]).argmax()) - 1
 

@@ -10,7 +10,6 @@ import pytest
 
 from r3async.observe.trained import TrainedStep
 from r3async.transport import wire
-from r3async.transport.outbox import Outbox, Pending
 from tests.helpers_transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 from tools.chaos.books import (
     Acknowledged,
@@ -77,21 +76,6 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
     ((name, why),) = refused
     assert name == "t0"
     assert why
-
-
-def test_a_trajectory_that_came_damaged_before_a_new_session_began_waits_as_before():
-    outbox = Outbox()
-    outbox.add(Pending(make_trajectory(0), wire.Parcel("t", 0, 1), []))
-    outbox.mark_sent("t", 0.0)
-    outbox.reset()
-    assert outbox.again("t", 3, 1.0)
-    assert list(outbox.waiting) == ["t"]
-    outbox.mark_sent("t", 2.0)
-    assert outbox.again("t", 3, 3.0)
-    assert (list(outbox.waiting), list(outbox.flying)) == (["t"], [])
-    outbox.mark_sent("t", 4.0)
-    assert not outbox.again("t", 3, 5.0)
-    assert list(outbox.flying) == ["t"]
 
 
 # -- the books ---------------------------------------------------------------------------------------------------------

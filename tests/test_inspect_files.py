@@ -13,7 +13,7 @@ from r3async.buffer.spool_file import append
 from r3async.checkpoint import Checkpoints
 from r3async.checkpoint.directory import STATE
 from r3async.records import TokenTable
-from r3async.transport.wire import Deliver, Offer, Parcel, encode_control, encode_trajectory
+from r3async.transport.wire import Deliver, Welcome, encode_control, encode_trajectory
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_inspect import inspect
 from tests.test_inspect_data import made, write_spool
@@ -24,7 +24,7 @@ from tools.inspect_wire import describe_message
 
 
 def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
-    frames = [encode_control(Deliver("s1", "g00000003e0000", 3)), *encode_trajectory(made(3))]
+    frames = [encode_control(Deliver("s1", "g00000003e0000", 3, 900)), *encode_trajectory(made(3))]
     append(tmp_path / "message", frames, fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
     assert f"{len(frames)} frames" in text
@@ -33,8 +33,8 @@ def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
     assert "(ours)" in text
     assert "(right)" in text
     assert "routed_experts uint8 [10, 3, 2] of sample g00000003e0000s0" in text
-    (tmp_path / "offer").write_bytes(encode_control(Offer("s1", [Parcel("a", 1, 2)])))
-    assert "OFFER session=s1" in inspect("offer", root=tmp_path, monkeypatch=monkeypatch)
+    (tmp_path / "welcome").write_bytes(encode_control(Welcome("s1", "e1", 7, 1000, ["a"])))
+    assert "WELCOME session=s1" in inspect("welcome", root=tmp_path, monkeypatch=monkeypatch)
 
 
 def test_columns_that_travel_together_are_one_frame(tmp_path, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from r3async.envs.base import EnvironmentFailed
 from r3async.observe.events import open_events
 from r3async.observe.follow import FollowedRun
 from r3async.printable import printable, printable_log
-from r3async.transport.wire import Offer, Parcel, encode_control
+from r3async.transport.wire import Welcome, encode_control
 from tests.test_tail import screen, write_run
 from tools import cli, submit, submit_commands
 from tools.live import LiveView
@@ -104,11 +104,11 @@ async def test_tail_on_a_screen(tmp_path):
 
 
 def test_inspect(tmp_path, monkeypatch):
-    """A message with the name of a sender that no sender of ours has."""
-    message = encode_control(Offer(f"owned{HOSTILE[:-1]}", [Parcel(HOSTILE[:-1], 1, 2)]))
-    (tmp_path / "offer").write_bytes(message)
+    """A message with a name that no session of ours has."""
+    message = encode_control(Welcome(f"owned{HOSTILE[:-1]}", "e", 1, 2, [HOSTILE[:-1]]))
+    (tmp_path / "welcome").write_bytes(message)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli.app, ["inspect", "offer"])
+    result = CliRunner().invoke(cli.app, ["inspect", "welcome"])
     assert "session=owned\\u001b]0;" in result.output
     assert harmless(result.output)
 

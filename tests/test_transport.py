@@ -53,7 +53,7 @@ async def test_round_trip():
         assert sender.epoch == receiver.epoch
 
 
-async def test_many_senders_share_the_credit_and_all_is_delivered():
+async def test_many_senders_share_the_memory_and_all_is_delivered():
     groups = {f"g{g}": [make_trajectory(f"{g}-{i}", 200, group=g) for i in range(40)] for g in range(4)}
     size = memory_size(groups["g0"][0])
     config = TransportConfig(ack_timeout=0.3, credit_bytes=3 * size + 100)
@@ -68,21 +68,24 @@ async def test_many_senders_share_the_credit_and_all_is_delivered():
         assert inbox.once({t.trajectory_id for ts in groups.values() for t in ts})
         assert inbox.highest <= config.credit_bytes
         assert receiver.senders == 4
-        assert receiver._pool.used == 0
+        assert receiver.bytes_held == 0
 
 
 @pytest.mark.parametrize("at_once", [40, 160])
-async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch, at_once):
-    """More than one offer can list: the rest is offered at once, not at the next heartbeat, and only when it helps."""
+async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(monkeypatch, at_once):
     said: Counter[str] = Counter()
-    say = Sender._say
+    say, answer = Sender._say, Receiver._send
 
     def count(self: Sender, message: wire.Message, *args: Any) -> bool:
         said[type(message).__name__] += 1
-        said["parcels"] += len(message.parcels) if isinstance(message, wire.Offer) else 0
         return say(self, message, *args)
 
+    def count_answer(self: Receiver, identity: bytes, message: wire.Message) -> None:
+        said[type(message).__name__] += 1
+        answer(self, identity, message)
+
     monkeypatch.setattr(Sender, "_say", count)
+    monkeypatch.setattr(Receiver, "_send", count_answer)
     trajectories = [make_trajectory(i) for i in range(160)]
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
@@ -90,9 +93,8 @@ async def test_many_waiting_sends_neither_stall_nor_chatter(monkeypatch, at_once
             await asyncio.gather(*(send_all(sender, trajectories[i::at_once]) for i in range(at_once)))
         assert await sender.flush(LIMIT) == 0
     assert inbox.once({f"t{i}" for i in range(160)})
-    assert said["Deliver"] == 160
-    assert said["Offer"] < 2 * 160, said
-    assert said["parcels"] <= 160, "each is listed when it is new, and not again whenever another one is"
+    assert said.pop("Ack") <= 160
+    assert said == {"Hello": 1, "Welcome": 1, "Deliver": 160}
 
 
 class LateWorld(RealWorld):
@@ -181,7 +183,7 @@ async def test_lost_acknowledgement():
     async with receiving(inbox, kind=Forgetful) as (receiver, endpoint), sending(endpoint) as sender:
         await send_all(sender, [make_trajectory(i) for i in range(5)])
         assert await sender.flush(LIMIT) == 0
-        assert receiver.duplicates >= 2  # An offer may be repeated before the answer to the first is here.
+        assert receiver.duplicates >= 2
         assert sender.resent >= 2
         assert sender.reconnects >= 1
         assert inbox.once({f"t{i}" for i in range(5)})
@@ -200,61 +202,127 @@ async def test_any_answer_may_be_lost():
 
     trajectories = [make_trajectory(i) for i in range(90)]
     config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * memory_size(trajectories[0]))
-    inbox = Inbox()
+    inbox = Inbox(hold=True)
+
+    async def consume(receiver: Receiver) -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            for trajectory in inbox.trajectories[-3:]:
+                receiver.release(trajectory.trajectory_id)
+
     async with receiving(inbox, config, Lossy, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
+        consuming = asyncio.create_task(consume(receiver))
         await asyncio.wait_for(send_all(sender, trajectories), 4 * LIMIT)
         assert await sender.flush(4 * LIMIT) == 0
+        consuming.cancel()
+        for trajectory in trajectories:
+            receiver.release(trajectory.trajectory_id)
         assert inbox.once({t.trajectory_id for t in trajectories})
         assert lost["Ack"]
-        assert lost["Grant"]
+        assert lost["Reject"]
         assert lost["Welcome"]
-        assert receiver._pool.used == 0
+        assert receiver.bytes_held == 0
 
 
 async def test_back_pressure():
+    """What does not fit is sent back, and nothing more is sent until it would."""
     size = memory_size(make_trajectory(10))
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=3 * size + size // 2)
     inbox = Inbox(hold=True)
     async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
-        sends = [asyncio.create_task(sender.send(make_trajectory(10 + i))) for i in range(5)]
-        await until(lambda: sum(t.done() for t in sends) == 3)
+        for i in range(4):
+            await asyncio.wait_for(sender.send(make_trajectory(10 + i)), LIMIT)
+        await until(lambda: len(inbox.seen) == 3 and sender.unacknowledged == 1)
+        fifth = asyncio.create_task(sender.send(make_trajectory(14)))
         await asyncio.sleep(0.5)
-        assert [t.done() for t in sends] == [True] * 3 + [False] * 2
+        assert not fifth.done()
         assert receiver.bytes_held == 3 * size
-        assert sender.unacknowledged == 2
-        assert sender.reconnects == 0
+        assert (sender.sent, sender.unacknowledged, sender.reconnects) == (4, 2, 0)
 
         receiver.release("t10")
         receiver.release("t10")  # Twice is once.
-        await until(sends[3].done)
+        await until(fifth.done)
+        await until(lambda: len(inbox.seen) == 4)
         await asyncio.sleep(0.2)
-        assert not sends[4].done()
+        assert sender.unacknowledged == 1
         receiver.forget(11 // 4)  # t11 is the last one of group 2 that is held.
-        await until(sends[4].done)
+        await until(lambda: len(inbox.seen) == 5)
         assert await sender.flush(LIMIT) == 0
         assert inbox.once({f"t{10 + i}" for i in range(5)})
         assert receiver.bytes_held == 3 * size
+        assert sender.sent == 4 + 3
 
 
-async def test_a_message_larger_than_the_credit_passes_alone():
-    small, large, after = make_trajectory(0), make_trajectory(1, 5000), make_trajectory(2)
+async def test_the_groups_of_the_next_step_are_sent_while_nothing_else_is():
+    size = memory_size(make_trajectory(0))
+    config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=size)
+    inbox = Inbox(hold=True)
+    async with (
+        receiving(inbox, config, window=2) as (receiver, endpoint),
+        sending(endpoint, config) as sender,
+        sending(endpoint, config, "g1") as other,
+    ):
+        await send_all(sender, [make_trajectory(i, group=i) for i in (5, 6)])
+        await until(lambda: sender.unacknowledged == 1 and not sender._outbox.in_flight)
+        waiting = [asyncio.create_task(s.send(make_trajectory(i, group=i))) for s, i in ((sender, 3), (other, 2))]
+        await send_all(sender, [make_trajectory(0, group=0)])
+        await send_all(other, [make_trajectory(1, group=1)])
+        await until(lambda: len(inbox.seen) == 3)
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in waiting)
+        receiver.forget(0)  # the next step may wait for groups 1 and 2
+        await asyncio.wait_for(waiting[1], LIMIT)
+        await until(lambda: "t2" in inbox.seen)
+        assert not waiting[0].done()
+        receiver.forget(1)
+        await asyncio.wait_for(waiting[0], LIMIT)
+        await until(lambda: "t3" in inbox.seen)
+        assert "t6" not in inbox.seen
+
+
+async def test_a_message_larger_than_the_memory_passes_alone():
+    small, large = make_trajectory(0), make_trajectory(1, 5000)
     config = TransportConfig(ack_timeout=0.3, credit_bytes=2 * memory_size(small))
     assert memory_size(large) > config.credit_bytes
     inbox = Inbox(hold=True)
     async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
-        await asyncio.wait_for(sender.send(small), LIMIT)
-        sends = [asyncio.create_task(sender.send(large))]
-        await until(lambda: "t1" in sender)  # it is encoded in a thread: the last one would be offered first
-        sends.append(asyncio.create_task(sender.send(after)))
+        await send_all(sender, [small, large])
+        await until(lambda: sender.sent == 2 and not sender._outbox.in_flight)
+        after = asyncio.create_task(sender.send(make_trajectory(2)))
         await asyncio.sleep(0.5)
         # The last one would fit, but must not starve the large one.
-        assert [t.done() for t in sends] == [False, False]
+        assert not after.done()
         receiver.release("t0")
-        await until(sends[0].done)
+        await until(lambda: "t1" in inbox.seen)
         await asyncio.sleep(0.3)
-        assert not sends[1].done()
+        assert "t2" not in inbox.seen
         receiver.release("t1")
-        await until(sends[1].done)
+        await until(lambda: "t2" in inbox.seen)
+        await asyncio.wait_for(after, LIMIT)
+
+
+async def test_no_more_is_in_flight_than_may_be_at_once():
+    class Slow(Receiver):
+        """Does not answer, until it is told to."""
+
+        silent = True
+
+        def _send(self, identity: bytes, message: wire.Message) -> None:
+            if not (self.silent and isinstance(message, wire.Ack)):
+                super()._send(identity, message)
+
+    size = memory_size(make_trajectory(0))
+    config = TransportConfig(ack_timeout=0.5, credit_bytes=6 * size)
+    inbox = Inbox()
+    async with receiving(inbox, config, Slow) as (receiver, endpoint), sending(endpoint, config) as sender:
+        feed = asyncio.create_task(send_all(sender, [make_trajectory(i) for i in range(10)]))
+        await until(lambda: sender.sent)
+        await asyncio.sleep(0.2)
+        assert sender.sent == 3  # half of the memory
+        receiver.silent = False
+        await asyncio.wait_for(feed, LIMIT)
+        assert await sender.flush(LIMIT) == 0
+    assert inbox.once({f"t{i}" for i in range(10)})
 
 
 async def test_message_over_the_limit_is_an_error_of_the_sender():
@@ -268,33 +336,28 @@ async def test_message_over_the_limit_is_an_error_of_the_sender():
         await send_all(sender, [make_trajectory(2, 10)])
         assert await sender.flush(LIMIT) == 0
         assert inbox.once({"t2"})
-        # A peer with other settings is refused when it asks, before it moves the payload.
+        # A peer with other settings is refused.
         async with raw_dealer(endpoint) as peer:
             await peer.send(HELLO)
-            await peer.send(wire.Offer("session", [wire.Parcel("big", 0, 2001)]))
+            await peer.send(wire.Deliver("session", "big", 0, 2001), b"x")
             assert await peer.answer() == wire.Reject("big", "2001 bytes, more than 2000")
         assert receiver.rejected == 1
 
 
-async def test_cancelled_send_is_not_sent_and_gives_its_credit_back():
+async def test_cancelled_send_is_not_sent():
     size = memory_size(make_trajectory(1))
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=size + 10)
     inbox = Inbox(hold=True)
-    async with (
-        receiving(inbox, config, window=0) as (receiver, endpoint),
-        sending(endpoint, config) as sender,
-        sending(endpoint, config, "g1") as other,
-    ):
-        await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
+    async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
+        await send_all(sender, [make_trajectory(0), make_trajectory(1)])
+        await until(lambda: sender.sent == 2 and not sender._outbox.in_flight)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sender.send(make_trajectory(1)), 0.3)
-        assert sender.unacknowledged == 0
-        assert await sender.flush(LIMIT) == 0
+            await asyncio.wait_for(sender.send(make_trajectory(2)), 0.3)
+        assert sender.unacknowledged == 1  # that was sent once: it may be accepted
         receiver.release("t0")
-        await asyncio.wait_for(other.send(make_trajectory(2)), LIMIT)
-        assert await other.flush(LIMIT) == 0
-        receiver.release("t2")
-        await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)  # A second try is a new one.
+        assert await sender.flush(LIMIT) == 0
+        receiver.release("t1")
+        await send_all(sender, [make_trajectory(2)])  # A second try is a new one.
         assert await sender.flush(LIMIT) == 0
         assert inbox.once({"t0", "t1", "t2"})
 
@@ -304,8 +367,11 @@ async def test_the_same_trajectory_twice_at_once_is_an_error():
     inbox = Inbox(hold=True)
     async with receiving(inbox, config, window=0) as (_, endpoint), sending(endpoint, config) as sender:
         await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
+        await until(lambda: "t0" in inbox.seen)
+        await asyncio.wait_for(sender.send(make_trajectory(3)), LIMIT)  # which does not fit
+        await until(lambda: not sender._outbox.in_flight)
         task = asyncio.create_task(sender.send(make_trajectory(1)))
-        await until(lambda: sender.unacknowledged)
+        await until(lambda: sender.unacknowledged == 2)
         with pytest.raises(TransportError, match="'t1' is being sent already"):
             await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
         await sender.close()
@@ -332,22 +398,14 @@ async def test_redelivered_later_by_another_sender():
         assert inbox.once({"t1"})
 
 
-async def test_a_sender_that_vanished_does_not_keep_its_credit():
-    trajectory = make_trajectory(1)
-    config = TransportConfig(ack_timeout=0.1, credit_bytes=memory_size(trajectory))
-    inbox = Inbox()
-    async with receiving(inbox, config, window=0) as (receiver, endpoint), raw_dealer(endpoint) as silent:
+async def test_a_sender_that_is_silent_is_forgotten_and_says_hello_again():
+    config = TransportConfig(ack_timeout=0.1)
+    async with receiving(Inbox(), config) as (receiver, endpoint), raw_dealer(endpoint) as silent:
         await silent.send(HELLO)
-        await silent.send(wire.Offer("session", [wire.Parcel("never", 0, 100)]))
-        assert await silent.answer() == wire.Grant("session", ["never"])
-        async with sending(endpoint, config) as sender:
-            await asyncio.wait_for(sender.send(trajectory), LIMIT)
-            assert await sender.flush(LIMIT) == 0
-        await silent.send(wire.Offer("session", []))
-        answer = await silent.answer()
-        assert isinstance(answer, wire.Refusal)
-        assert not answer.final
-    assert inbox.once({"t1"})
+        await until(lambda: receiver.senders == 1)
+        await until(lambda: receiver.senders == 0)
+        await silent.send(wire.Deliver("session", "t1", 0, 10), b"x")
+        assert await silent.answer() == wire.Refusal("session", "unknown session: say HELLO", final=False)
     assert receiver.rejected == 0
 
 
@@ -387,39 +445,35 @@ async def test_malformed_messages():
         f"only {len(frames) - 2} column frames": frames[:-1],
         "the payload is trajectory 't1' of 0": frames,
         "at least a header": [],
-        "bytes were not granted": [*frames, b"more"],
+        f"and {size} were said": [*frames, b"more"],
     }
     inbox = Inbox()
     async with receiving(inbox) as (receiver, endpoint):
         async with raw_dealer(endpoint) as peer:
             garbage = [(b"",), (b"", b"x"), (b"\xc1\x00",), (b"\x91" * 60_000,), (b"x" * 100_000,), tuple([b"y"] * 50)]
-            for n, bad in enumerate([*garbage, (wire.Ack(["t"]),), (wire.Grant("s", []),)], 1):
+            for n, bad in enumerate([*garbage, (wire.Ack(["t"]),), (wire.Reject("t", "why"),)], 1):
                 await peer.send(*bad)
                 answer = await peer.answer()
                 assert isinstance(answer, wire.Reject)
                 assert answer.trajectory_id == ""
                 assert answer.reason
                 assert receiver.rejected == n
-            await peer.send(wire.Deliver("session", "x", 0), *frames)
+            await peer.send(wire.Deliver("session", "x", 0, size), *frames)
             assert await peer.answer() == wire.Refusal("session", "unknown session: say HELLO", False)
             await peer.send(HELLO)
-            await peer.send(wire.Deliver("session", "x", 0), *frames)
-            # No answer: a grant may be withdrawn while its payload is on its way, and a rejection would be for ever.
             for n, (reason, payload) in enumerate(payloads.items()):
-                await peer.send(wire.Offer("session", [wire.Parcel(f"x{n}", 0, size)]))
-                assert await peer.answer() == wire.Grant("session", [f"x{n}"])
-                await peer.send(wire.Deliver("session", f"x{n}", 0), *payload)
+                await peer.send(wire.Deliver("session", f"x{n}", 0, size), *payload)
                 answer = await peer.answer()
                 assert isinstance(answer, wire.Reject)
                 assert answer.trajectory_id == f"x{n}"
-                assert answer.damaged is (reason != "bytes were not granted")
+                assert answer.again == ("never" if reason.endswith("said") else "damaged")
                 assert reason in answer.reason
             # An old session's leftovers are neither taken nor answered.
-            await peer.send(wire.Deliver("before", "x", 0), *frames)
+            await peer.send(wire.Deliver("before", "x", 0, size), *frames)
             assert await peer.answer(0.3) is None
         assert receiver.rejected == len(garbage) + 2 + 1
         assert receiver.damaged == len(payloads) - 1
-        assert receiver._pool.used == 0
+        assert receiver.bytes_held == 0
         async with sending(endpoint) as sender:
             await send_all(sender, [nan])
             assert await sender.flush(LIMIT) == 0
@@ -442,10 +496,10 @@ async def test_a_stranger_is_refused_for_good():
             with pytest.raises(TransportRefused, match="the columns differ"):
                 await asyncio.wait_for(sender.send(make_trajectory(1, samples=[sample])), LIMIT)
         async with raw_dealer(endpoint) as peer:
-            await peer.send(wire.Hello("s", "raw", "run", SCHEMA.fingerprint, wire=99))
+            await peer.send(wire.Hello("s", "raw", "run", SCHEMA.fingerprint, wire=wire.WIRE_VERSION - 1))
             answer = await peer.answer()
             assert answer.final
-            assert "wire version 99" in answer.reason
+            assert f"wire version {wire.WIRE_VERSION - 1}, the learner has {wire.WIRE_VERSION}" in answer.reason
         assert receiver.rejected == 3
         assert receiver.senders == 0
     assert not inbox.seen

@@ -104,7 +104,7 @@ async def test_sender_process_is_killed_and_restarted():
             assert child.returncode == 0
         assert inbox.once({f"t{i}" for i in range(100)})
         assert receiver.duplicates >= 80
-        assert receiver._pool.used == 0
+        assert receiver.bytes_held == 0
 
 
 FLOODED = """

@@ -175,21 +175,20 @@ async def test_what_is_sent_can_not_be_read_on_the_way():
 
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
 async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(mechanism):
-    """Loopback too: it says HELLO for the right run, offers and delivers, and hears nothing of the run, not even its name."""
+    """Loopback too: it says HELLO for the right run, and delivers, and hears nothing of the run, not even its name."""
     inbox = Inbox()
     frames = wire.encode_trajectory(make_trajectory(1))
     async with receiving(inbox, SETTINGS) as (receiver, endpoint):
         with stranger(endpoint, mechanism) as socket:
             for message, payload in (
                 (wire.Hello("s", "g0", "run", SCHEMA.fingerprint), []),
-                (wire.Offer("s", [wire.Parcel("t1", 0, 10_000)]), []),
-                (wire.Deliver("s", "t1", 0), frames),
+                (wire.Deliver("s", "t1", 0, 10_000), frames),
             ):
                 socket.send_multipart([wire.encode_control(message), *payload], zmq.DONTWAIT)
             await until(lambda: receiver.refused[NO_KEY])
             assert not await asyncio.to_thread(socket.poll, 300)
         assert await asyncio.wait_for(_all_bytes_of_a_bare_connection(endpoint), LIMIT) < 256
-        assert (receiver.senders, receiver.rejected, receiver._pool.used) == (0, 0, 0)
+        assert (receiver.senders, receiver.rejected, receiver.bytes_held) == (0, 0, 0)
         # The right key goes through beside it.
         async with sending(endpoint, SETTINGS) as sender:
             await send_all(sender, [make_trajectory(2)])

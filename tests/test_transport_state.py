@@ -4,65 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.transport import Ledger, wire
-from r3async.transport.credit import CreditPool, Offered
-from r3async.transport.outbox import OFFERED_AT_ONCE, Outbox, Pending
+from r3async.transport import Ledger
+from r3async.transport.capacity import OPEN, Capacity
+from r3async.transport.outbox import DAMAGED_TIMES, Outbox, Pending
 from tests.helpers_transport import make_trajectory
-
-
-def offered(messages: dict[str, int], group: int = 10**6) -> dict[str, Offered]:
-    """Of a group that no step waits for yet."""
-    return {m: Offered(group, n) for m, n in messages.items()}
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_credit_pool_keeps_its_bound_and_never_sticks(data):
-    pool = CreditPool(100)
-    numbers = itertools.count()
-    sizes: dict[tuple[bytes, str], int] = {}
-    held: dict[str, int] = {}
-    for _ in range(data.draw(st.integers(1, 30))):
-        sender = data.draw(st.sampled_from([b"a", b"b", b"c"]))
-        granted = pool.granted(sender)
-        action = data.draw(st.sampled_from(["offer", "offer", "arrive", "release", "drop", "withdraw"]))
-        if action in ("offer", "withdraw"):
-            mine = {m: n for (s, m), n in sizes.items() if s == sender}
-            new = {f"m{next(numbers)}": data.draw(st.integers(0, 160))} if action == "offer" else {}
-            if action == "withdraw" and mine:
-                mine.pop(data.draw(st.sampled_from(sorted(mine))))
-            mine |= new
-            sizes = {k: n for k, n in sizes.items() if k[0] != sender} | {(sender, m): n for m, n in mine.items()}
-            if new and data.draw(st.booleans()):
-                pool.offer(sender, offered(new), more=True)
-            else:
-                pool.offer(sender, offered(mine))
-        elif action == "arrive" and granted:
-            assert pool.arrive(sender, granted[0]) == sizes[sender, granted[0]]
-            held[granted[0]] = sizes.pop((sender, granted[0]))
-        elif action == "release" and held:
-            message = data.draw(st.sampled_from(sorted(held)))
-            del held[message]
-            pool.release(message)
-        elif action == "drop":
-            pool.drop(sender)
-            sizes = {k: n for k, n in sizes.items() if k[0] != sender}
-        before = {s: set(pool.granted(s)) for s in (b"a", b"b", b"c")}
-        new_grants = pool.grant()
-        assert all(len(set(ids)) == len(ids) for ids in new_grants.values())
-        assert {s: set(pool.granted(s)) - before[s] for s in before} == {s: set(new_grants.get(s, ())) for s in before}
-        given_out = [n for (s, m), n in sizes.items() if m in pool.granted(s)]
-        assert pool.held == sum(held.values())
-        assert pool.reserved == sum(given_out)
-        # A message of no bytes may come beside one that passes alone.
-        positive = [n for n in [*given_out, *held.values()] if n]
-        assert pool.used <= pool.total or len(positive) == 1
-        assert pool.used or not set(sizes) - {(s, m) for s, m in sizes if m in pool.granted(s)}
-        assert pool.waiting == len(sizes) - len(given_out)
 
 
 @settings(max_examples=400, deadline=None)
@@ -72,130 +22,91 @@ def test_credit_pool_keeps_its_bound_and_never_sticks(data):
     members=st.integers(1, 4),
     total=st.integers(1, 200),
     largest=st.integers(0, 120),
-    chance=st.integers(0, 2**32).map(random.Random),
+    rng=st.integers(0, 2**32).map(random.Random),
 )
-def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(
-    window, steps, members, total, largest, chance
-):
-    """Any number of groups, sizes, senders and arrival orders; nothing is released but by consuming the oldest groups."""
+def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(window, steps, members, total, largest, rng):
+    """Any number of groups, sizes and arrival orders, of senders that heed what they are told or do not; nothing is released but
+    by consuming the oldest groups, or to the disk."""
     groups = window * steps
-    todo = {(g, e): chance.randint(0, largest) for g in range(groups) for e in range(members)}
-    sender_of = {key: chance.choice([b"a", b"b", b"c"]) for key in todo}
-    pool = CreditPool(total, window)
-    offers: dict[bytes, dict[str, Offered]] = {b"a": {}, b"b": {}, b"c": {}}
-    unsent = chance.sample(sorted(todo), len(todo))
+    todo = {(g, e): rng.randint(0, largest) for g in range(groups) for e in range(members)}
+    capacity = Capacity(total, window)
+    unsent = rng.sample(sorted(todo), len(todo))
+    held: dict[tuple[int, int], int] = {}
     arrived: set[tuple[int, int]] = set()
     oldest = 0
     while oldest < groups:
-        granted = [(s, m) for s in offers for m in pool.granted(s)]
-        actions = ["offer"] * bool(unsent) + ["arrive"] * bool(granted)
+        until = capacity.until()
+        assert until == OPEN or until == oldest + window
+        if until != OPEN:  # somebody was turned away, and would be again
+            assert capacity.held
         wanted = {(g, e) for g in range(oldest, oldest + window) for e in range(members)}
+        heeding = [key for key in unsent if key[0] < until]
+        actions = ["send"] * bool(heeding) + ["intrude"] * bool(unsent) + ["spill"] * bool(held)
         if wanted <= arrived:
             actions.append("consume")
-        assert actions, f"stuck before group {oldest}"
-        action = chance.choice(actions)
-        if action == "offer":
-            key = unsent.pop()
-            sender = sender_of[key]
-            offers[sender][f"{key[0]}-{key[1]}"] = Offered(key[0], todo[key])
-            if chance.random() < 0.5:
-                pool.offer(sender, {f"{key[0]}-{key[1]}": Offered(key[0], todo[key])}, more=True)
+        assert set(actions) - {"intrude", "spill"}, f"stuck before group {oldest}"
+        action = rng.choice(actions)
+        if action in ("send", "intrude"):
+            key = rng.choice(heeding if action == "send" else unsent)
+            before = capacity.held
+            fits = not before or before + todo[key] <= total
+            assert capacity.take(f"{key[0]}-{key[1]}", key[0], todo[key]) == (fits or key[0] < oldest + window)
+            if fits or key[0] < oldest + window:
+                unsent.remove(key)
+                arrived.add(key)
+                held[key] = todo[key]
             else:
-                pool.offer(sender, offers[sender])
-        elif action == "arrive":
-            sender, message = chance.choice(granted)
-            assert pool.arrive(sender, message) is not None
-            del offers[sender][message]
-            arrived.add(tuple(map(int, message.split("-"))))
+                assert capacity.until() == oldest + window
+        elif action == "spill":
+            key = rng.choice(sorted(held))
+            held[key] = 0
+            capacity.hold(f"{key[0]}-{key[1]}", 0)
         else:
             for g, e in wanted:
-                pool.release(f"{g}-{e}")
+                capacity.release(f"{g}-{e}")
+                held.pop((g, e), None)
             oldest += window
-            pool.advance(oldest)
-        pool.grant()
+            capacity.advance(oldest)
+        assert capacity.held == sum(held.values())
         waited_for = sum(n for (g, _), n in todo.items() if oldest <= g < oldest + window)
-        assert pool.used <= max(total, *todo.values(), 0) + waited_for
-    assert pool.used == 0
+        assert capacity.held <= max(total, *todo.values(), 0) + waited_for
+    assert capacity.held == 0
 
 
-def test_without_the_window_later_groups_hold_all_the_credit_for_ever():
+def test_without_the_window_later_groups_hold_all_memory_for_ever():
     """The deadlock that the rule is there for."""
     for window in (0, 1):
-        pool = CreditPool(100, window)
-        pool.offer(b"a", {"later": Offered(1, 100)})
-        assert pool.grant() == {b"a": ["later"]}
-        assert pool.arrive(b"a", "later") == 100
-        pool.offer(b"b", {"oldest": Offered(0, 60)})
-        assert pool.grant() == ({b"b": ["oldest"]} if window else {})
+        capacity = Capacity(100, window)
+        assert capacity.take("later", 1, 100)
+        assert capacity.take("oldest", 0, 60) is bool(window)
 
 
-def test_older_groups_are_granted_first_and_nothing_overtakes_a_large_message():
-    pool = CreditPool(100, 0)
-    pool.offer(b"x", {"held": Offered(0, 90)})
-    pool.grant()
-    pool.arrive(b"x", "held")
-    pool.offer(b"a", {"small": Offered(9, 20), "large": Offered(5, 100)})
-    pool.offer(b"b", {"older": Offered(4, 15)})
-    assert pool.grant() == {}
-    pool.release("held")
-    assert pool.grant() == {b"b": ["older"]}
-    pool.arrive(b"b", "older")
-    pool.release("older")
-    assert pool.grant() == {b"a": ["large"]}
-    assert pool.granted(b"a") == ["large"]
+def test_what_does_not_fit_passes_when_it_would_or_alone_and_senders_are_asked_for_the_window_until_then():
+    capacity = Capacity(100, 1)
+    assert capacity.take("a", 5, 60)
+    assert capacity.until() == OPEN
+    assert not capacity.take("b", 6, 120)
+    assert not capacity.take("c", 7, 50)
+    assert capacity.until() == 1
+    capacity.advance(2)
+    assert capacity.until() == 3
+    capacity.hold("a", 10)  # the disk has it now
+    assert capacity.until() == 3  # the first that was turned away is waited for
+    capacity.release("a")
+    capacity.release("a")
+    assert capacity.until() == OPEN
+    assert capacity.take("b", 6, 120)
+    assert capacity.take("b", 6, 120) is False  # not beside itself
 
 
-def test_without_room_elsewhere_only_the_next_step_is_granted():
-    pool = CreditPool(1000, 2)
-    pool.offer(b"a", {f"{g}": Offered(g, 10) for g in range(6)})
-    pool.grant(room=0)
-    assert pool.granted(b"a") == ["0", "1"]
-    pool.advance(1)
-    pool.grant(room=-5)
-    assert pool.granted(b"a") == ["1", "2"]
-    pool.grant(room=40)
-    assert pool.granted(b"a") == ["1", "2", "3", "4"]
-
-
-def test_credit_pool_refuses_what_was_not_granted():
-    pool = CreditPool(100)
-    pool.offer(b"a", offered({"x": 60, "y": 60}))
-    assert pool.grant() == {b"a": ["x"]}
-    assert pool.granted(b"a") == ["x"]
-    assert pool.arrive(b"a", "y") is None
-    assert pool.arrive(b"b", "x") is None
-    assert pool.used == 60
-    pool.drop(b"a")
-    assert pool.used == 0
-
-
-def test_credit_pool_does_not_grow_with_offers_that_come_and_go():
-    pool = CreditPool(100)
-    pool.offer(b"a", offered({"x": 100}))
-    pool.grant()
-    for i in range(10_000):
-        pool.offer(b"b", offered({f"m{i}": 100}))
-        assert pool.grant() == {}
-    assert len(pool._queue) < 100
-    # A message that is offered anew in another group waits in that group's place, not in its old one.
-    pool.offer(b"b", {})
-    pool.offer(b"b", {"again": Offered(3, 100)})
-    pool.offer(b"b", {})
-    pool.offer(b"b", {"again": Offered(8, 100), "other": Offered(5, 100)})
-    pool.drop(b"a")
-    pool.grant()
-    assert pool.granted(b"b") == ["other"]
-
-
-def test_a_sender_that_only_offers_more_takes_a_bounded_place():
-    pool = CreditPool(100)
-    for i in range(3 * wire.MAX_PARCELS):
-        pool.offer(b"a", offered({f"m{i}": 200}), more=True)
-        pool.grant()
-    assert pool.waiting + len(pool.granted(b"a")) == wire.MAX_PARCELS
-    pool.offer(b"a", offered({f"m{wire.MAX_PARCELS + 1}": 10}))  # what was ignored is listed again by an offer of all
-    pool.grant()
-    assert pool.granted(b"a") == [f"m{wire.MAX_PARCELS + 1}"]
+def test_without_free_bytes_on_the_disk_only_the_window_is_taken():
+    capacity = Capacity(1000, 2)
+    assert not capacity.take("2", 2, 10, disk=5)
+    assert capacity.take("1", 1, 10, disk=-5)
+    assert (capacity.until(5), capacity.lacks_only_disk(5)) == (2, True)
+    assert (capacity.until(10), capacity.lacks_only_disk(10)) == (OPEN, False)
+    assert not capacity.take("3", 3, 2000, disk=5)
+    assert not capacity.lacks_only_disk(5)  # it lacks memory, too
 
 
 @settings(max_examples=200, deadline=None)
@@ -234,88 +145,95 @@ def test_oldest_group_that_is_not_over():
         assert ledger.oldest == oldest
 
 
-def test_outbox_offers_the_oldest_groups_first():
-    """Or one that the learner waits for would not be offered while more than an offer can list wait before it."""
-    outbox = Outbox()
-    for i in range(100):
-        outbox.add(Pending(make_trajectory(0), wire.Parcel(f"{i}", 100 - i, 1), []))
-    assert [p.group_index for p in outbox.offers()] == list(range(1, 65))
+def pending(index: int | str, group: int = 0, nbytes: int = 1) -> Pending:
+    return Pending(make_trajectory(index, group=group), nbytes, [])
 
 
-def test_a_later_offer_repeats_what_an_earlier_one_listed():
-    """An offer replaces the one before it, so leaving a message out would withdraw a grant that is on its way for it: its
-    payload would come without one."""
+def names(chosen: Iterable[Pending]) -> list[str]:
+    return [p.name for p in chosen]
+
+
+def send(outbox: Outbox, name: str, now: float) -> None:
+    outbox.mark_sent(outbox.waiting[name], now)
+
+
+def test_outbox_sends_what_is_asked_for_and_no_more_at_once_than_it_may():
     outbox = Outbox()
-    for i in range(OFFERED_AT_ONCE):
-        outbox.add(Pending(make_trajectory(0), wire.Parcel(f"new{i}", 1000 + i, 1), []))
-    first = {p.trajectory_id for p in outbox.offers()}
-    for i in range(OFFERED_AT_ONCE):
-        outbox.add(Pending(make_trajectory(0), wire.Parcel(f"old{i}", i, 1), []))
-    second = [p.trajectory_id for p in outbox.offers()]
-    assert first < set(second)
-    assert second[:OFFERED_AT_ONCE] == [f"old{i}" for i in range(OFFERED_AT_ONCE)]
-    outbox.mark_sent("new0", 0.0)
-    assert {p.trajectory_id for p in outbox.offers()} == set(second) - {"new0"}
-    outbox.reset()  # Grants belong to a session.
-    assert {p.trajectory_id for p in outbox.offers()} == set(second[:OFFERED_AT_ONCE])
+    for i, nbytes in enumerate([40, 40, 40, 500]):
+        outbox.add(pending(i, group=9 - i, nbytes=nbytes))
+    assert names(outbox.ready(OPEN, 100)) == ["t0", "t1"]
+    assert names(outbox.ready(OPEN, 10)) == ["t0"]  # or it would never go
+    assert names(outbox.ready(7, 100)) == ["t3"]
+    assert names(outbox.ready(8, 600)) == ["t2", "t3"]
+    assert names(outbox.ready(6, 600)) == []
+    send(outbox, "t0", 0.0)
+    assert names(outbox.ready(OPEN, 100)) == ["t1"]
+    send(outbox, "t1", 0.0)
+    assert names(outbox.ready(OPEN, 100)) == []
+    outbox.settle("t0", 1.0)
+    assert names(outbox.ready(OPEN, 100)) == ["t2"]
+    assert outbox.again("t1", 1.0, damaged=False)
+    assert names(outbox.ready(OPEN, 100)) == ["t1", "t2"]
+    assert outbox.bytes_in_flight == 0
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_what_was_offered_more_by_more_is_what_an_offer_of_all_would_list(data):
-    """The receiver's view, built from offers of more, has the 64 oldest groups whatever was added, sent and withdrawn."""
+def test_outbox_keeps_each_until_it_is_settled_and_counts_what_is_in_flight(data):
     outbox = Outbox()
-    view: dict[str, int] = {}
     numbers = itertools.count()
-    for _ in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["add", "add", "send", "damaged", "withdraw", "reset"]))
+    alive: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["add", "add", "send", "settle", "again", "withdraw", "reset"]))
         if action == "add":
-            for group in data.draw(st.lists(st.integers(0, 300), max_size=120)):
-                outbox.add(Pending(make_trajectory(0), wire.Parcel(f"t{next(numbers)}", group, 1), []))
+            new = pending(next(numbers), group=data.draw(st.integers(0, 9)), nbytes=data.draw(st.integers(1, 50)))
+            alive[new.name] = new.nbytes
+            outbox.add(new)
         elif action == "send":
-            for name in sorted(view, key=lambda n: (view[n], n))[: data.draw(st.integers(0, 80))]:
-                outbox.mark_sent(name, 0.0)
-                del view[name]
-        elif action == "damaged" and outbox.flying:
-            outbox.again(next(iter(outbox.flying)), 8, 0.0)
-        elif outbox.waiting:
-            if action == "withdraw":
-                outbox.withdraw(next(iter(outbox.waiting)))
-            elif action == "reset":
-                outbox.reset()
-            view = {p.trajectory_id: p.group_index for p in outbox.offers()}
-        more = outbox.more()
-        assert not {p.trajectory_id for p in more} & set(view)
-        view |= {p.trajectory_id: p.group_index for p in more}
-        waiting = sorted(p.parcel.group_index for p in outbox.waiting.values())
-        assert set(view) <= set(outbox.waiting)
-        assert len(view) <= wire.MAX_PARCELS
-        if len(view) < wire.MAX_PARCELS:
-            assert sorted(view.values())[:OFFERED_AT_ONCE] == waiting[:OFFERED_AT_ONCE]
-        assert not outbox.more()
-        if not data.draw(st.integers(0, 4)):
-            view = {p.trajectory_id: p.group_index for p in outbox.offers()}
+            at_once = data.draw(st.integers(1, 100))
+            ready = outbox.ready(data.draw(st.integers(0, 10)), at_once)
+            for chosen in ready:
+                outbox.mark_sent(chosen, 0.0)
+            assert not ready or outbox.bytes_in_flight <= at_once or len(outbox.in_flight) == 1
+        elif action == "reset":
+            assert outbox.reset() + len(outbox.waiting) >= len(alive)
+        elif alive:
+            name = data.draw(st.sampled_from(sorted(alive)))
+            if action == "settle":
+                assert outbox.settle(name, 0.0) is not None
+                assert outbox.settle(name, 0.0) is None
+                del alive[name]
+            elif action == "again":
+                assert outbox.again(name, 0.0, damaged=False)
+                assert name in outbox.waiting
+            elif name in outbox.waiting and outbox.waiting[name].order < 0:
+                outbox.withdraw(name)
+                del alive[name]
+        assert {*outbox.waiting, *outbox.in_flight} == set(alive)
+        assert len(outbox) == len(alive)
+        assert outbox.bytes_in_flight == sum(alive[name] for name in outbox.in_flight)
 
 
-def test_an_offer_as_long_as_it_can_be_is_a_message_that_can_be_read():
+def test_a_trajectory_that_came_damaged_before_a_new_session_began_waits_as_before():
     outbox = Outbox()
-    for i in reversed(range(wire.MAX_PARCELS + 1)):
-        outbox.add(
-            Pending(make_trajectory(0), wire.Parcel(f"{i:03}".ljust(wire.MAX_ID, "\U0001f40c"), 2**62 + i, 2**62), [])
-        )
-        offered = outbox.offers()
-    assert len(offered) == wire.MAX_PARCELS
-    assert min(p.group_index for p in offered) == 2**62
-    message = wire.decode_control(wire.encode_control(wire.Offer("s" * 64, offered)))
-    assert isinstance(message, wire.Offer)
-    assert message.parcels == offered
+    outbox.add(pending("x"))
+    send(outbox, "tx", 0.0)
+    outbox.reset()
+    for times in range(1, DAMAGED_TIMES):
+        assert outbox.again("tx", 1.0, damaged=True), times
+        assert (list(outbox.waiting), list(outbox.in_flight)) == (["tx"], [])
+        send(outbox, "tx", 2.0)
+        assert outbox.again("tx", 2.0, damaged=False)  # which is not counted
+        send(outbox, "tx", 2.0)
+    assert not outbox.again("tx", 5.0, damaged=True)
+    assert list(outbox.in_flight) == ["tx"]
 
 
 def test_what_the_receiver_has_in_hand_is_not_overdue():
     outbox = Outbox()
-    outbox.add(Pending(make_trajectory(0), wire.Parcel("a", 0, 1), []))
-    outbox.mark_sent("a", 0.0)
-    outbox.touch(["a", "unknown"], 5.0)
+    outbox.add(pending("a"))
+    send(outbox, "ta", 0.0)
+    outbox.touch(["ta", "unknown"], 5.0)
     assert not outbox.overdue(5.9, 1)
     assert outbox.overdue(6.1, 1)
 
@@ -323,21 +241,31 @@ def test_what_the_receiver_has_in_hand_is_not_overdue():
 def test_outbox_knows_when_an_answer_is_missing():
     outbox = Outbox()
     for name in "abc":
-        outbox.add(Pending(make_trajectory(0), wire.Parcel(name, 0, 1), []))
-    assert [p.trajectory_id for p in outbox.offers()] == ["a", "b", "c"]
+        outbox.add(pending(name))
     assert not outbox.overdue(1e9, 1)
     for now, name in enumerate("abc"):
-        outbox.mark_sent(name, now)
+        send(outbox, f"t{name}", now)
     assert not outbox.overdue(1.0, 1)
     assert outbox.overdue(1.1, 1)
-    outbox.settle("a", 5.0)
+    outbox.settle("ta", 5.0)
     assert not outbox.overdue(5.9, 1)  # Answers come, if slowly.
-    outbox.settle("c", 5.5)
+    outbox.settle("tc", 5.5)
     assert outbox.overdue(5.6, 1)  # One that overtook b: b's is lost.
-    assert outbox.settle("a", 6.0) is None
-    outbox.add(Pending(make_trajectory(0), wire.Parcel("d", 0, 1), []))
+    assert outbox.settle("ta", 6.0) is None
+    outbox.add(pending("d"))
     assert outbox.reset() == 1
-    assert [p.trajectory_id for p in outbox.offers()] == ["b", "d"]
-    outbox.withdraw("b")  # It was sent once, and may be accepted.
-    outbox.withdraw("d")
-    assert list(outbox.waiting) == ["b"]
+    assert list(outbox.waiting) == ["tb", "td"]
+    outbox.withdraw("tb")  # It was sent once, and may be accepted.
+    outbox.withdraw("td")
+    assert list(outbox.waiting) == ["tb"]
+
+
+def test_what_was_turned_away_says_nothing_of_those_before_it():
+    """It is answered at once, and not in order."""
+    outbox = Outbox()
+    for name in "ab":
+        outbox.add(pending(name))
+        send(outbox, f"t{name}", 0.0)
+    assert outbox.again("tb", 3.0, damaged=False)
+    assert not outbox.overdue(3.9, 1)
+    assert outbox.overdue(4.1, 1)

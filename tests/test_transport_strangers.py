@@ -1,4 +1,4 @@
-"""What a peer that says anything it likes can cost: memory before it is let in, and credit afterwards."""
+"""What a peer that says anything it likes can cost: memory before it is let in, and memory of the learner afterwards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,17 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import TransportConfig
-from r3async.records import SCHEMA, is_name_in, trajectory_name
+from r3async.buffer.spool import Spool
+from r3async.config import BufferConfig, TransportConfig
+from r3async.records import SCHEMA, Trajectory, is_name_in, trajectory_name
 from r3async.transport import Receiver, wire
-from r3async.transport.credit import CreditPool, Offered
 from r3async.transport.wire import PIECE, WireError, cut, joined
 from tests.helpers_transport import (
     HELLO,
     LIMIT,
     SERVER_KEYS,
+    SLOW,
     Inbox,
     make_trajectory,
+    memory_size,
     raw_dealer,
     receiving,
     send_all,
@@ -105,17 +108,15 @@ async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
 WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100
 
 
-def name_of(group: int, episode: int, chance: random.Random) -> str:
+def name_of(group: int, episode: int, rng: random.Random) -> str:
     """Mostly right; or of another group, or of nothing."""
-    return chance.choice(
-        [trajectory_name(group, episode)] * 6 + [trajectory_name(group + 1, episode), f"x{episode}", "g"]
-    )
+    return rng.choice([trajectory_name(group, episode)] * 6 + [trajectory_name(group + 1, episode), f"x{episode}", "g"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(chance=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
-def test_what_senders_are_granted_is_bounded_whatever_they_claim(chance, actions):
-    """Any claims of many senders: wrong groups, sizes and names, one trajectory by several, the window's groups over and over."""
+@given(rng=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
+def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, actions):
+    """Any deliveries of many senders: wrong groups, sizes and names, one trajectory by several, the window's over and over."""
     receiver = Receiver(
         "run",
         TransportConfig(credit_bytes=CREDIT),
@@ -125,59 +126,54 @@ def test_what_senders_are_granted_is_bounded_whatever_they_claim(chance, actions
         claims=lambda group, name: is_name_in(group, name, SAMPLES),
         largest=LARGEST,
     )
-    pool, oldest, most = receiver._pool, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
+    capacity, oldest, most = receiver._capacity, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
     senders = [f"sender-{i}".encode() for i in range(8)]
     for sender in senders:
         receiver._handle(sender, [wire.encode_control(wire.Hello("s", "x", "run", SCHEMA.fingerprint))])
     for _ in range(actions):
-        sender = chance.choice(senders)
-        receiver._granting = True  # as if an event loop would: it is done below
-        action = chance.choice(["claim", "claim", "claim", "deliver", "consume", "leave"])
-        if action == "claim":
-            parcels = []
-            for _ in range(chance.randint(1, 40)):
-                group, episode = (
-                    chance.choice([0, oldest, oldest + 1, oldest + 2, -1, 10**9]),
-                    chance.randint(0, SAMPLES),
-                )
-                parcels.append(
-                    wire.Parcel(name_of(group, episode, chance), group, chance.choice([1, 20, LARGEST, 60, 2**40]))
-                )
-            receiver._handle(sender, [wire.encode_control(wire.Offer("s", parcels))])
-        elif action == "deliver":
-            for message in pool.granted(sender):
-                group = int(message[1:9])
-                receiver._handle(sender, [wire.encode_control(wire.Deliver("s", message, group)), b"x" * 20])
-        elif action == "consume":
+        receiver._telling = True  # as if an event loop would: it is done below
+        if rng.random() < 0.8:
+            group, episode = rng.choice([0, oldest, oldest + 1, oldest + 2, -1, 10**9]), rng.randint(0, SAMPLES)
+            nbytes = rng.choice([1, 20, LARGEST, 60, 2**40])
+            message = wire.Deliver("s", name_of(group, episode, rng), group, nbytes)
+            receiver._handle(rng.choice(senders), [wire.encode_control(message), b"x" * rng.choice([1, 20, LARGEST])])
+        else:
+            for episode in range(SAMPLES):
+                receiver._intake._in_hand.pop(trajectory_name(oldest, episode), None)
             receiver.ledger.forget(oldest)
             for episode in range(SAMPLES):
-                pool.release(trajectory_name(oldest, episode))
+                capacity.release(trajectory_name(oldest, episode))
             oldest += 1
-            pool.advance(oldest)
-        else:
-            pool.drop(sender)
-        receiver._grant_now()
-        assert pool.used <= most
-        assert pool.reserved == sum(
-            o.nbytes for s in senders for m, o in pool._offers.get(s, {}).items() if m in pool.granted(s)
-        )
+            capacity.advance(oldest)
+        receiver._tell_now()
+        assert capacity.held <= most
+        assert set(capacity._held) == set(receiver._intake._in_hand)
 
 
-async def test_a_sender_that_says_group_0_over_and_over_gets_no_more_than_its_episodes_take():
+async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_episodes_may():
     """As it was seen: 12.5 GiB were granted of a credit of 0.25."""
     settings = TransportConfig(ack_timeout=60.0, credit_bytes=2**20, max_message_bytes=2**20)
     claims = functools.partial(is_name_in, samples_per_group=4)
-    inbox = Inbox()
+    inbox = Inbox(hold=True)
+
+    def never(trajectory: Trajectory) -> None:
+        raise AssertionError("nothing of it can be read")
+
     async with (
-        receiving(inbox, settings, window=1, claims=lambda group, name: claims(group, name)) as (receiver, endpoint),
+        receiving(inbox, settings, window=1, claims=lambda *named: claims(*named), validate=never) as (
+            receiver,
+            endpoint,
+        ),
         raw_dealer(endpoint) as greedy,
     ):
+        most = 0
         await greedy.send(HELLO)
-        for start in range(0, 12_500, 250):
-            parcels = [wire.Parcel(trajectory_name(0, i), 0, 2**20) for i in range(start, start + 250)]
-            await greedy.send(wire.Offer("session", parcels, more=True))
-        await until(lambda: receiver.rejected == 12_500 - 4)
-        assert receiver._pool.used <= 2**20 + 4 * 2**20
+        for i in range(1000):
+            await greedy.send(wire.Deliver("session", trajectory_name(0, i), 0, 2**20), b"x" * 1000)
+            most = max(most, receiver.bytes_held)
+        await until(lambda: receiver.rejected == 1000 - 4 and receiver.damaged == 4)
+        assert most <= 4 * 2**20
+        assert receiver.bytes_held == 0
 
 
 async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
@@ -187,21 +183,45 @@ async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
         raw_dealer(endpoint) as peer,
     ):
         await peer.send(HELLO)
-        await peer.send(wire.Offer("session", [wire.Parcel("g00000007e0001", 0, 10)]))
-        assert await peer.answer() == wire.Reject("g00000007e0001", "group 0 has no trajectory 'g00000007e0001'")
-        await peer.send(wire.Deliver("session", "g00000000e0004", 0), b"x")
-        assert await peer.answer() == wire.Reject("g00000000e0004", "group 0 has no trajectory 'g00000000e0004'")
+        for name in ("g00000007e0001", "g00000000e0004"):
+            await peer.send(wire.Deliver("session", name, 0, 10), b"x")
+            assert await peer.answer() == wire.Reject(name, f"group 0 has no trajectory {name!r}")
 
 
-def test_a_trajectory_that_two_senders_claim_takes_credit_once_and_holds_up_nobody():
-    pool = CreditPool(100, 1)
-    pool.offer(b"frozen", {"g0e0": Offered(0, 90)})
-    assert pool.grant() == {b"frozen": ["g0e0"]}
-    pool.offer(b"other", {"g0e0": Offered(0, 90), "g0e1": Offered(0, 90), "g9": Offered(9, 1)})
-    assert pool.grant() == {b"other": ["g0e1"]}
-    assert pool.used == 180
-    pool.drop(b"frozen")
-    assert pool.grant() == {b"other": ["g0e0"]}
+async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answered(tmp_path):
+    """A group that was leased again while the first generator still delivers."""
+    trajectory = make_trajectory(1, group=5)
+    nbytes, frames = memory_size(trajectory), wire.encode_trajectory(trajectory)
+    go_on = asyncio.Event()
+    spool = Spool(tmp_path, BufferConfig(durability="disk"))
+    put = spool.put
+
+    async def slow(*args: Any, **options: Any) -> Any:
+        await go_on.wait()
+        return await put(*args, **options)
+
+    spool.put = slow  # type: ignore[method-assign]
+    inbox = Inbox(hold=True)
+    async with (
+        receiving(inbox, SLOW, store=spool) as (receiver, endpoint),
+        raw_dealer(endpoint, b"first") as first,
+        raw_dealer(endpoint, b"second") as second,
+    ):
+        for peer in (first, second):
+            await peer.send(HELLO)
+            await peer.send(wire.Deliver("session", "t1", 5, nbytes), *frames)
+            await until(lambda: len(receiver._intake))
+        await until(lambda: receiver.senders == 2)
+        assert await second.answer(0.2) is None
+        assert receiver.bytes_held == nbytes
+        go_on.set()
+        assert await first.answer() == wire.Ack(["t1"])
+        assert (await second.answer()).again == "later"
+        await second.send(wire.Deliver("session", "t1", 5, nbytes), *frames)
+        assert await second.answer() == wire.Ack(["t1"])
+        assert (receiver.received, receiver.duplicates, receiver.bytes_held) == (1, 1, nbytes)
+    await spool.close()
+    assert inbox.once({"t1"})
 
 
 @pytest.mark.parametrize(

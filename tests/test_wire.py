@@ -329,8 +329,8 @@ def test_refused_frames():
         ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
         ([frames[0], flipped, *frames[2:]], "checksum"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x05", b"\xa4wire\x01"), *frames[1:]], "wire version 1, expected 5"),
-        ([old, *frames[1:]], "wire version 3, expected 5"),
+        ([frames[0].replace(b"\xa4wire\x06", b"\xa4wire\x05"), *frames[1:]], "wire version 5, expected 6"),
+        ([old, *frames[1:]], "wire version 3, expected 6"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]
@@ -421,7 +421,7 @@ def test_control_messages_refuse_garbage(data):
 @FAST
 @given(data=st.data())
 def test_control_messages_mutated(data):
-    message = wire.Offer("session", [wire.Parcel("t1", 3, 100), wire.Parcel("t2", 4, 0)])
+    message = wire.Welcome("session", "epoch", 3, 100, ["t1", "t2"])
     raw = wire.encode_control(message)
     assert decode_control(raw) == message
     body = raw[: -wire.CRC_BYTES]
@@ -431,7 +431,7 @@ def test_control_messages_mutated(data):
 
 
 def test_a_control_message_of_which_one_bit_changed_is_no_message():
-    raw = wire.encode_control(wire.Offer("session", [wire.Parcel("t1", 3, 100)]))
+    raw = wire.encode_control(wire.Deliver("session", "t1", 3, 100))
     for bit in range(8 * len(raw)):
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
@@ -445,9 +445,9 @@ def test_control_messages_have_limits_and_may_grow():
     for bad in (
         wire.Hello("s", "", "run", "schema"),
         wire.Hello("s" * 65, "g0", "run", "schema"),
-        wire.Deliver("s", "x" * 257, 0),
-        wire.Offer("s", [wire.Parcel("x", 0, -1)]),
-        wire.Offer("s", [wire.Parcel("x", 0, 1)] * (wire.MAX_PARCELS + 1)),
+        wire.Deliver("s", "x" * 257, 0, 1),
+        wire.Deliver("s", "x", 0, -1),
+        wire.Reject("x", "why", "perhaps"),
         wire.Ack(["x" * 1000] * (wire.MAX_CONTROL // 1000)),
     ):
         with pytest.raises(WireError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from r3async.records import Schema, Trajectory
-from r3async.transport.credit import CreditPool
+from r3async.transport.capacity import Capacity
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import off_loop
 from r3async.transport.wire import Frame, NotAcceptable, WireError, decode_trajectory, decoded_bytes, joined
@@ -59,11 +59,11 @@ class Store(Protocol):
 
 
 @dataclass(slots=True)
-class Parcelled:
-    """A trajectory that arrived and was not answered yet. `frames`: in pieces, until they are `join`ed. `nbytes`: what it was
-    granted."""
+class Arrival:
+    """A trajectory that arrived and was not answered yet. `senders`: the first one's is judged. `frames`: in pieces, until they
+    are `join`ed. `nbytes`: what it takes in memory, as its sender says."""
 
-    identity: bytes
+    senders: list[bytes]
     trajectory_id: str
     group_index: int
     frames: Sequence[Frame]
@@ -81,33 +81,36 @@ class Parcelled:
 class Intake:
     """Takes in one trajectory after the other, so that answers come in the order of deliveries.
 
-    `answer(parcel, outcome)` is called on the event loop when all is done.
+    `answer(arrival, outcome)` is called on the event loop when all is done.
     """
 
     def __init__(
         self,
         schema: Schema,
         ledger: Ledger,
-        pool: CreditPool,
+        capacity: Capacity,
         on_trajectory: Callable[[Trajectory, int], None],
         validate: Callable[[Trajectory], None] | None,
         admit: Callable[[Trajectory], bool] | None,
         store: Store | None,
-        answer: Callable[[Parcelled, Outcome], None],
+        answer: Callable[[Arrival, Outcome], None],
         world: World = REAL,
     ):
-        self._schema, self._ledger, self._pool = schema, ledger, pool
+        self._schema, self._ledger, self._capacity = schema, ledger, capacity
         self._on_trajectory, self._validate, self._admit, self._store = on_trajectory, validate, admit, store
         self._answer = answer
         self._clock, self._threads = world.clock.monotonic, world.threads
         self.nbytes = 0
-        """What was granted to those that arrived and are not answered yet."""
-        self._in_hand: dict[str, Parcelled] = {}
-        self._inbox: asyncio.Queue[Parcelled] = asyncio.Queue()
+        """Of those that arrived and are not answered yet."""
+        self._in_hand: dict[str, Arrival] = {}
+        self._inbox: asyncio.Queue[Arrival] = asyncio.Queue()
 
-    def __contains__(self, trajectory_id: str) -> bool:
-        """This one is among them."""
-        return trajectory_id in self._in_hand
+    def also_from(self, identity: bytes, trajectory_id: str) -> bool:
+        """Whether this one is in hand: then its sender will be answered with the first."""
+        arrival = self._in_hand.get(trajectory_id)
+        if arrival is not None and identity not in arrival.senders:
+            arrival.senders.append(identity)
+        return arrival is not None
 
     def __len__(self) -> int:
         """How many arrived, and are not answered yet."""
@@ -115,12 +118,12 @@ class Intake:
 
     def of(self, identity: bytes) -> list[str]:
         """What is in hand of one sender."""
-        return [p.trajectory_id for p in self._in_hand.values() if p.identity == identity]
+        return [p.trajectory_id for p in self._in_hand.values() if identity in p.senders]
 
-    def add(self, parcel: Parcelled) -> None:
-        self._in_hand[parcel.trajectory_id] = parcel
-        self.nbytes += parcel.nbytes
-        self._inbox.put_nowait(parcel)
+    def add(self, arrival: Arrival) -> None:
+        self._in_hand[arrival.trajectory_id] = arrival
+        self.nbytes += arrival.nbytes
+        self._inbox.put_nowait(arrival)
 
     async def run(self) -> None:
         """Until it is cancelled. What is in hand then was not answered."""
@@ -129,14 +132,14 @@ class Intake:
             if self._inbox.empty() or self._clock() - turn > TURN_SECONDS:
                 await asyncio.sleep(0)
                 turn = self._clock()
-            parcel = await self._inbox.get()
+            arrival = await self._inbox.get()
             try:
-                outcome = await self._take_in(parcel)
+                outcome = await self._take_in(arrival)
             finally:
-                del self._in_hand[parcel.trajectory_id]
-                self.nbytes -= parcel.nbytes
+                del self._in_hand[arrival.trajectory_id]
+                self.nbytes -= arrival.nbytes
             try:
-                self._answer(parcel, outcome)
+                self._answer(arrival, outcome)
             except Exception:
                 logger.exception("the trajectory receiver goes on after an error")
 
@@ -166,45 +169,45 @@ class Intake:
         await store.remove(refused)
         return count, len(refused)
 
-    async def _take_in(self, parcel: Parcelled) -> Outcome:
+    async def _take_in(self, arrival: Arrival) -> Outcome:
         """Everything that may refuse it comes before it is stored."""
         stored = False
         try:
-            trajectory, nbytes = await off_loop(self._threads, parcel.nbytes, self._open, parcel)
-            if self._ledger.is_forgotten(parcel.group_index) or not self._admits(trajectory):
-                self._pool.release(parcel.trajectory_id)
+            trajectory, nbytes = await off_loop(self._threads, arrival.nbytes, self._open, arrival)
+            if self._ledger.is_forgotten(arrival.group_index) or not self._admits(trajectory):
+                self._capacity.release(arrival.trajectory_id)
                 return Outcome("over")
             if self._store is not None:
-                spill = self._pool.held > self._store.memory_bytes
-                kept = await self._store.put(trajectory, parcel.frames, spill=spill)
+                spill = self._capacity.held > self._store.memory_bytes
+                kept = await self._store.put(trajectory, arrival.frames, spill=spill)
                 stored = True
                 if kept is not None:
                     trajectory, nbytes = kept.trajectory, kept.nbytes
-            if self._ledger.is_forgotten(parcel.group_index):  # Meanwhile.
-                self._pool.release(parcel.trajectory_id)
+            if self._ledger.is_forgotten(arrival.group_index):  # Meanwhile.
+                self._capacity.release(arrival.trajectory_id)
                 return Outcome("over")
             self._hand_over(trajectory, nbytes)
         except Exception as error:
-            self._pool.release(parcel.trajectory_id)
+            self._capacity.release(arrival.trajectory_id)
             if isinstance(error, WireError | Refuse) and not stored:
                 again = isinstance(error, WireError) and not isinstance(error, NotAcceptable)
                 return Outcome("damaged" if again else "refused", str(error) or type(error).__name__)
-            logger.exception("trajectory %r was not taken", parcel.trajectory_id)
+            logger.exception("trajectory %r was not taken", arrival.trajectory_id)
             reason = f"the learner failed to take it: {type(error).__name__}: {error}"
             if stored and self._store is not None:  # a defect; it must not be met again at every start
-                await self._store.remove({(parcel.group_index, parcel.trajectory_id): reason})
+                await self._store.remove({(arrival.group_index, arrival.trajectory_id): reason})
             return Outcome("refused", reason)
         return Outcome("taken")
 
-    def _open(self, parcel: Parcelled) -> tuple[Trajectory, int]:
+    def _open(self, arrival: Arrival) -> tuple[Trajectory, int]:
         """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""
-        parcel.join()
-        trajectory = decode_trajectory(parcel.frames, self._schema)
-        if (trajectory.trajectory_id, trajectory.group_index) != (parcel.trajectory_id, parcel.group_index):
+        arrival.join()
+        trajectory = decode_trajectory(arrival.frames, self._schema)
+        if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.group_index):
             raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
-        nbytes = decoded_bytes(parcel.frames, trajectory)
-        if nbytes > parcel.nbytes:
-            raise WireError(f"{nbytes} bytes were not granted")
+        nbytes = decoded_bytes(arrival.frames, trajectory)
+        if nbytes > arrival.nbytes:
+            raise WireError(f"it takes {nbytes} bytes, and {arrival.nbytes} were said")
         self._check(trajectory)
         return trajectory, nbytes
 
@@ -218,12 +221,12 @@ class Intake:
     def _hand_over(self, trajectory: Trajectory, nbytes: int) -> None:
         """Raises what `on_trajectory` raises, and then nothing is held."""
         group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
-        self._pool.hold(trajectory_id, nbytes)
+        self._capacity.hold(trajectory_id, nbytes)
         # Before the call, so that it may forget the group that this trajectory completes.
         self._ledger.add(group_index, trajectory_id)
         try:
             self._on_trajectory(trajectory, nbytes)
         except Exception:
             self._ledger.discard(group_index, trajectory_id)
-            self._pool.release(trajectory_id)
+            self._capacity.release(trajectory_id)
             raise

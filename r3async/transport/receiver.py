@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any
 
 from r3async.config import TransportConfig, in_url
 from r3async.records import SCHEMA, Schema, Trajectory
-from r3async.transport.credit import CreditPool, Offered
-from r3async.transport.intake import Intake, Outcome, Parcelled, Refuse, Store
+from r3async.transport.capacity import OPEN, Capacity
+from r3async.transport.intake import Arrival, Intake, Outcome, Refuse, Store
 from r3async.transport.keys import ServerKeys
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import NoSocket, TransportError
@@ -22,10 +23,8 @@ from r3async.transport.wire import (
     Ack,
     Deliver,
     Frame,
-    Grant,
     Hello,
     Message,
-    Offer,
     Refusal,
     Reject,
     Welcome,
@@ -41,7 +40,7 @@ __all__ = ["Receiver", "Refuse"]
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4
-"""A sender that is silent for this many `ack_timeout`s is gone, and what was granted to it is granted to others."""
+"""A sender that is silent for this many `ack_timeout`s is gone, and more may be in flight from others."""
 MAX_REASON = 500
 MAX_IN_HAND = 64
 MAX_SENDERS = 1024
@@ -65,15 +64,17 @@ class Receiver:
     reason, and nothing of it is stored; any other exception is logged and rejects it too, for a message that trips over a
     defect must neither stop the receiver nor be resent for ever.
 
-    Memory: trajectories that are under way, or handed over and not released, take at most `settings.credit_bytes`, and
-    beyond that only what the next `window` groups take, which are let through whatever else is held; `CreditPool` has the
-    rule and why it can not deadlock. What a sender claims is limited: `claims(group, trajectory_id)` says whether a group
-    has such a trajectory, and no trajectory takes more than `largest` bytes. So memory is bounded whatever senders say, by
-    `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`.
+    Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only what
+    the next `window` groups take, which are let in whatever else is held; `Capacity` has the rule and why it can not deadlock.
+    Any other that arrives while there is no free memory is dropped at once: its sender keeps it, and is told when to send it
+    again. What a sender claims is limited: `claims(group, trajectory_id)` says whether a group has such a trajectory, and no
+    trajectory takes more than `largest` bytes. So memory is bounded whatever senders say, by
+    `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`. In flight to here are at
+    most half of `credit_bytes`, or one trajectory of each sender.
 
     Call `release` for each trajectory that is no longer held in memory, or `forget` for a whole group, in the order of
     groups as far as possible. With a store, a trajectory that would go beyond `store.memory_bytes` is handed over mapped
-    from disk; and if the store has no room, only the window is granted.
+    from disk; and if the store has no room, only the window is let in.
 
     Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger and the store
     neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
@@ -116,7 +117,7 @@ class Receiver:
         self.recovered = 0
         """Trajectories that the store had kept and `start` handed over again."""
         self.duplicates = 0
-        """Trajectories offered or delivered again after they were accepted, or after their group was over."""
+        """Trajectories delivered again after they were accepted, or after their group was over."""
         self.rejected = 0
         """Messages refused with a reason."""
         self.damaged = 0
@@ -132,14 +133,16 @@ class Receiver:
         self._port = port
         self._schema = schema
         self._clock = world.clock.monotonic
-        self._pool = CreditPool(settings.credit_bytes, window)
+        self._capacity = Capacity(settings.credit_bytes, window)
+        self._until = OPEN
+        """What senders were told: only trajectories of groups before it are taken."""
         self._peers: dict[bytes, Peer] = {}
         self._acks: dict[bytes, list[str]] = {}
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
-        self._granting = False
+        self._telling = False
         self._intake = Intake(
-            schema, self.ledger, self._pool, on_trajectory, validate, admit, store, self._answer, world
+            schema, self.ledger, self._capacity, on_trajectory, validate, admit, store, self._answer, world
         )
         self._sockets = world.sockets()
         self._socket: MessageSocket = NoSocket()
@@ -148,7 +151,7 @@ class Receiver:
     @property
     def bytes_held(self) -> int:
         """Bytes of trajectories that were handed over and not released."""
-        return self._pool.held
+        return self._capacity.held
 
     @property
     def senders(self) -> int:
@@ -162,7 +165,7 @@ class Receiver:
         Raises `TransportError` if the address can not be bound.
         """
         assert not self._tasks, "a receiver is started once"
-        self._pool.advance(self.ledger.oldest)
+        self._capacity.advance(self.ledger.oldest)
         if self._store is not None:
             self.recovered, refused = await self._intake.recover(self._store)
             self.rejected += refused
@@ -179,17 +182,17 @@ class Receiver:
         return self._socket.endpoint
 
     def release(self, trajectory_id: str) -> None:
-        """A trajectory is consumed: its bytes become credit. Harmless for one that holds none."""
-        self._pool.release(trajectory_id)
-        self._grant()
+        """A trajectory is consumed: its bytes are free. Harmless for one that holds none."""
+        self._capacity.release(trajectory_id)
+        self._tell()
 
     def forget(self, group_index: int) -> None:
         """A group is consumed: release what it still holds, and its ids need not be remembered. Anything that still comes
         for it is acknowledged and dropped as a duplicate. Idempotent."""
         for trajectory_id in self.ledger.forget(group_index):
-            self._pool.release(trajectory_id)
-        self._pool.advance(self.ledger.oldest)
-        self._grant()
+            self._capacity.release(trajectory_id)
+        self._capacity.advance(self.ledger.oldest)
+        self._tell()
 
     async def close(self) -> None:
         """Stop serving and free the address. What is not acknowledged stays with its sender. Idempotent."""
@@ -201,12 +204,13 @@ class Receiver:
         await self._sockets.close()
 
     async def _tick(self) -> None:
-        """Heartbeats, and the guarantee that no message lies unread."""
+        """Who is silent is dropped; and no message lies unread."""
         while True:
             await asyncio.sleep(self._beat)
             try:
                 self._socket.drain()
-                self._heartbeat()
+                self._drop_silent()
+                self._tell_now()
             except Exception:
                 logger.exception("the trajectory receiver goes on after an error")
 
@@ -221,13 +225,10 @@ class Receiver:
             message = decode_control(frames[0] if frames else b"")
             if isinstance(message, Hello):
                 self._hello(identity, message)
-            elif not isinstance(message, Offer | Deliver):
+            elif not isinstance(message, Deliver):
                 raise WireError(f"{type(message).__name__.upper()} is not for a receiver")
             elif self._known(identity, message.session):
-                if isinstance(message, Offer):
-                    self._offer(identity, message)
-                else:
-                    self._deliver(identity, message, frames[1:])
+                self._deliver(identity, message, frames[1:])
         except WireError as error:
             self._reject(identity, "", str(error))
 
@@ -250,8 +251,8 @@ class Receiver:
             self.refused[kind] += 1
             self._send(identity, Refusal(hello.session, f"sender {hello.sender_id!r}: {problem}", final=True))
             return
-        # The welcome is answered by an offer, which ends what an earlier session was granted and does not send now.
         self._peers[identity] = Peer(hello.session, self._clock())
+        self._tell_now()
         self._welcome(identity)
 
     def _known(self, identity: bytes, session: str) -> bool:
@@ -266,86 +267,55 @@ class Receiver:
         peer.seen_at = self._clock()
         return True
 
-    def _offer(self, identity: bytes, offer: Offer) -> None:
-        known = [p.trajectory_id for p in offer.parcels if (p.group_index, p.trajectory_id) in self.ledger]
-        wrong = {
-            p.trajectory_id: problem
-            for p in offer.parcels
-            if (problem := self._problem(p.group_index, p.trajectory_id, p.nbytes))
-        }
-        refused = {*known, *wrong}
-        self._pool.offer(
-            identity,
-            {
-                p.trajectory_id: Offered(p.group_index, p.nbytes)
-                for p in offer.parcels
-                # What is in hand already (its sender reconnected while it was being written) is answered when it is done.
-                if p.trajectory_id not in refused and p.trajectory_id not in self._intake
-            },
-            more=offer.more,
-        )
-        if known:
-            self._acknowledge_again(identity, *known)  # Without moving their payload again.
-        for trajectory_id, problem in wrong.items():
-            self._reject(identity, trajectory_id, problem)
-        if offer.more:
-            self._grant()
-        else:
-            self._grant_now(identity)
-
     def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
-        trajectory_id, group_index = message.trajectory_id, message.group_index
-        if trajectory_id in self._intake:
+        trajectory_id, group_index, nbytes = message.trajectory_id, message.group_index, message.nbytes
+        if self._intake.also_from(identity, trajectory_id):
             return
-        if problem := self._problem(group_index, trajectory_id):
-            self._pool.cancel(identity, trajectory_id)
+        if problem := self._problem(message, frames):
             self._reject(identity, trajectory_id, problem)
-            self._grant()
-            return
-        if (group_index, trajectory_id) in self.ledger:
-            self._pool.cancel(identity, trajectory_id)
+        elif (group_index, trajectory_id) in self.ledger:
             self._acknowledge_again(identity, trajectory_id)
-            self._grant()
-            return
-        nbytes = self._pool.arrive(identity, trajectory_id)
-        wire_bytes = sum(map(len, frames))
-        if nbytes is None:
-            # Its grant was withdrawn on its way (a newer offer left it out). Its sender keeps it, and offers it again:
-            # to reject it would end the run over a matter of timing.
-            logger.info("trajectory %r came without a grant; it will be offered again", trajectory_id)
-            return
-        if wire_bytes > nbytes:
-            self._pool.release(trajectory_id)
-            self._reject(identity, trajectory_id, f"{wire_bytes} bytes were not granted")
-            self._grant()
-            return
-        self._intake.add(Parcelled(identity, trajectory_id, group_index, frames, nbytes))
+        elif self._capacity.take(trajectory_id, group_index, nbytes, self._disk):
+            self._intake.add(Arrival([identity], trajectory_id, group_index, frames, nbytes))
+        else:
+            self._tell_now()  # first, or it would be sent again at once
+            self._send(identity, Reject(trajectory_id, "there is no free memory for it", again="later"))
 
-    def _problem(self, group_index: int, trajectory_id: str, nbytes: int = 0) -> str:
-        """Why nothing of the kind is ever granted or taken; empty if it may be."""
+    def _problem(self, message: Deliver, frames: Sequence[Frame]) -> str:
+        """Why nothing of the kind is ever taken; empty if it may be."""
+        trajectory_id, group_index, nbytes = message.trajectory_id, message.group_index, message.nbytes
         if nbytes > self._largest:
             return f"{nbytes} bytes, more than {self._largest}"
         if group_index < 0 or (self._claims is not None and not self._claims(group_index, trajectory_id)):
             return f"group {group_index} has no trajectory {trajectory_id!r}"
+        if (there := sum(map(len, frames))) > nbytes:
+            return f"{there} bytes came, and {nbytes} were said"
         return ""
 
-    def _answer(self, parcel: Parcelled, outcome: Outcome) -> None:
+    @property
+    def _disk(self) -> float:
+        """Free bytes of the store. What is in hand is not in it yet."""
+        return math.inf if self._store is None else self._store.room - self._intake.nbytes
+
+    def _answer(self, arrival: Arrival, outcome: Outcome) -> None:
+        name, (identity, *others) = arrival.trajectory_id, arrival.senders
         if outcome.kind == "over":
-            self._acknowledge_again(parcel.identity, parcel.trajectory_id)
+            self._acknowledge_again(identity, name)
         elif outcome.kind == "refused":
-            self._reject(parcel.identity, parcel.trajectory_id, outcome.reason)
+            self._reject(identity, name, outcome.reason)
         elif outcome.kind == "damaged":
             self.damaged += 1
-            logger.warning("trajectory %r came damaged: %s", parcel.trajectory_id, outcome.reason)
-            self._send(parcel.identity, Reject(parcel.trajectory_id, outcome.reason[:MAX_REASON], damaged=True))
+            logger.warning("trajectory %r came damaged: %s", name, outcome.reason)
+            self._send(identity, Reject(name, outcome.reason[:MAX_REASON], again="damaged"))
         else:
             self.received += 1
-            self.bytes_received += parcel.wire_bytes
+            self.bytes_received += arrival.wire_bytes
             if not self._acks:
                 asyncio.get_running_loop().call_soon(self._acknowledge)
-            self._acks.setdefault(parcel.identity, []).append(parcel.trajectory_id)
-        if self._pool.waiting:
-            self._grant()
+            self._acks.setdefault(identity, []).append(name)
+        for other in others:  # what it sent may be something else, and is judged by itself
+            self._send(other, Reject(name, "another sender's was in hand", again="later"))
+        self._tell()
 
     def _acknowledge(self) -> None:
         """One ACK to each sender for all that was accepted in this round of the event loop."""
@@ -365,31 +335,29 @@ class Receiver:
         if self._on_reject is not None:
             self._on_reject(trajectory_id, reason)
 
-    def _grant(self) -> None:
-        """One GRANT to each sender for all that becomes possible in this round of the event loop."""
-        if not self._granting:
-            self._granting = True
-            asyncio.get_running_loop().call_soon(self._grant_now)
+    def _tell(self) -> None:
+        """Senders, of all that becomes possible in this round of the event loop."""
+        if self._until != OPEN and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_soon(self._tell_now)
 
-    def _grant_now(self, also: bytes | None = None) -> None:
-        """Tell senders what they may send from now on; and one of them, that may have missed it, whatever it may."""
-        self._granting = False
-        if self._store is None:
-            granted = self._pool.grant()
-        else:
-            # What is in hand is not in the store yet.
-            granted = self._pool.grant(self._store.room - self._intake.nbytes)
-            self._store.note_waiting(self._pool.short_of_room)
-        if also is not None and (all_of_it := self._pool.granted(also)):
-            granted[also] = all_of_it
-        for identity, ids in granted.items():
-            self._send(identity, Grant(self._peers[identity].session, ids))
+    def _tell_now(self) -> None:
+        self._telling = False
+        disk = self._disk
+        until = self._capacity.until(disk)
+        if self._store is not None:
+            self._store.note_waiting(self._capacity.lacks_only_disk(disk))
+        if until != self._until:
+            self._until = until
+            for identity in list(self._peers):
+                self._welcome(identity)
 
     def _welcome(self, identity: bytes) -> None:
+        at_once = self.settings.credit_bytes // (2 * len(self._peers))
         in_hand = self._intake.of(identity)[:MAX_IN_HAND]
-        self._send(identity, Welcome(self._peers[identity].session, self.epoch, self.settings.credit_bytes, in_hand))
+        self._send(identity, Welcome(self._peers[identity].session, self.epoch, self._until, at_once, in_hand))
 
-    def _heartbeat(self) -> None:
+    def _drop_silent(self) -> None:
         now = self._clock()
         if now - self._beat_at > self._beat:
             # This end did not listen, its event loop was busy: no silence to hold against anyone.
@@ -398,16 +366,9 @@ class Receiver:
         self._beat_at = now + self._beat
         for identity, peer in list(self._peers.items()):
             if now - peer.seen_at > PATIENCE * self.settings.ack_timeout:
-                self._drop(identity)
-            else:
-                self._welcome(identity)
-        self._grant_now()
+                del self._peers[identity]
 
     def _send(self, identity: bytes, message: Message) -> None:
-        """Every answer may be lost: heartbeats, new offers and resending make it good."""
+        """Every answer may be lost: WELCOME is repeated, and what is not answered is sent again."""
         if self._socket.send([identity, encode_control(message)]) == errno.EHOSTUNREACH:
-            self._drop(identity)
-
-    def _drop(self, identity: bytes) -> None:
-        self._pool.drop(identity)
-        self._peers.pop(identity, None)
+            self._peers.pop(identity, None)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from r3async.config import TransportConfig
 from r3async.records import SCHEMA, Schema, Trajectory
@@ -17,11 +17,8 @@ from r3async.transport.wire import (
     Ack,
     Deliver,
     Frame,
-    Grant,
     Hello,
     Message,
-    Offer,
-    Parcel,
     Refusal,
     Reject,
     Welcome,
@@ -38,8 +35,8 @@ from r3async.world.real import REAL
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 8
-DAMAGED_TIMES = 8
-"""After so many damaged deliveries of one trajectory it is not the way that damages it."""
+HEARTBEATS = 4
+"""In one `ack_timeout`."""
 DRAIN_SECONDS = 0.05
 """What is there is read for so long before it is judged that an answer is missing."""
 
@@ -49,7 +46,7 @@ class Sender:
 
     Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is heard for
     `settings.ack_timeout`, or an acknowledgement is missing for as long, or the receiver was restarted, the sender opens
-    a fresh connection and offers again all that is not acknowledged; the receiver drops what it has. If the sender's
+    a fresh connection and sends again all that is not acknowledged; the receiver drops what it has. If the sender's
     process dies, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
 
     `sender_id` names this end to the receiver: two live senders must not share one. `on_reject(trajectory, reason)`
@@ -81,7 +78,7 @@ class Sender:
         self.acked = 0
         self.rejected = 0
         self.resent = 0
-        """Trajectories that had been sent and were offered again over a fresh connection."""
+        """Trajectories that had been sent and wait again for a fresh connection."""
         self.reconnects = 0
         """Fresh connections after the first."""
         self.damaged = 0
@@ -96,7 +93,7 @@ class Sender:
         self._error: TransportError | None = None
         self._session = ""
         self._welcomed = False
-        self._offering: Literal["", "more", "all"] = ""
+        self._until = self._at_once = 0
         self._turns = Turns(self._clock)
         self._encoding = asyncio.Lock()
         """One thread is enough: it keeps up with the connection."""
@@ -109,7 +106,7 @@ class Sender:
 
     @property
     def unacknowledged(self) -> int:
-        """Trajectories that wait for credit or for an acknowledgement."""
+        """Trajectories that wait to be sent or for an acknowledgement."""
         return len(self._outbox)
 
     def __contains__(self, trajectory_id: str) -> bool:
@@ -128,7 +125,7 @@ class Sender:
         self._task = asyncio.create_task(self._run(), name=f"transport-sender-{self.sender_id}")
 
     async def send(self, trajectory: Trajectory) -> None:
-        """Return when the trajectory is on its way, which may take as long as the learner takes to make room for it.
+        """Return when the trajectory is on its way, which may take as long as the learner takes to have memory for it.
 
         From then on it is this object's to deliver, and its arrays must not be changed. Cancelled before that, it is not
         sent. Raises `TransportRefused` if the receiver refuses this sender, `TransportError` if it is closed, or if the
@@ -152,15 +149,14 @@ class Sender:
         if name in self._outbox:
             raise TransportError(f"trajectory {name!r} is being sent already")
         handed_over = asyncio.get_running_loop().create_future()
-        self._outbox.add(Pending(trajectory, Parcel(name, trajectory.group_index, nbytes), frames, handed_over))
+        self._outbox.add(Pending(trajectory, nbytes, frames, handed_over))
         self._settled.clear()
-        self._offer()
+        self._deliver()
         try:
             await handed_over
         except asyncio.CancelledError:
             self._outbox.withdraw(name)
             self._note_settled()
-            self._offer(all_of_it=True)  # Or its credit would stay reserved until the next heartbeat.
             raise
 
     async def flush(self, timeout: float) -> int:
@@ -183,7 +179,7 @@ class Sender:
     async def _run(self) -> None:
         try:
             while self._error is None:
-                await asyncio.sleep(self.settings.ack_timeout / 8)
+                await asyncio.sleep(self.settings.ack_timeout / HEARTBEATS)
                 # All that is there, before judging what is missing: this end may have been busy itself.
                 self._socket.drain(DRAIN_SECONDS)
                 self._check()
@@ -212,10 +208,13 @@ class Sender:
         self._welcomed = False
         self._heard_at = self._clock()
         self.resent += self._outbox.reset()
+        self._say_hello()
+
+    def _say_hello(self) -> None:
         self._say(Hello(self._session, self.sender_id, self.run_id, self._schema.fingerprint))
 
     def _check(self) -> None:
-        """Reconnect if the receiver is silent, or an answer is overdue."""
+        """Reconnect if the receiver is silent, or an answer is overdue; or else show that this end lives."""
         if self._error is not None:
             return
         if self._socket.denied:
@@ -228,6 +227,8 @@ class Sender:
             self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         if overdue or now - self._heard_at > self.settings.ack_timeout:
             self._connect()
+        else:
+            self._say_hello()
 
     def _handle(self, frames: Sequence[Frame]) -> None:
         try:
@@ -238,56 +239,51 @@ class Sender:
             self._heard_at = self._clock()
             for trajectory_id in message.ids:
                 self.acked += self._settle(trajectory_id) is not None
+            self._deliver()
         elif isinstance(message, Reject):
-            if message.damaged and self._outbox.again(message.trajectory_id, DAMAGED_TIMES, self._clock()):
-                self._heard_at = self._clock()
-                self.damaged += 1
-                self._offer()
-            elif pending := self._settle(message.trajectory_id):
-                self.rejected += 1
-                if self._on_reject is not None:
-                    self._on_reject(pending.trajectory, message.reason)
-        elif isinstance(message, Welcome | Grant | Refusal) and message.session == self._session:
+            self._rejected(message)
+        elif isinstance(message, Welcome | Refusal) and message.session == self._session:
             self._heard_at = self._clock()
-            if isinstance(message, Grant):
-                self._deliver(message.ids)
-            elif isinstance(message, Welcome):
-                self.epoch, self._welcomed = message.epoch, True
-                self._outbox.touch(message.in_hand, self._clock())
-                self._offer(all_of_it=True)
+            if isinstance(message, Welcome):
+                self._welcome(message)
             elif message.final:
                 self._fail(TransportRefused(f"{self.endpoint} refuses {message.reason}"))
             else:
                 self._connect()
 
-    def _deliver(self, granted: Sequence[str]) -> None:
-        for trajectory_id in granted:
-            pending = self._outbox.waiting.get(trajectory_id)
-            if pending is None:
-                continue
-            message = Deliver(self._session, trajectory_id, pending.parcel.group_index)
+    def _welcome(self, message: Welcome) -> None:
+        if self._welcomed and message.epoch != self.epoch:  # what the one before had in hand is lost
+            self._connect()
+            return
+        self.epoch, self._welcomed = message.epoch, True
+        self._until, self._at_once = message.until, message.at_once
+        self._outbox.touch(message.in_hand, self._clock())
+        self._deliver()
+
+    def _rejected(self, message: Reject) -> None:
+        name, damaged = message.trajectory_id, message.again == "damaged"
+        if message.again != "never" and self._outbox.again(name, self._clock(), damaged=damaged):
+            self._heard_at = self._clock()
+            self.damaged += damaged
+            self._deliver()
+        elif message.again != "later" and (pending := self._settle(name)):
+            self.rejected += 1
+            if self._on_reject is not None:
+                self._on_reject(pending.trajectory, message.reason)
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """All that may be sent now."""
+        if not self._welcomed:
+            return
+        for pending in self._outbox.ready(self._until, self._at_once):
+            message = Deliver(self._session, pending.name, pending.trajectory.group_index, pending.nbytes)
             if not self._say(message, cut(pending.frames)):
-                break  # The connection's queue is full: the next heartbeat repeats the grant.
-            self._outbox.mark_sent(trajectory_id, self._clock())
+                break  # The connection's queue is full: the next answer, or WELCOME, tries again.
+            self._outbox.mark_sent(pending, self._clock())
             self.sent += 1
             if pending.handed_over is not None and not pending.handed_over.done():
                 pending.handed_over.set_result(None)
-        self._offer()
-
-    def _offer(self, *, all_of_it: bool = False) -> None:
-        """One OFFER for everything that changes in this round of the event loop: of what is new, or of all."""
-        if not self._offering:
-            asyncio.get_running_loop().call_soon(self._offer_now)
-        self._offering = "all" if all_of_it else self._offering or "more"
-
-    def _offer_now(self) -> None:
-        offering, self._offering = self._offering, ""
-        if not self._welcomed:
-            return
-        if offering == "all":
-            self._say(Offer(self._session, self._outbox.offers()))
-        elif parcels := self._outbox.more():
-            self._say(Offer(self._session, parcels, more=True))
 
     def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
         return self._socket.send([encode_control(message), *frames]) == 0

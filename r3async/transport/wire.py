@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from r3async.transport.codec import (
 )
 from r3async.world import MAX_FRAME
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
@@ -44,8 +44,6 @@ and no more: ZeroMQ has one limit for both, from the first byte of a connection.
 MAX_CONTROL = PIECE
 CRC_BYTES = 4
 MAX_ID = 100
-MAX_PARCELS = 256
-"""In one OFFER, which stays below `MAX_CONTROL` however long their ids are; and of one sender at a time."""
 MAX_DIM = 2**24
 """Size of one dimension of a column."""
 
@@ -333,7 +331,7 @@ class Control(msgspec.Struct, tag_field="kind", tag=str.lower):
 
 
 class Hello(Control):
-    """Sender: a new session. Answered by `Welcome`, or by a final `Refusal`."""
+    """Sender: a new session, and repeated as a sign of life. Answered by `Welcome`, or by a final `Refusal`."""
 
     session: Session
     sender_id: Id
@@ -343,14 +341,17 @@ class Hello(Control):
 
 
 class Welcome(Control):
-    """Receiver: the session stands. Repeated as a heartbeat; a new `epoch` is a restarted receiver.
+    """Receiver: the session stands. Each HELLO is answered so, and all senders are told when `until` changes. A new `epoch` is a
+    restarted receiver.
 
-    `in_hand`: trajectories of this sender that arrived and are not answered yet (they are being written, say).
+    `until`: only trajectories of groups before it are taken now. `at_once`: bytes that may be in flight from this sender, or one
+    trajectory. `in_hand`: trajectories of this sender that arrived and are not answered yet (they are being written, say).
     """
 
     session: Session
     epoch: str
-    credit_bytes: int
+    until: int
+    at_once: int
     in_hand: list[str] = []
 
 
@@ -362,37 +363,14 @@ class Refusal(Control):
     final: bool
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """A trajectory that is ready to be sent. `nbytes` is what it takes in memory once decoded (`decoded_bytes`)."""
+class Deliver(Control):
+    """Sender: the trajectory itself, in the frames that follow, cut into pieces (`cut`). `nbytes` is what it takes in memory once
+    decoded (`decoded_bytes`)."""
 
+    session: Session
     trajectory_id: Id
     group_index: int
     nbytes: Annotated[int, Meta(ge=0)]
-
-
-class Offer(Control):
-    """Sender: what it wants to send next: all of it, in place of its earlier offers, or, if `more`, besides them. All of
-    it and empty: a sign of life."""
-
-    session: Session
-    parcels: Annotated[list[Parcel], Meta(max_length=MAX_PARCELS)]
-    more: bool = False
-
-
-class Grant(Control):
-    """Receiver: credit is reserved for these trajectories. An offer of all is answered with all that are granted and have
-    not arrived, so a lost grant is made good."""
-
-    session: Session
-    ids: list[str]
-
-
-class Deliver(Control):
-    """Sender: the trajectory itself, in the frames that follow, cut into pieces (`cut`)."""
-
-    session: Session
-    trajectory_id: Id
-    group_index: int
 
 
 class Ack(Control):
@@ -402,17 +380,18 @@ class Ack(Control):
 
 
 class Reject(Control):
-    """Receiver: it will never take this one. The id is empty if the message was too broken to have one.
+    """Receiver: it has not taken this one. The id is empty if the message was too broken to have one.
 
-    `damaged`: what came is not what a sender of this schema makes, so it changed on its way, and may be sent again.
+    `again`: `never` will it be taken. `damaged`: what came is not what a sender of this schema makes, so it changed on its way,
+    and may be sent again. `later`: it may be sent again as soon as its group is before `Welcome.until`.
     """
 
     trajectory_id: str
     reason: str
-    damaged: bool = False
+    again: Literal["never", "damaged", "later"] = "never"
 
 
-Message = Hello | Welcome | Refusal | Offer | Grant | Deliver | Ack | Reject
+Message = Hello | Welcome | Refusal | Deliver | Ack | Reject
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

@@ -210,13 +210,11 @@ class Delivery:
                 while self._unfinished():  # noqa: ASYNC110
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            pool, left = self.learner.receiver._pool, sum(map(len, self.left.values()))
-            self.violate(
-                f"{len(self.trained)} groups trained, {left} unanswered, {pool.held} held, {pool.reserved} reserved"
-            )
+            held, left = self.learner.receiver.bytes_held, sum(map(len, self.left.values()))
+            self.violate(f"{len(self.trained)} groups trained, {left} unanswered, {held} held")
 
     def _unfinished(self) -> bool:
-        return len(self.trained) < GROUPS or any(self.left.values()) or self.learner.receiver._pool.used > 0
+        return len(self.trained) < GROUPS or any(self.left.values()) or self.learner.receiver.bytes_held > 0
 
     async def _fault(self) -> None:
         sim, network, rng = self.simulation, self.simulation.network, self.rng
@@ -261,16 +259,13 @@ class Delivery:
                 for name in message.ids:
                     if name not in self.disk and self.work[name].group_index >= len(self.trained):
                         self.violate(f"{name} is acknowledged, and not on the disk")
-        self._check_credit()
+        self._check_memory()
 
-    def _check_credit(self) -> None:
-        pool = self.learner.receiver._pool
-        bound = max(pool.total, self.largest) + WINDOW * SAMPLES * self.largest
-        if pool.used > bound:
-            self.violate(f"{pool.used} bytes are held or reserved, more than {bound}")
-        granted = sum(pool._offers[sender][name].nbytes for sender in pool._offers for name in pool.granted(sender))
-        if pool.reserved != granted:
-            self.violate(f"{pool.reserved} bytes are reserved, and {granted} granted")
+    def _check_memory(self) -> None:
+        capacity = self.learner.receiver._capacity
+        bound = max(capacity.total, self.largest) + WINDOW * SAMPLES * self.largest
+        if capacity.held > bound:
+            self.violate(f"{capacity.held} bytes are held, more than {bound}")
         here = {name for group in self.learner.arrived.values() for name in group}
-        if stray := sorted(pool._held.keys() - here - self.learner.receiver._intake._in_hand.keys()):
-            self.violate(f"{stray[0]} holds credit, and is not here")
+        if stray := sorted(capacity._held.keys() - here - self.learner.receiver._intake._in_hand.keys()):
+            self.violate(f"{stray[0]} holds memory, and is not here")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from r3async.transport import Ledger, Receiver
+from r3async.transport.capacity import Capacity
 from r3async.transport.wire import Ack
 from tests.sim.delivery import GROUPS, SAMPLES, Delivery
 
@@ -20,7 +21,7 @@ MUTANT_SEEDS = 40
 class AckBeforeStore(Receiver):
     def _deliver(self, identity: bytes, message: Any, frames: Any) -> None:
         super()._deliver(identity, message, frames)
-        if message.trajectory_id in self._intake:
+        if message.trajectory_id in self._intake._in_hand:
             self._send(identity, Ack([message.trajectory_id]))
 
 
@@ -31,13 +32,17 @@ class NoDedupe(Ledger):
         return self.is_forgotten(key[0])
 
 
-class CreditNotReturned(Receiver):
-    """What a lost sender was granted stays reserved."""
+class MemoryIgnored(Capacity):
+    """Takes whatever arrives."""
 
-    def _drop(self, identity: bytes) -> None:
-        reserved = self._pool.reserved
-        super()._drop(identity)
-        self._pool.reserved = reserved
+    def _fits(self, nbytes: int) -> bool:
+        return True
+
+
+class Boundless(Receiver):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._capacity.__class__ = MemoryIgnored
 
 
 class HeldForEver(Receiver):
@@ -45,19 +50,19 @@ class HeldForEver(Receiver):
 
     def forget(self, group_index: int) -> None:
         self.ledger.forget(group_index)
-        self._pool.advance(self.ledger.oldest)
-        self._grant()
+        self._capacity.advance(self.ledger.oldest)
+        self._tell()
 
 
-def test_without_faults_everything_arrives_once_and_nothing_is_sent_twice():
+def test_without_faults_everything_arrives_once_and_only_what_was_turned_away_is_sent_twice():
     done = Delivery(0).run(faults=0)
     assert not done.violations
     assert len(done.trained) == GROUPS
-    assert done.messages["Deliver"] == GROUPS * SAMPLES
+    assert done.messages["Deliver"] == GROUPS * SAMPLES + done.messages["Reject"]
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_through_faults_every_trajectory_arrives_once_and_credit_is_conserved(seed):
+def test_through_faults_every_trajectory_arrives_once_and_memory_is_conserved(seed):
     done = Delivery(seed).run()
     assert not done.violations, "\n".join([f"seed {seed}", *done.faults, *done.violations])
     assert sorted(name for group in done.trained for name in group) == sorted(done.work)
@@ -69,10 +74,10 @@ def test_through_faults_every_trajectory_arrives_once_and_credit_is_conserved(se
     [
         ({"receiver": AckBeforeStore}, "is acknowledged, and not on the disk"),
         ({"ledger": NoDedupe}, "was taken twice"),
-        ({"receiver": CreditNotReturned}, "bytes are reserved, and"),
-        ({"receiver": HeldForEver}, "holds credit, and is not here"),
+        ({"receiver": Boundless}, "bytes are held, more than"),
+        ({"receiver": HeldForEver}, "holds memory, and is not here"),
     ],
-    ids=["ack before store", "no dedupe", "credit not returned", "held for ever"],
+    ids=["ack before store", "no dedupe", "memory ignored", "held for ever"],
 )
 def test_planted_faults_are_found(mutant, violation):
     assert any(

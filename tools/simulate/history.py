@@ -102,6 +102,13 @@ class Refused(Event, frozen=True):
     reason: str
 
 
+class Limited(Event, frozen=True):
+    """A generator is told that only groups before `until` are taken now."""
+
+    generator: str
+    until: int
+
+
 class Taken(Event, frozen=True):
     """A step begins with these groups, in this order."""
 
@@ -188,6 +195,7 @@ History = (
     | Sent
     | Acknowledged
     | Refused
+    | Limited
     | Taken
     | Trained
     | Published

@@ -167,6 +167,13 @@ class Known:
         """Bytes that this learner holds of it once it is acknowledged: of its shortest playing."""
         return min((f.nbytes for f in self._sent_here[name].values()), default=0)
 
+    def most_held(self) -> int:
+        """Bytes that this learner may hold at most: of all that was sent to it, but for what steps before the newest trained."""
+        branch = self.branch
+        playings = (list(of.values()) for of in self._sent_here.values())
+        untrained = (p for p in playings if branch.trained.get(p[0].group, len(branch.steps)) >= len(branch.steps))
+        return sum(max(f.nbytes for f in p) for p in untrained)
+
     def is_complete(self, group: int) -> bool:
         """All its episodes were acknowledged, and none is trained."""
         return all(trajectory_name(group, i) in self.here for i in range(self.rules.samples_per_group))

@@ -27,7 +27,7 @@ from r3async.checkpoint.writer import CheckpointWriter
 from r3async.lineage import Lineage
 from r3async.scheduling.admission import Admission, GroupLease
 from r3async.transport import wire as wire_room
-from r3async.transport.credit import CreditPool
+from r3async.transport.capacity import Capacity
 from r3async.transport.outbox import Outbox
 from r3async.transport.sender import Sender
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles
@@ -148,28 +148,43 @@ def recovery_forgets(recover: Any) -> Any:
 
 @_mutant(Spool, "room")
 def disk_bytes_ignored(room: Any) -> Any:
-    """Credit is granted whatever the spool holds."""
+    """Trajectories are taken whatever the spool holds."""
     return property(lambda self: 10**12)
 
 
-@_mutant(CreditPool, "grant")
-def credit_ignored(grant: Any) -> Any:
-    """Everything that is offered is granted."""
-
-    def all_of_it(self: CreditPool, room: float = math.inf) -> Any:
-        total, self.total = self.total, 10**12
-        try:
-            return grant(self, room)
-        finally:
-            self.total = total
-
-    return all_of_it
+@_mutant(Capacity, "_fits")
+def memory_ignored(fits: Any) -> Any:
+    """Every trajectory that arrives is taken, whatever is held."""
+    return lambda self, nbytes: True
 
 
-@_mutant(CreditPool, "release")
-def credit_not_returned(release: Any) -> Any:
-    """What is trained keeps its credit."""
-    return lambda self, message: None
+@_mutant(Capacity, "release")
+def memory_not_released(release: Any) -> Any:
+    """What is trained still counts as held."""
+    return lambda self, trajectory_id: None
+
+
+@_mutant(Capacity, "until")
+def closed_for_ever(until: Any) -> Any:
+    """Once a trajectory did not fit, only the groups of the next step are asked for."""
+
+    def closed(self: Capacity, disk: float = math.inf) -> int:
+        short = self._short
+        told = until(self, disk)
+        self._short = short
+        return told if short is None else self.oldest + self.window
+
+    return closed
+
+
+@_mutant(Outbox, "again")
+def not_taken_is_forgotten(again: Any) -> Any:
+    """A sender does not send again what the learner had no memory for."""
+
+    def forget(self: Outbox, trajectory_id: str, now: float, *, damaged: bool) -> bool:
+        return again(self, trajectory_id, now, damaged=damaged) if damaged else bool(self.settle(trajectory_id, now))
+
+    return forget
 
 
 @_mutant(Outbox, "reset")
@@ -177,7 +192,7 @@ def unacknowledged_forgotten(reset: Any) -> Any:
     """A sender that connects again does not send again what was not acknowledged."""
 
     def forget(self: Outbox) -> int:
-        self.flying = {}
+        self.in_flight = {}
         return reset(self)
 
     return forget
@@ -187,9 +202,9 @@ def unacknowledged_forgotten(reset: Any) -> Any:
 def sent_is_settled(deliver: Any) -> Any:
     """A sender takes what it has sent for acknowledged."""
 
-    def settle(self: Sender, granted: Any) -> None:
-        deliver(self, granted)
-        for name in list(self._outbox.flying):
+    def settle(self: Sender) -> None:
+        deliver(self)
+        for name in list(self._outbox.in_flight):
             self._settle(name)
 
     return settle

@@ -23,8 +23,18 @@ from r3async.engines.scripted import DIGEST
 from r3async.episodes.chat import ChatRenderer
 from r3async.learners.trainer import TrainedGroups, Trainer
 from r3async.lineage import Lineage
+from r3async.transport.capacity import OPEN
 from r3async.transport.codec import WireError
-from r3async.transport.wire import Ack, Deliver, Reject, decode_control, decode_trajectory, decoded_bytes, joined
+from r3async.transport.wire import (
+    Ack,
+    Deliver,
+    Reject,
+    Welcome,
+    decode_control,
+    decode_trajectory,
+    decoded_bytes,
+    joined,
+)
 from r3async.world import File, Files, Lane, Placement, Stat
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
 from r3async.world.simulated.disk import SimulatedDisk
@@ -39,6 +49,7 @@ from tools.simulate.history import (
     Event,
     Installed,
     Leased,
+    Limited,
     Lost,
     PowerFailed,
     Published,
@@ -139,8 +150,10 @@ class Watched(Simulation):
             message = decode_control(frames[0])
             if isinstance(message, Ack):
                 self.see(Acknowledged, route.target, tuple(message.ids))
-            elif isinstance(message, Reject) and not message.damaged:
+            elif isinstance(message, Reject) and message.again == "never":
                 self.see(Refused, route.target, message.trajectory_id, message.reason)
+            elif isinstance(message, Welcome) and message.until < OPEN:
+                self.see(Limited, route.target, message.until)
             elif isinstance(message, Deliver):
                 self._see_sent(route.source, joined(frames[1:]))
         except WireError:

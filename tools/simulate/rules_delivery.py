@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from r3async.records import trajectory_name
-from tools.simulate.history import Acknowledged, Asked, Finished, Leased, Refused, Slots, Stored, Unlinked
+from tools.simulate.history import Acknowledged, Asked, Finished, Leased, Limited, Refused, Slots, Stored, Unlinked
 from tools.simulate.known import Known, Lease
 from tools.simulate.rules import Rule, rule
 
@@ -103,7 +103,7 @@ def what_is_sound_is_taken(known: Known, event: Refused) -> str:
 
 
 @rule(DELIVERY, "memory", Acknowledged)
-def credit_bounds_memory(known: Known, event: Acknowledged) -> str:
+def memory_is_bounded(known: Known, event: Acknowledged) -> str:
     """Without a spool, what is acknowledged and not trained takes at most the credit, or is one trajectory; not counted are
     groups that a step might have waited for. With a spool it may be on the disk."""
     if known.rules.durable != "nothing":
@@ -115,6 +115,17 @@ def credit_bounds_memory(known: Known, event: Acknowledged) -> str:
         return (
             f"{held} bytes are held of groups from {known.horizon} on, and the credit is {known.rules.credit_bytes:g}"
         )
+    return ""
+
+
+@rule(DELIVERY, "memory", Limited)
+def nobody_waits_for_memory_that_is_free(known: Known, event: Limited) -> str:
+    """Without a spool, generators are told to wait only while not all that was sent and is not trained would fit; what the newest
+    step trained may still be held."""
+    if known.rules.durable != "nothing":
+        return ""
+    if (most := known.most_held()) <= known.rules.credit_bytes:
+        return f"{event.generator} may send groups before {event.until} only, and at most {most} bytes are held"
     return ""
 
 

@@ -239,12 +239,12 @@ class Conductor:
     def _check_routing(self, routing: dict[str, int] | None) -> None:
         """`routing`: what engines record. Raises `RunFailed` if they cannot record what is asked for."""
         need = largest_buffer(self.config, RoutingShape(**routing) if routing else None)
-        if need > self.config.transport.credit_bytes:  # the groups of the next step pass in any case: `CreditPool`
+        if need > self.config.transport.credit_bytes:  # the groups of the next step pass in any case: `Capacity`
             self.events.warning(
                 "credit_is_small",
                 credit_bytes=self.config.transport.credit_bytes,
                 slots=self.admission.slots,
-                hint=f"trajectories may wait for credit; transport.credit_bytes of {need} would hold all that may be in flight",
+                hint=f"trajectories may wait at their generators; {need} would hold all that may be in flight",
             )
         if routing is None and self.config.routing.replay == "rollout":
             raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')

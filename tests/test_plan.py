@@ -159,7 +159,7 @@ def test_little_credit_is_said_and_not_refused():
     said = []
     for overrides in ([], ["transport.credit_bytes=268435456"]):
         config = load_config("moe_30b_r3", overrides)
-        said.append("may wait for credit" in describe(make_plan(config), config))
+        said.append("may wait at their generators" in describe(make_plan(config), config))
     assert said == [False, True]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.transport import Ledger
 from r3async.transport.capacity import OPEN, Capacity
-from r3async.transport.outbox import DAMAGED_TIMES, Outbox, Pending
+from r3async.transport.outbox import DAMAGED_TIMES, MOST, Outbox, Pending
 from tests.helpers_transport import make_trajectory
 
 
@@ -149,8 +148,13 @@ def pending(index: int | str, group: int = 0, nbytes: int = 1) -> Pending:
     return Pending(make_trajectory(index, group=group), nbytes, [])
 
 
-def names(chosen: Iterable[Pending]) -> list[str]:
-    return [p.name for p in chosen]
+def drain(outbox: Outbox, until: int, at_once: int) -> list[str]:
+    """Send what may be sent; the names of that."""
+    sent = []
+    while (chosen := outbox.ready(until, at_once)) is not None:
+        outbox.mark_sent(chosen, 0.0)
+        sent.append(chosen.name)
+    return sent
 
 
 def send(outbox: Outbox, name: str, now: float) -> None:
@@ -161,20 +165,28 @@ def test_outbox_sends_what_is_asked_for_and_no_more_at_once_than_it_may():
     outbox = Outbox()
     for i, nbytes in enumerate([40, 40, 40, 500]):
         outbox.add(pending(i, group=9 - i, nbytes=nbytes))
-    assert names(outbox.ready(OPEN, 100)) == ["t0", "t1"]
-    assert names(outbox.ready(OPEN, 10)) == ["t0"]  # or it would never go
-    assert names(outbox.ready(7, 100)) == ["t3"]
-    assert names(outbox.ready(8, 600)) == ["t2", "t3"]
-    assert names(outbox.ready(6, 600)) == []
-    send(outbox, "t0", 0.0)
-    assert names(outbox.ready(OPEN, 100)) == ["t1"]
-    send(outbox, "t1", 0.0)
-    assert names(outbox.ready(OPEN, 100)) == []
+    assert drain(outbox, 6, 600) == []
+    assert drain(outbox, 7, 10) == ["t3"]  # alone, or it would never go
+    outbox.settle("t3", 0.0)
+    assert drain(outbox, OPEN, 100) == ["t0", "t1"]
+    assert drain(outbox, OPEN, 119) == []
     outbox.settle("t0", 1.0)
-    assert names(outbox.ready(OPEN, 100)) == ["t2"]
+    assert drain(outbox, OPEN, 100) == ["t2"]
     assert outbox.again("t1", 1.0, damaged=False)
-    assert names(outbox.ready(OPEN, 100)) == ["t1", "t2"]
+    assert drain(outbox, 8, 100) == []
+    assert drain(outbox, OPEN, 100) == ["t1"]
+    outbox.settle("t1", 1.0)
+    outbox.settle("t2", 1.0)
     assert outbox.bytes_in_flight == 0
+
+
+def test_outbox_has_a_limit_of_small_ones_in_flight():
+    outbox = Outbox()
+    for i in range(MOST + 3):
+        outbox.add(pending(i))
+    assert len(drain(outbox, OPEN, 10**9)) == MOST
+    outbox.settle("t0", 0.0)
+    assert drain(outbox, OPEN, 10**9) == [f"t{MOST}"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -191,10 +203,8 @@ def test_outbox_keeps_each_until_it_is_settled_and_counts_what_is_in_flight(data
             outbox.add(new)
         elif action == "send":
             at_once = data.draw(st.integers(1, 100))
-            ready = outbox.ready(data.draw(st.integers(0, 10)), at_once)
-            for chosen in ready:
-                outbox.mark_sent(chosen, 0.0)
-            assert not ready or outbox.bytes_in_flight <= at_once or len(outbox.in_flight) == 1
+            sent = drain(outbox, data.draw(st.integers(0, 10)), at_once)
+            assert not sent or outbox.bytes_in_flight <= at_once or len(outbox.in_flight) == 1
         elif action == "reset":
             assert outbox.reset() + len(outbox.waiting) >= len(alive)
         elif alive:

@@ -243,7 +243,7 @@ def describe(plan: Plan, config: Config) -> str:
         f"on the wire {plan.wire_bytes_per_token} bytes a token; at most {size(plan.wire_bytes_per_step)} a step "
         f"({number(plan.tokens_per_step)} tokens)",
         f"buffer      at most {size(plan.buffer_bytes)}, of transport.credit_bytes = {size(config.transport.credit_bytes)}"
-        + (": trajectories may wait for credit" if plan.buffer_bytes > config.transport.credit_bytes else ""),
+        + (": trajectories may wait at their generators" if plan.buffer_bytes > config.transport.credit_bytes else ""),
         f"weights     {size(plan.version_bytes)} a version to each host; shared memory for {PUBLISHED_VERSIONS}: "
         f"{size(PUBLISHED_VERSIONS * plan.version_bytes)}",
         f"memory, a rank of the learner ({number(rank.parameters)} parameters), estimated",

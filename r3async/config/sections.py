@@ -246,7 +246,8 @@ class TransportConfig(Section):
     host: str = "127.0.0.1"
     """Interface that the learner's socket binds to. Loopback unless named."""
     credit_bytes: Bytes = 256 * 2**20
-    """Bytes of trajectories that all generators together may have unacknowledged or waiting at the learner."""
+    """Bytes of trajectories that may wait at the learner, beyond those of the next step; what does not fit waits at its
+    generator. As many as half of it may be in flight besides."""
     ack_timeout: float = 5.0
     """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
     max_message_bytes: Bytes = 64 * 2**20

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from r3async.records import Trajectory
 from r3async.transport.wire import Frame
 
+MOST = 256
+"""Trajectories in flight: fewer than ZeroMQ holds for a connection (1000), and enough for a busy machine."""
 DAMAGED_TIMES = 8
 """After so many damaged deliveries of one trajectory it is not the way that damages it."""
 
@@ -60,19 +62,14 @@ class Outbox:
         if pending is not None and pending.order < 0:
             del self.waiting[trajectory_id]
 
-    def ready(self, until: int, at_once: int) -> list[Pending]:
-        """What may be sent now, in the order that it was added: of groups before `until`, while no more than `at_once` bytes are
-        in flight, or one alone."""
-        chosen: list[Pending] = []
-        nbytes = self.bytes_in_flight
-        for pending in self.waiting.values():
-            if pending.trajectory.group_index >= until:
-                continue
-            if nbytes and nbytes + pending.nbytes > at_once:
-                break
-            chosen.append(pending)
-            nbytes += pending.nbytes
-        return chosen
+    def ready(self, until: int, at_once: int) -> Pending | None:
+        """What may be sent now, the first that was added: of a group before `until`, while no more than `at_once` bytes and
+        `MOST` trajectories are in flight, or one alone."""
+        pending = next((p for p in self.waiting.values() if p.trajectory.group_index < until), None)
+        if pending is None or not self.in_flight:
+            return pending
+        fits = self.bytes_in_flight + pending.nbytes <= at_once and len(self.in_flight) < MOST
+        return pending if fits else None
 
     def mark_sent(self, pending: Pending, now: float) -> None:
         del self.waiting[pending.name]

@@ -274,9 +274,7 @@ class Sender:
 
     def _deliver(self) -> None:
         """All that may be sent now."""
-        if not self._welcomed:
-            return
-        for pending in self._outbox.ready(self._until, self._at_once):
+        while self._welcomed and (pending := self._outbox.ready(self._until, self._at_once)):
             message = Deliver(self._session, pending.name, pending.trajectory.group_index, pending.nbytes)
             if not self._say(message, cut(pending.frames)):
                 break  # The connection's queue is full: the next answer, or WELCOME, tries again.

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.buffer.spool_file import append
+from r3async.buffer.spool_file import SPOOL
 from r3async.config import config_from_dict, to_toml
 from r3async.observe.metrics import MetricsWriter
 from r3async.observe.routes import RouteFile
@@ -55,7 +55,7 @@ def write_spool(root: Path, *trajectories: Trajectory) -> Path:
     (run / "spool").mkdir(parents=True, exist_ok=True)
     (run / "config.toml").write_text(to_toml(config_from_dict({"buffer": {"durability": "disk"}})))
     for each in trajectories:
-        append(run / "spool" / f"{each.group_index:09d}-0000.spool", encode_trajectory(each), fsync=False)
+        SPOOL.append(run / "spool" / f"{each.group_index:09d}-0000.spool", encode_trajectory(each), fsync=False)
     return run
 
 
@@ -147,7 +147,7 @@ def test_tokens_are_shown_one_a_line(tmp_path, monkeypatch) -> None:
 
 
 def test_without_a_tokenizer_tokens_are_ids(tmp_path, monkeypatch) -> None:
-    append(tmp_path / "a.spool", encode_trajectory(made(0)), fsync=False)
+    SPOOL.append(tmp_path / "a.spool", encode_trajectory(made(0)), fsync=False)
     assert "#11" in inspect("trajectories", "a.spool", "--tokens", root=tmp_path, monkeypatch=monkeypatch)
 
 
@@ -161,7 +161,7 @@ def test_what_is_left_of_a_damaged_spool_is_shown_and_the_rest_named(tmp_path, m
     run = write_spool(tmp_path, made(0), made(1))
     path = run / "spool" / "000000000-0000.spool"
     first = path.stat().st_size
-    append(path, encode_trajectory(made(2)), fsync=False)
+    SPOOL.append(path, encode_trajectory(made(2)), fsync=False)
     data = bytearray(path.read_bytes())
     if damage == "torn":
         path.write_bytes(data[: first + 100])

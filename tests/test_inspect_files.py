@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.buffer.spool_file import append
+from r3async.buffer.spool_file import SPOOL
 from r3async.checkpoint import Checkpoints
 from r3async.checkpoint.directory import STATE
 from r3async.records import TokenTable
@@ -25,7 +25,7 @@ from tools.inspect_wire import describe_message
 
 def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
     frames = [encode_control(Deliver("s1", "g00000003e0000", 3, 900)), *encode_trajectory(made(3))]
-    append(tmp_path / "message", frames, fsync=False)
+    SPOOL.append(tmp_path / "message", frames, fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
     assert f"{len(frames)} frames" in text
     assert "DELIVER session=s1 trajectory_id=g00000003e0000 group_index=3" in text
@@ -41,7 +41,7 @@ def test_columns_that_travel_together_are_one_frame(tmp_path, monkeypatch) -> No
     trajectory = made(0)
     trajectory.samples[0].table = TokenTable.of_tokens(np.arange(500))
     trajectory.turns = []
-    append(tmp_path / "message", encode_trajectory(trajectory), fsync=False)
+    SPOOL.append(tmp_path / "message", encode_trajectory(trajectory), fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
     together = "loss_mask bool, policy_version int32, turn int32, rewards float32 of sample g00000000e0000s0, packed"
     (line,) = [line for line in text.splitlines() if together in line]
@@ -59,7 +59,7 @@ def test_a_broken_message_shows_its_frames_and_what_is_wrong(tmp_path, monkeypat
         frames.append(b"more")
     else:
         frames[0] = frames[0][: len(frames[0]) // 2]
-    append(tmp_path / "message", frames, fsync=False)
+    SPOOL.append(tmp_path / "message", frames, fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch, code=2)
     expected = {
         "flipped": "wrong: the frames have",

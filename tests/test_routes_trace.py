@@ -88,7 +88,8 @@ def test_a_torn_file_is_read_up_to_there_and_reported(tmp_path: Path, cut: int) 
     path.write_bytes(path.read_bytes()[: min(whole + cut, 2 * whole - 1)])
     entries, problem = scan(path)
     assert len(entries) == 1
-    assert "ends in the middle of a record" in problem
+    assert f"from byte {whole} on there is no record" in problem
+    assert "its process died, or is still writing" in problem
     index = RouteIndex(tmp_path)
     assert len(index.trained) == 1
     assert index.problems == [problem]
@@ -100,16 +101,20 @@ def test_damage_is_reported_and_not_taken_for_routes(tmp_path: Path) -> None:
     file.append(trained)
     path = tmp_path / "learner.0.routes"
     good = path.read_bytes()
-    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])  # the last 7 bytes may be padding
     ((entry,), problem) = scan(path)
     assert problem == ""
     with pytest.raises(RouteFileError, match=r"learner\.0\.routes: the record at byte \d+ is damaged"):
         load(entry, TrainedRoutes)
-    path.write_bytes(good[:30] + bytes([good[30] ^ 1]) + good[31:] + good)
+    header = good.index(b"kind")
+    path.write_bytes(good[:header] + bytes([good[header] ^ 1]) + good[header + 1 :] + good)
     assert scan(path)[0] == []
     assert "the record at byte 0 is damaged" in scan(path)[1]
     path.write_bytes(good + b"something else entirely, longer than a frame's head")
-    assert f"no record begins at byte {len(good)}" in scan(path)[1]
+    assert f"from byte {len(good)} on there is no record: b'somethin' is not the beginning of a record" in scan(path)[1]
+    path.write_bytes(b"R3RT" + good[4:])  # before they were containers
+    assert scan(path)[0] == []
+    assert "is not the beginning of a record, which is b'r3route2'" in scan(path)[1]
 
 
 def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> None:

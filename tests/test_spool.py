@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3async.buffer import spool as spool_module
-from r3async.buffer import spool_file
 from r3async.buffer.spool import Spool
+from r3async.buffer.spool_file import SPOOL
 from r3async.config import BufferConfig, TransportConfig
+from r3async.container import Container
 from r3async.records import SCHEMA, Trajectory
 from r3async.scheduling.window import Consumed
 from r3async.transport import Ledger, Refuse, encode_trajectory, wire
@@ -244,14 +244,14 @@ async def test_writes_that_come_up_short_are_completed(tmp_path, monkeypatch):
 async def test_acknowledged_means_written(tmp_path, monkeypatch):
     """While the disk takes nothing, nothing is acknowledged, nobody gives up, and what waits is neither lost nor doubled."""
     broken = [True]
-    real = spool_module.append
+    real = Container.append
 
     def append(*args: Any, **options: Any) -> Any:
         if broken[0]:
             raise OSError(errno.EIO, "broken")
         return real(*args, **options)
 
-    monkeypatch.setattr(spool_module, "append", append)
+    monkeypatch.setattr(Container, "append", append)
     spool = Spool(tmp_path, DISK, retry_seconds=0.05)
     inbox = Inbox()
     config = TransportConfig(ack_timeout=1.5)
@@ -442,7 +442,7 @@ async def test_a_learner_that_is_killed_loses_nothing_that_it_acknowledged(tmp_p
 def test_the_format_is_what_the_docstring_says(tmp_path):
     """Read by a program that shares no code with the spool."""
     frames = [b"header", b"", bytes(range(17))]
-    assert spool_file.append(tmp_path / "f", frames, fsync=False) == (0, 16 + 24 + 8 + 0 + 24)
+    assert SPOOL.append(tmp_path / "f", frames, fsync=False) == (0, 16 + 24 + 8 + 0 + 24)
     script = """
 import struct, sys, zlib
 data = open(sys.argv[1], "rb").read()

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from r3async.buffer.spool_file import Torn, load, map_file, read_records
+from r3async.buffer.spool_file import SPOOL, load
 from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.state import decode_state
+from r3async.container import Torn, map_file
 from r3async.observe.jsonl import read_objects
 from r3async.observe.metrics import read_metrics
 from r3async.observe.routes import RouteFileError, RouteIndex, TrainedRoutes
@@ -38,7 +39,7 @@ def read_spool(path: Path, problem: Problem) -> Iterator[Seen]:
         except OSError as error:
             problem(f"{file}: {error.strerror or error}")
             continue
-        for record in read_records(view):
+        for record in SPOOL.records(view):
             if isinstance(record, Torn):
                 problem(f"{file}: from byte {record.offset} on there is no record: {record.reason}")
                 continue

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.buffer.spool_file import MAGIC, Torn, map_file, read_records
+from r3async.buffer.spool_file import SPOOL
+from r3async.container import Torn, map_file
 from r3async.records import SCHEMA
 from r3async.transport.codec import checksum
 from r3async.transport.wire import (
@@ -25,7 +26,7 @@ MAX_SHOWN = 200
 
 def is_spool_file(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        return file.read(len(SPOOL.magic)) == SPOOL.magic
 
 
 def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tuple[int, list[Frame]]]:
@@ -44,7 +45,7 @@ def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tupl
             ) from error
         yield 0, [data]
         return
-    for record in read_records(map_file(path)):
+    for record in SPOOL.records(map_file(path)):
         if isinstance(record, Torn):
             problem(f"{path}: from byte {record.offset} on there is no record: {record.reason}")
         else:

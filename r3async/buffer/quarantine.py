@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from r3async.buffer.spool_file import append
+from r3async.buffer.spool_file import SPOOL
 from r3async.files import make_directory
 from r3async.records import Trajectory
 from r3async.transport.wire import Frame, WireError, encode_trajectory
@@ -52,7 +52,7 @@ class Quarantine:
         numbers = [name.removesuffix(".spool").rpartition("-")[2] for name in names]
         number = max([int(digits) for digits in numbers if digits.isdigit()], default=-1) + 1
         path = self.directory / f"{group:09d}-{number:06d}.spool"
-        _, size = append(path, frames, fsync=False, files=self._files)
+        _, size = SPOOL.append(path, frames, fsync=False, files=self._files)
         total = size + sum(nbytes for _, _, nbytes in found)
         for _, name, nbytes in sorted(found):
             if total <= self._limit:

@@ -1,6 +1,6 @@
 """Accepted trajectories on disk, in the wire format, from before they are acknowledged until a checkpoint has trained them.
 
-A directory of files `GROUP-N.spool` (`spool_file.py` has the format). A file belongs to one group, so that what is trained
+A directory of files `GROUP-N.spool` (`container.py` has the format). A file belongs to one group, so that what is trained
 goes with one `unlink`, and to one incarnation of the spool (`N`), which alone appends to it: what a killed one left
 half-written stays at the end of its file and harms nothing.
 """
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from r3async.buffer.spool_file import Record, Stored, Torn, append, load, map_file, read_records
+from r3async.buffer.spool_file import SPOOL, Stored, load
 from r3async.config import BufferConfig
+from r3async.container import Record, Torn, map_file
 from r3async.files import make_directory
 from r3async.records import SCHEMA, Schema, Trajectory
 from r3async.transport.wire import Frame, WireError
@@ -205,14 +206,14 @@ class Spool:
         else:
             make_directory(self.directory, files=self._disk)
             path, size = self._next(group), 0
-        offset, length = append(path, frames, fsync=self._settings.fsync, at=size, files=self._disk)
+        offset, length = SPOOL.append(path, frames, fsync=self._settings.fsync, at=size, files=self._disk)
         if group not in self._new and self._settings.fsync:
             self._disk.sync_directory(self.directory)
         self._new[group] = path, offset + length
         return path, offset, length
 
     def _map(self, path: Path, offset: int, length: int) -> Stored:
-        record = next(read_records(map_file(path, offset, length, files=self._disk)))
+        record = next(SPOOL.records(map_file(path, offset, length, files=self._disk)))
         assert isinstance(record, Record)
         return load(record, self._schema)
 
@@ -237,7 +238,7 @@ class Spool:
         size = 0
         try:
             for record in (
-                r for file in old for r in read_records(map_file(file, files=self._disk)) if isinstance(r, Record)
+                r for file in old for r in SPOOL.records(map_file(file, files=self._disk)) if isinstance(r, Record)
             ):
                 try:
                     trajectory = load(record, self._schema).trajectory
@@ -246,7 +247,7 @@ class Spool:
                 if trajectory.trajectory_id in reasons:
                     gone.append((trajectory, reasons[trajectory.trajectory_id], record))
                 else:
-                    size += append(path, record.frames, fsync=self._settings.fsync, files=self._disk)[1]
+                    size += SPOOL.append(path, record.frames, fsync=self._settings.fsync, files=self._disk)[1]
             if self._settings.fsync and old:
                 self._disk.sync_directory(self.directory)
         except OSError:
@@ -279,7 +280,7 @@ class Spool:
                 continue
             group, view = int(named[1]), map_file(path, files=self._disk)
             files.setdefault(group, {})[path] = len(view)
-            for record in read_records(view):
+            for record in SPOOL.records(view):
                 if isinstance(record, Torn):
                     damage.append(Damage(path, record.offset, record.reason))
                     continue

@@ -1,44 +1,14 @@
-"""The format of a spool file: records one after the other, each a trajectory in the wire format.
-
-    magic (8) | frames (u32) | crc32 of the lengths (u32) | length of each frame (u64 ...) | frames
-
-all little-endian; each frame is padded to 8 bytes, so that arrays that are mapped from the file are aligned.
-"""
+"""A spool file: a container of trajectories in the wire format."""
 
 from __future__ import annotations
 
-import contextlib
-import struct
-import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
+from r3async.container import Container, Record
 from r3async.records import Schema, Trajectory
-from r3async.transport.wire import Frame, decode_trajectory, decoded_bytes
-from r3async.world import Files
-from r3async.world.real import REAL
+from r3async.transport.wire import decode_trajectory, decoded_bytes
 
-MAGIC = b"r3spool1"
-HEAD = struct.Struct("<8sII")
-ALIGN = 8
-MAX_FRAMES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    offset: int
-    frames: list[memoryview]
-
-
-@dataclass(frozen=True, slots=True)
-class Torn:
-    """From `offset` on, the file holds no record."""
-
-    offset: int
-    reason: str
+SPOOL = Container(b"r3spool1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,82 +17,6 @@ class Stored:
 
     trajectory: Trajectory
     nbytes: int
-
-
-def record_pieces(frames: Sequence[Frame]) -> list[bytes | memoryview]:
-    """A record, as buffers to write one after the other. No frame is copied."""
-    views = [memoryview(frame) for frame in frames]
-    lengths = np.array([view.nbytes for view in views], "<u8").tobytes()
-    pieces: list[bytes | memoryview] = [HEAD.pack(MAGIC, len(views), zlib.crc32(lengths)) + lengths]
-    for view in views:
-        pieces.append(view)
-        if padding := -view.nbytes % ALIGN:
-            pieces.append(bytes(padding))
-    return pieces
-
-
-def append(
-    path: Path, frames: Sequence[Frame], *, fsync: bool, at: int | None = None, files: Files = REAL.files
-) -> tuple[int, int]:
-    """Write one record at the end of a file, which is made if it is not there. Returns the record's offset and length.
-
-    `at`: the length of the file's whole records, if known; what an earlier error left behind them is cut off first. Raises
-    `OSError`, and then the file is as long as before, if the disk allows it.
-    """
-    with files.open(path, create=True) as file:
-        offset = file.size() if at is None else at
-        if file.size() > offset:
-            file.truncate(offset)
-        try:
-            length = file.append(record_pieces(frames))
-            if fsync:
-                file.sync()
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(offset)
-            raise
-    return offset, length
-
-
-def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: Files = REAL.files) -> memoryview:
-    """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
-    with files.open(path) as file:
-        return file.map(offset, length)
-
-
-def read_records(view: memoryview) -> Iterator[Record | Torn]:
-    """All records of a file; at the first place where there is none, `Torn`, and that is the end.
-
-    A record's frames are within the file; whether they are a trajectory is for `load` to say.
-    """
-    at = 0
-    while at < len(view):
-        problem, lengths, end = "", np.zeros(0, np.uint64), at
-        if len(view) - at < HEAD.size:
-            problem = f"{len(view) - at} bytes, less than the head of a record"
-        else:
-            magic, count, checksum = HEAD.unpack_from(view, at)
-            first = at + HEAD.size + 8 * count
-            if magic != MAGIC:
-                problem = f"{bytes(magic)!r} is not the beginning of a record"
-            elif count > MAX_FRAMES or first > len(view):
-                problem = f"the record ends before the lengths of its {count} frames"
-            else:
-                table = view[at + HEAD.size : first]
-                lengths = np.frombuffer(table, "<u8")
-                if zlib.crc32(table) != checksum:
-                    problem = "the lengths of the record's frames do not match their checksum"
-                elif (end := first + sum(-(-int(n) // ALIGN) * ALIGN for n in lengths)) > len(view):
-                    problem = f"the record takes {end - at} bytes, the file has {len(view) - at} of them"
-        if problem:
-            yield Torn(at, problem)
-            return
-        frames, start = [], at + HEAD.size + 8 * len(lengths)
-        for n in map(int, lengths):
-            frames.append(view[start : start + n])
-            start += -(-n // ALIGN) * ALIGN
-        yield Record(at, frames)
-        at = end
 
 
 def load(record: Record, schema: Schema) -> Stored:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,12 +23,11 @@ from torch import Tensor
 from r3async.algorithms.trust_region import TrustRegionState
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.manifest import FileRecord
+from r3async.tensorfile import CODES, encode_header, tensor_bytes
 from r3async.world import Files
 from r3async.world.real import REAL
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in CODES.items()}
 _BITS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
 """By size: as what values are copied, so that NumPy need not know their dtype."""
 _OURS = "r3async"
@@ -95,27 +93,15 @@ def write_part(directory: Path, state: LearnerState, *, files: Files = REAL.file
     pieces = sorted(
         (p for p in state.pieces if p.tensor.numel()), key=lambda p: (-p.tensor.element_size(), p.place.name)
     )
-    header: dict[str, Any] = {"__metadata__": _metadata(state.facts, pieces)}
-    at = 0
     for piece in pieces:
-        tensor = piece.tensor
-        assert tuple(tensor.shape) == piece.place.size
-        assert piece.place.name not in header
-        header[piece.place.name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+        assert tuple(piece.tensor.shape) == piece.place.size
+    assert len({p.place.name for p in pieces}) == len(pieces)
+    described = ((p.place.name, p.tensor.dtype, p.place.size) for p in pieces)
+    header = encode_header(described, _metadata(state.facts, pieces))
     digest, path = hashlib.sha256(), directory / part_name(state.rank, state.facts.world)
     size = 0
     with files.open(path, new=True) as file:
-        blocks = itertools.chain(
-            [memoryview(len(text).to_bytes(8, "little") + text)], (_memory(p.tensor) for p in pieces)
-        )
-        for view in blocks:
+        for view in itertools.chain([memoryview(header)], (tensor_bytes(p.tensor) for p in pieces)):
             digest.update(view)
             size += len(view)
             for start in range(0, len(view), _BLOCK):
@@ -127,7 +113,6 @@ def write_part(directory: Path, state: LearnerState, *, files: Files = REAL.file
 def _metadata(facts: LearnerFacts, pieces: Iterable[Piece]) -> dict[str, str]:
     places = [p.place for p in pieces]
     return {
-        "format": "pt",
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": json.dumps({p.name: {"saved_offsets": list(p.offset)} for p in places}),
         _OURS: json.dumps(
@@ -137,12 +122,6 @@ def _metadata(facts: LearnerFacts, pieces: Iterable[Piece]) -> dict[str, str]:
             }
         ),
     }
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied."""
-    assert tensor.is_contiguous()
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):

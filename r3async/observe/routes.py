@@ -1,9 +1,9 @@
 """Files of routes: what the engine returned and what the learner's routers did, kept apart so that they can be compared.
 
 Each process that writes has files of its own, `run_dir/routes/NAME.N.routes`, and appends records to them: engine calls
-(`EngineCall`, of `engine-GENERATOR`) and trained samples (`TrainedRoutes`, of `learner`). A record is a frame (magic,
-lengths, checksums), a msgpack header and the raw bytes of its arrays. A file that a dying process left torn is read up to
-there, and what is wrong with it is told.
+(`EngineCall`, of `engine-GENERATOR`) and trained samples (`TrainedRoutes`, of `learner`). A record (`container.py`) has a msgpack
+header, with a crc32 at its end, and then a frame for each array. A file that a dying process left torn is read up to there, and
+what is wrong with it is told.
 
 Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
 25 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
@@ -13,7 +13,6 @@ Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two bey
 from __future__ import annotations
 
 import re
-import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,16 +23,17 @@ import numpy as np
 
 from r3async.appending import AppendFile, Keeper
 from r3async.config import Config
+from r3async.container import Container, Record, Torn, map_file
 from r3async.files import make_directory
 from r3async.routing import RoutingError
+from r3async.transport.codec import checksum, raw_bytes
 from r3async.world import File, Files, World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.learners.base import RouteTrace
 
-_FRAME = struct.Struct("<4sIIQI")  # magic, header's length and crc32, body's length and crc32
-_MAGIC = b"R3RT"
+ROUTES = Container(b"r3route2")
 _DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
 KEPT_BYTES = 64 * 2**20
 """Of records that the disk has not taken yet: one may take 5 MB."""
@@ -111,7 +111,7 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
     learner_logprobs: np.ndarray | None = None
 
 
-Record = TypeVar("Record", EngineCall, TrainedRoutes)
+Routes = TypeVar("Routes", EngineCall, TrainedRoutes)
 
 
 class RouteFile(AppendFile):
@@ -127,16 +127,16 @@ class RouteFile(AppendFile):
         """See `AppendFile.append`."""
         fields = msgspec.structs.asdict(record)
         arrays = {name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)}
+        bodies = [raw_bytes(a) for a in arrays.values()]
         header = msgspec.msgpack.encode(
             {
                 "kind": type(record).__name__,
                 "facts": {name: value for name, value in fields.items() if name not in arrays},
                 "arrays": [(name, a.dtype.str, a.shape) for name, a in arrays.items()],
+                "checksum": checksum(bodies),
             }
         )
-        body = b"".join(a.tobytes() for a in arrays.values())
-        frame = _FRAME.pack(_MAGIC, len(header), zlib.crc32(header), len(body), zlib.crc32(body))
-        return super().append(frame + header + body)
+        return super().append(b"".join(ROUTES.pieces([header + _crc(header), *bodies])))
 
     def _open(self) -> File:
         make_directory(self.path.parent, files=self._files)
@@ -149,61 +149,52 @@ class RouteFile(AppendFile):
                 number += 1  # of an earlier process of this name
 
 
+def _crc(header: bytes | memoryview) -> bytes:
+    return zlib.crc32(header).to_bytes(4, "little")
+
+
 class Entry(NamedTuple):
-    """Where a record is, and the facts in its header."""
+    """Where a record is, and what its header says. `arrays`: name, dtype and shape of each. `checksum`: of them."""
 
     path: Path
     offset: int
     kind: str
     facts: dict[str, Any]
     arrays: list[tuple[str, str, list[int]]]
-    length: int
-    crc: int
+    checksum: int
 
 
 def scan(path: Path, *, files: Files = REAL.files) -> tuple[list[Entry], str]:
     """All records of a file, without their arrays; and what is wrong with the file, "" if nothing is."""
     entries: list[Entry] = []
-    with files.open(path) as file:
-        at, size = 0, file.size()
-        while at < size:
-            try:
-                magic, header_length, header_crc, length, crc = _FRAME.unpack(file.read(at, _FRAME.size))
-                if magic != _MAGIC:
-                    return entries, f"{path}: no record begins at byte {at}; what follows is not read"
-                header = file.read(at + _FRAME.size, header_length)
-                body = at + _FRAME.size + header_length
-                if len(header) == header_length and zlib.crc32(header) != header_crc:
-                    return entries, f"{path}: the record at byte {at} is damaged; what follows is not read"
-                if body + length > size or len(header) < header_length:
-                    raise EOFError
-            except (struct.error, EOFError):
-                return entries, f"{path}: ends in the middle of a record (its process died, or is still writing)"
-            described = msgspec.msgpack.decode(header)
-            entries.append(Entry(path, body, described["kind"], described["facts"], described["arrays"], length, crc))
-            at = body + length
+    for record in ROUTES.records(map_file(path, files=files)):
+        if isinstance(record, Torn):
+            why = f"{record.reason} (its process died, or is still writing)"
+            return entries, f"{path}: from byte {record.offset} on there is no record: {why}"
+        sealed = record.frames[0] if record.frames else memoryview(b"")
+        header = sealed[:-4]
+        if sealed[-4:] != _crc(header):
+            return entries, f"{path}: the record at byte {record.offset} is damaged; what follows is not read"
+        entries.append(Entry(path, record.offset, **msgspec.msgpack.decode(header)))
     return entries, ""
 
 
-def load(entry: Entry, kind: type[Record], *, files: Files = REAL.files) -> Record:
+def load(entry: Entry, kind: type[Routes], *, files: Files = REAL.files) -> Routes:
     """The record with its arrays (read-only). Raises `RouteFileError` if they are damaged, or of another kind."""
-    with files.open(entry.path) as file:
-        body = file.read(entry.offset, entry.length)
     where = f"{entry.path}: the record at byte {entry.offset}"
-    if zlib.crc32(body) != entry.crc or len(body) != entry.length:
+    record = next(ROUTES.records(map_file(entry.path, files=files), entry.offset))
+    if not isinstance(record, Record) or checksum(record.frames[1:]) != entry.checksum:
         raise RouteFileError(f"{where} is damaged")
-    arrays: dict[str, Any] = {}
-    at = 0
     try:
         if entry.kind != kind.__name__:
             raise ValueError(f"it is a record of {entry.kind}")
-        for name, dtype, shape in entry.arrays:
-            count = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = np.frombuffer(body, _DTYPES[dtype], count, at).reshape(shape)
-            at += arrays[name].nbytes
+        described = zip(entry.arrays, record.frames[1:], strict=True)
+        arrays = {
+            name: np.frombuffer(frame, _DTYPES[dtype]).reshape(shape) for (name, dtype, shape), frame in described
+        }
         return kind(**entry.facts, **arrays)
     except (KeyError, TypeError, ValueError) as error:
-        raise RouteFileError(f"{where} can not be read: {error!r}") from error
+        raise RouteFileError(f"{where} cannot be read: {error!r}") from error
 
 
 class RouteIndex:

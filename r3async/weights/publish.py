@@ -7,7 +7,6 @@ tensor has a checksum over its bytes: what was published is what is installed, o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from r3async.files import make_directory
+from r3async.tensorfile import dtype_name, encode_header, tensor_bytes
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.world import Files, World
 from r3async.world.real import REAL
@@ -24,20 +24,6 @@ from r3async.world.real import REAL
 if TYPE_CHECKING:
     import torch
 
-_SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _SPARE_BYTES = 16 * 2**20
 BUCKET_BYTES = 64 * 2**20
 LOCK = "lock"
@@ -180,7 +166,11 @@ class EncodedWeights:
             raise WeightError(f"version {version} has no tensors")
         self._version, self._tensors, self._bucket_bytes = version, tensors, bucket_bytes
         self._stored = {name: dtype if t.is_floating_point() else t.dtype for name, t in tensors.items()}
-        self._header = _header(tensors, self._stored)
+        described = ((name, self._stored[name], tensor.shape) for name, tensor in tensors.items())
+        try:
+            self._header = encode_header(described)
+        except ValueError as error:
+            raise WeightError(str(error)) from error
         self._entries: dict[str, TensorEntry] = {}
         self.nbytes = sum(t.numel() * self._stored[name].itemsize for name, t in tensors.items())
 
@@ -189,10 +179,10 @@ class EncodedWeights:
         for name, tensor in self._tensors.items():
             stored, digest = self._stored[name], xxhash.xxh3_64()
             for piece in tensor.detach().reshape(-1).split(max(1, self._bucket_bytes // stored.itemsize)):
-                data = _bytes(piece.to("cpu", stored))
+                data = tensor_bytes(piece.to("cpu", stored))
                 digest.update(data)
                 yield data
-            self._entries[name] = TensorEntry(_name(stored), tuple(tensor.shape), digest.intdigest())
+            self._entries[name] = TensorEntry(dtype_name(stored), tuple(tensor.shape), digest.intdigest())
 
     def manifest(self, path: str) -> WeightManifest:
         """What was given out, and is now at `path`."""
@@ -223,14 +213,14 @@ def read_verified(manifest: WeightManifest, *, checksums: bool = True) -> Iterat
         tensors = {}
         for name, entry in manifest.tensors.items():
             tensor = file.get_tensor(name)
-            if tuple(tensor.shape) != entry.shape or _name(tensor.dtype) != entry.dtype:
+            if tuple(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
                 raise WeightError(
-                    f"{where}: tensor {name!r} is {_name(tensor.dtype)} {list(tensor.shape)}, "
+                    f"{where}: tensor {name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
                     f"the manifest says {entry.dtype} {list(entry.shape)}"
                 )
             tensors[name] = tensor
         for name, tensor in tensors.items():
-            if checksums and xxhash.xxh3_64_intdigest(_bytes(tensor)) != manifest.tensors[name].checksum:
+            if checksums and xxhash.xxh3_64_intdigest(tensor_bytes(tensor)) != manifest.tensors[name].checksum:
                 raise WeightError(f"{where}: tensor {name!r} is corrupt: its checksum differs from the published one")
             yield name, tensor
 
@@ -239,36 +229,6 @@ def verify(manifest: WeightManifest) -> None:
     """Check a whole published file. Blocking: about a second for 3 to 5 GB. Raises `WeightError`."""
     for _ in read_verified(manifest):
         pass
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes, without a copy if it is contiguous."""
-    import torch
-
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _header(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype]) -> bytes:
-    """The safetensors header: its length as a little-endian u64, then JSON, padded to 8 bytes."""
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        if _name(stored[name]) not in _SAFETENSORS_DTYPES:
-            raise WeightError(f"tensor {name!r} has dtype {stored[name]}, which safetensors can not hold")
-        end = offset + tensor.numel() * stored[name].itemsize
-        table[name] = {
-            "dtype": _SAFETENSORS_DTYPES[_name(stored[name])],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _remove_abandoned(directory: Path, files: Files) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from r3async.buffer.spool import Spool
-from r3async.buffer.spool_file import append
+from r3async.buffer.spool_file import SPOOL
 from r3async.config import BufferConfig
 from r3async.transport import wire
 from tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
@@ -21,7 +21,7 @@ async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
     path = directory / f"{0:09d}-0000.spool"
     ends = {0}
     for trajectory in written:
-        offset, length = append(path, wire.encode_trajectory(trajectory), fsync=False)
+        offset, length = SPOOL.append(path, wire.encode_trajectory(trajectory), fsync=False)
         ends.add(offset + length)
     whole = path.read_bytes()
     outcomes: Counter[str] = Counter()

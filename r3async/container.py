@@ -1,0 +1,118 @@
+"""A file of records, each of a few frames of bytes: what the spool, the quarantine and the files of routes are made of.
+
+    magic (8) | frames (u32) | crc32 of the lengths (u32) | length of each frame (u64 ...) | frames
+
+all little-endian; each frame is padded to 8 bytes, so that arrays that are mapped from the file are aligned. What is in the
+frames, and their checksum, is for whoever writes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from r3async.world import Buffer, Files
+from r3async.world.real import REAL
+
+HEAD = struct.Struct("<8sII")
+ALIGN = 8
+MAX_FRAMES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    offset: int
+    frames: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """From `offset` on, the file holds no record."""
+
+    offset: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Container:
+    """A kind of file. `magic`: 8 bytes, with which its records begin."""
+
+    magic: bytes
+
+    def pieces(self, frames: Sequence[Buffer]) -> list[bytes | memoryview]:
+        """A record, as buffers to write one after the other. No frame is copied."""
+        views = [memoryview(frame) for frame in frames]
+        lengths = np.array([view.nbytes for view in views], "<u8").tobytes()
+        pieces: list[bytes | memoryview] = [HEAD.pack(self.magic, len(views), zlib.crc32(lengths)) + lengths]
+        for view in views:
+            pieces.append(view)
+            if padding := -view.nbytes % ALIGN:
+                pieces.append(bytes(padding))
+        return pieces
+
+    def append(
+        self, path: Path, frames: Sequence[Buffer], *, fsync: bool, at: int | None = None, files: Files = REAL.files
+    ) -> tuple[int, int]:
+        """Write one record at the end of a file, which is made if it is not there. Returns the record's offset and length.
+
+        `at`: the length of the file's whole records, if known; what an earlier error left behind them is cut off first. Raises
+        `OSError`, and then the file is as long as before, if the disk allows it.
+        """
+        with files.open(path, create=True) as file:
+            offset = file.size() if at is None else at
+            if file.size() > offset:
+                file.truncate(offset)
+            try:
+                length = file.append(self.pieces(frames))
+                if fsync:
+                    file.sync()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(offset)
+                raise
+        return offset, length
+
+    def records(self, view: memoryview, at: int = 0) -> Iterator[Record | Torn]:
+        """All records of a file, from byte `at` on; at the first place where there is none, `Torn`, and that is the end.
+
+        A record's frames are within the file; whether they are what they should be is for their reader to say.
+        """
+        while at < len(view):
+            problem, lengths, end = "", np.zeros(0, np.uint64), at
+            if len(view) - at < HEAD.size:
+                problem = f"{len(view) - at} bytes, less than the head of a record"
+            else:
+                magic, count, checksum = HEAD.unpack_from(view, at)
+                first = at + HEAD.size + 8 * count
+                if magic != self.magic:
+                    problem = f"{bytes(magic)!r} is not the beginning of a record, which is {self.magic!r}"
+                elif count > MAX_FRAMES or first > len(view):
+                    problem = f"the record ends before the lengths of its {count} frames"
+                else:
+                    table = view[at + HEAD.size : first]
+                    lengths = np.frombuffer(table, "<u8")
+                    if zlib.crc32(table) != checksum:
+                        problem = "the lengths of the record's frames do not match their checksum"
+                    elif (end := first + sum(-(-int(n) // ALIGN) * ALIGN for n in lengths)) > len(view):
+                        problem = f"the record takes {end - at} bytes, the file has {len(view) - at} of them"
+            if problem:
+                yield Torn(at, problem)
+                return
+            frames, start = [], at + HEAD.size + 8 * len(lengths)
+            for n in map(int, lengths):
+                frames.append(view[start : start + n])
+                start += -(-n // ALIGN) * ALIGN
+            yield Record(at, frames)
+            at = end
+
+
+def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: Files = REAL.files) -> memoryview:
+    """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
+    with files.open(path) as file:
+        return file.map(offset, length)

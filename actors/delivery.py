@@ -50,7 +50,7 @@ def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
         return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
     if backend == "object_store":
         return ObjectStoreSender(config.weights.bucket_bytes, world.actors)
-    return SharedMemorySender(directory(config), config.weights.bucket_bytes, world)
+    return SharedMemorySender(directory(config), bucket_bytes=config.weights.bucket_bytes, world=world)
 
 
 def receiver(config: Config, backend: str, generator_id: str, world: World = REAL) -> WeightReceiver:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Iterable
 from pathlib import Path
 
-from r3async.world import File, Files
+from r3async.world import Buffer, File, Files
 from r3async.world.real import REAL
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,19 +52,41 @@ def read_file(path: Path, *, files: Files = REAL.files) -> bytes:
         return file.read()
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o644, *, files: Files = REAL.files) -> None:
+def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = REAL.files) -> None:
     """Write `path` aside and rename it there: whole, on the disk, or as it was. Raises `OSError`."""
+    write_aside(path, [data], mode, sync=True, files=files)
+    files.sync_directory(path.parent)
+
+
+def write_aside(
+    path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, sync: bool, files: Files = REAL.files
+) -> None:
+    """Write the parts aside, one after the other, and rename that to `path`: whole, or as it was. `sync`: its content, though not
+    its name, is on the disk then. Raises `OSError`, and what `parts` raises."""
     scratch, file = _scratch(path, mode, files)
     try:
         with file:
-            file.append([data])
-            file.sync()
+            for part in parts:
+                file.append([part])
+            if sync:
+                file.sync()
         files.rename(scratch, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             files.remove(scratch)
         raise
-    files.sync_directory(path.parent)
+
+
+def replace_directory(new: Path, directory: Path, *, files: Files = REAL.files) -> None:
+    """Rename `new`, which is complete, to `directory`. What has that name is moved aside first, for a directory cannot be
+    renamed over, and then removed. Raises `OSError`."""
+    old = directory.with_name(f".{directory.name}.old")
+    files.remove_tree(old)
+    if files.stat(directory) is not None:
+        files.rename(directory, old)
+    files.rename(new, directory)
+    files.remove_tree(old)
+    files.sync_directory(directory.parent)
 
 
 def _scratch(path: Path, mode: int, files: Files) -> tuple[Path, File]:

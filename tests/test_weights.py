@@ -62,7 +62,7 @@ def test_a_manifest_survives_the_wire(publisher):
 
 def test_the_last_versions_are_kept(publisher):
     manifests = [publisher.publish(v, tensors(), torch.float32) for v in (0, 1, 5)]
-    assert sorted(p.name for p in publisher.directory.glob("version-*")) == [
+    assert sorted(p.name for p in publisher.path.glob("version-*")) == [
         "version-1.safetensors",
         "version-5.safetensors",
     ]
@@ -132,7 +132,7 @@ def test_too_little_space_is_an_error_that_says_how_much_is_missing(publisher, m
     monkeypatch.setattr(Disk, "free", lambda self, path: 1024)
     with pytest.raises(WeightError, match=r"needs 0\.00 GiB .*weights\.directory"):
         publisher.publish(0, tensors(), torch.float32)
-    assert [path.name for path in publisher.directory.iterdir()] == ["lock"]
+    assert [path.name for path in publisher.path.iterdir()] == ["lock"]
 
 
 def test_a_failed_write_leaves_nothing_behind(publisher):
@@ -141,7 +141,7 @@ def test_a_failed_write_leaves_nothing_behind(publisher):
         publisher.publish(0, broken, torch.float32)
     with pytest.raises(WeightError, match="no tensors"):
         publisher.publish(0, {}, torch.float32)
-    assert [path.name for path in publisher.directory.iterdir()] == ["lock"]
+    assert [path.name for path in publisher.path.iterdir()] == ["lock"]
     publisher.publish(0, tensors(), torch.float32)
 
 
@@ -164,7 +164,7 @@ def test_publishers_share_a_directory_and_the_dead_are_cleared_away(tmp_path):
         assert result.returncode == -9
         assert len(list(tmp_path.iterdir())) == 2
         with Publisher(tmp_path) as second:
-            assert set(tmp_path.iterdir()) == {living.directory, second.directory}
+            assert set(tmp_path.iterdir()) == {living.path, second.path}
             verify(manifest)
 
 
@@ -179,7 +179,7 @@ def test_a_version_that_an_engine_is_still_reading_outlives_any_number_of_newer_
         assert not Path(second.path).exists()
         publisher.publish(7, weights, torch.float32)
         assert not Path(first.path).exists()
-        assert sorted(p.name for p in publisher.directory.glob("*.safetensors")) == [
+        assert sorted(p.name for p in publisher.path.glob("*.safetensors")) == [
             "version-6.safetensors",
             "version-7.safetensors",
         ]

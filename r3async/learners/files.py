@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from r3async.files import make_directory
+from r3async.files import make_directory, replace_directory
 
 
 def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -32,17 +31,6 @@ def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dty
         described["dtype"] = dtype
         (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         aside.chmod(0o755)
-        _replace(aside, directory)
+        replace_directory(aside, directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _replace(new: Path, directory: Path) -> None:
-    """Rename `new` to `directory`. What is there is moved aside first, since a directory can not be renamed over."""
-    if not directory.exists():
-        new.rename(directory)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{directory.name}.old.", dir=directory.parent))
-    os.replace(directory, old)  # over the empty directory just made
-    new.rename(directory)
-    shutil.rmtree(old)

@@ -24,7 +24,7 @@ from r3async.batching.packing import MicroBatch
 from r3async.checkpoint.tensors import Place
 from r3async.config import Config
 from r3async.engines.scripted import DIGEST, MASK, scripted_logprobs
-from r3async.files import make_directory, read_file, replace_file
+from r3async.files import make_directory, read_file, replace_directory, replace_file
 from r3async.learners.backend import Finish, LearnerBackend, Visit
 from r3async.learners.minibatch import recorded_load
 from r3async.learners.optimizer import MasterAdamW, Update
@@ -159,6 +159,4 @@ class ScriptedLearner(LearnerBackend):
             if Path(name).suffix in (".json", ".jinja"):
                 replace_file(aside / name, read_file(self.source / name, files=files), files=files)
         replace_file(aside / "model.safetensors", serialize(self.export(), {"format": "pt"}), files=files)
-        files.remove_tree(directory)
-        files.rename(aside, directory)
-        files.sync_directory(directory.parent)
+        replace_directory(aside, directory, files=files)

@@ -188,10 +188,9 @@ def load(entry: Entry, kind: type[Routes], *, files: Files = REAL.files) -> Rout
     try:
         if entry.kind != kind.__name__:
             raise ValueError(f"it is a record of {entry.kind}")
-        described = zip(entry.arrays, record.frames[1:], strict=True)
-        arrays = {
-            name: np.frombuffer(frame, _DTYPES[dtype]).reshape(shape) for (name, dtype, shape), frame in described
-        }
+        arrays: dict[str, Any] = {}
+        for (name, dtype, shape), frame in zip(entry.arrays, record.frames[1:], strict=True):
+            arrays[name] = np.frombuffer(frame, _DTYPES[dtype]).reshape(shape)
         return kind(**entry.facts, **arrays)
     except (KeyError, TypeError, ValueError) as error:
         raise RouteFileError(f"{where} cannot be read: {error!r}") from error

@@ -76,17 +76,25 @@ def compare_sampled(sampled: SampledProbe, scores: np.ndarray, temperature: floa
     plain, tempered = scores[:, sampled.positions - 1].astype(np.float64)
     constant = plain / temperature - tempered
     expected = sampled.plain.astype(np.float64) / temperature - constant
-    difference = np.abs(sampled.reported - expected)
+    tolerance *= max(1.0, 1.0 / temperature)
+    return _compared(sampled.positions, sampled.token_ids, expected, sampled.reported, tolerance)
+
+
+def _compared(
+    positions: np.ndarray, token_ids: np.ndarray, learner: np.ndarray, engine: np.ndarray, tolerance: float
+) -> ProbeResult:
+    """All `[n]`. A difference that is not finite counts as infinite."""
+    difference = np.abs(engine.astype(np.float64) - learner.astype(np.float64))
     difference = np.where(np.isfinite(difference), difference, np.inf)
     worst = int(difference.argmax())
     return ProbeResult(
         mean_difference=float(difference.mean()),
         max_difference=float(difference[worst]),
-        position=int(sampled.positions[worst]),
-        token_id=int(sampled.token_ids[worst]),
-        learner_logprob=float(expected[worst]),
-        engine_logprob=float(sampled.reported[worst]),
-        tolerance=tolerance * max(1.0, 1.0 / temperature),
+        position=int(positions[worst]),
+        token_id=int(token_ids[worst]),
+        learner_logprob=float(learner[worst]),
+        engine_logprob=float(engine[worst]),
+        tolerance=tolerance,
     )
 
 
@@ -118,15 +126,4 @@ def compare_probe(token_ids: Sequence[int], learner: np.ndarray, engine: np.ndar
     """Compare log-probs `[T - 1]` of tokens `1..T`. A non-finite log-prob counts as an infinite difference."""
     if learner.shape != engine.shape or len(learner) != len(token_ids) - 1:
         raise ValueError(f"probe of {len(token_ids)} tokens: learner scored {learner.shape}, engine {engine.shape}")
-    difference = np.abs(engine.astype(np.float64) - learner.astype(np.float64))
-    difference = np.where(np.isfinite(difference), difference, np.inf)
-    worst = int(difference.argmax())
-    return ProbeResult(
-        mean_difference=float(difference.mean()),
-        max_difference=float(difference[worst]),
-        position=worst + 1,
-        token_id=int(token_ids[worst + 1]),
-        learner_logprob=float(learner[worst]),
-        engine_logprob=float(engine[worst]),
-        tolerance=tolerance,
-    )
+    return _compared(np.arange(1, len(token_ids)), np.asarray(token_ids)[1:], learner, engine, tolerance)

@@ -11,11 +11,11 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import xxhash
 
-from r3async.files import make_directory
+from r3async.files import make_directory, write_aside
 from r3async.tensorfile import dtype_name, encode_header, tensor_bytes
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.world import Files, World
@@ -88,18 +88,10 @@ class VersionFolder:
                 "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
             )
         path = self.path / f"version-{version}.safetensors"
-        temporary = path.with_suffix(".partial")
         try:
-            self._files.remove(temporary)
-            with self._files.open(temporary, new=True) as file:
-                for part in parts:
-                    file.append([part])
-            self._files.rename(temporary, path)
+            write_aside(path, parts, sync=False, files=self._files)
         except OSError as error:
             raise WeightError(f"version {version} could not be written to {path}: {error}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                self._files.remove(temporary)
         self._versions.append((version, path))
         for old in self._versions[: -self.keep]:
             if old[0] not in reading:
@@ -115,22 +107,23 @@ class VersionFolder:
                 self._files.remove_tree(self.path)
             self._lock.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-class Publisher:
-    """Writes versions of a policy where the engines of this host find them, and keeps the last `keep`; see `VersionFolder`.
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Publisher(VersionFolder):
+    """Writes versions of a policy where the engines of this host find them, and keeps the last `keep`.
 
     An engine may begin to read version v - 1 while v is written, hence `keep=2`. No more than `bucket_bytes` are held beside
     the tensors themselves.
     """
 
     def __init__(self, directory: Path, keep: int = 2, bucket_bytes: int = BUCKET_BYTES, world: World = REAL):
-        self._folder = VersionFolder(directory, keep, world)
+        super().__init__(directory, keep, world)
         self._bucket_bytes = bucket_bytes
-
-    @property
-    def directory(self) -> Path:
-        """Where the files are."""
-        return self._folder.path
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
@@ -140,18 +133,8 @@ class Publisher:
         See `VersionFolder.write`. Raises `WeightError` also if there are no tensors.
         """
         encoded = EncodedWeights(version, tensors, dtype, self._bucket_bytes)
-        path = self._folder.write(version, encoded.nbytes, encoded, reading)
+        path = self.write(version, encoded.nbytes, encoded, reading)
         return encoded.manifest(str(path))
-
-    def close(self) -> None:
-        """Remove every published version. Idempotent."""
-        self._folder.close()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class EncodedWeights:

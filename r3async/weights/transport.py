@@ -7,15 +7,12 @@ paused. Or, with `weights.nccl`, the manifest says where workers receive it when
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher
-from r3async.world import World
-from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     import torch
@@ -58,19 +55,13 @@ class WeightReceiver(Protocol):
         ...
 
 
-class SharedMemorySender:
-    """Writes a version into this host's shared memory, once for all engines of the host; see `Publisher`."""
-
-    def __init__(self, directory: Path, bucket_bytes: int, world: World = REAL):
-        self._publisher = Publisher(directory, bucket_bytes=bucket_bytes, world=world)
+class SharedMemorySender(Publisher):
+    """Writes a version into this host's shared memory, once for all engines of the host."""
 
     def send(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
     ) -> Publication:
-        return Publication(self._publisher.publish(version, tensors, dtype, reading))
-
-    def close(self) -> None:
-        self._publisher.close()
+        return Publication(self.publish(version, tensors, dtype, reading))
 
 
 class SharedMemoryReceiver:

@@ -120,20 +120,15 @@ class File(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-class Stat(Protocol):
-    """What `Files.stat` says. `modified`: a number that orders files by when they were last written. `mode`: its permissions."""
+@dataclass(frozen=True)
+class Stat:
+    """What `Files.stat` says. `size` in bytes. `modified`: a number that orders files by when they were last written. `mode`: its
+    permissions."""
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def modified(self) -> int: ...
-
-    @property
-    def directory(self) -> bool: ...
-
-    @property
-    def mode(self) -> int: ...
+    size: int
+    modified: int
+    directory: bool
+    mode: int
 
 
 class Files(Protocol):
@@ -408,31 +403,3 @@ class World(Protocol):
     def unique(self) -> str:
         """32 hexadecimal digits that nobody had before."""
         ...
-
-
-__all__ = [
-    "BROKEN",
-    "DENIED",
-    "MAX_FRAME",
-    "NO_KEY",
-    "OTHER_LEARNER",
-    "TURN_SECONDS",
-    "UNKNOWN_KEY",
-    "ActorLost",
-    "ActorRef",
-    "Actors",
-    "Buffer",
-    "Clock",
-    "File",
-    "Files",
-    "Frame",
-    "Lane",
-    "MessageSocket",
-    "OnMessage",
-    "Placement",
-    "Processes",
-    "Sockets",
-    "Stat",
-    "Threads",
-    "World",
-]

@@ -10,27 +10,16 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from r3async.world import Buffer
+from r3async.world import Buffer, Stat
 
 PIECES = 512
 """Of one call of `writev`; the system's own limit is 1,024."""
 
 LOCK_SECONDS = 0.001
 """Between two tries to lock a file that another one holds."""
-
-
-@dataclass(frozen=True)
-class Stat:
-    """See `world.Stat`; `modified` in nanoseconds since 1970."""
-
-    size: int
-    modified: int
-    directory: bool
-    mode: int = 0o644
 
 
 class DiskFile:
@@ -150,18 +139,10 @@ class Disk:
         os.rename(path, to)
 
     def remove(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.rmdir(path)
-            else:
-                os.unlink(path)
+        _remove(path, os.rmdir)
 
     def remove_tree(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+        _remove(path, shutil.rmtree)
 
     def sync_directory(self, directory: Path) -> None:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -173,6 +154,15 @@ class Disk:
     def free(self, path: Path) -> int:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
+
+
+def _remove(path: Path, directory: Callable[[Path], object]) -> None:
+    """`directory` removes one; a link to it is a file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            directory(path)
+        else:
+            os.unlink(path)
 
 
 def _not_ours(directory: Path, why: str) -> PermissionError:

@@ -12,7 +12,7 @@ from r3async.world import Sockets
 from r3async.world.disk import Disk
 from r3async.world.processes import SystemProcesses
 from r3async.world.ray import RayActors
-from r3async.world.threads import SystemClock, SystemThreads
+from r3async.world.threads import SystemThreads
 
 if TYPE_CHECKING:
     from r3async.appending import Keeper
@@ -25,7 +25,8 @@ EXIT_SECONDS = 1.0
 class RealWorld:
     """See `World`. One for each process; sent to another process, it becomes that one's."""
 
-    clock = SystemClock()
+    clock = time
+    """The module is one."""
     threads = SystemThreads()
     files = Disk()
 

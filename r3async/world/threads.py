@@ -1,4 +1,4 @@
-"""Threads of this process, and its clocks."""
+"""Threads of this process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class SystemClock:
-    """See `world.Clock`."""
-
-    monotonic = staticmethod(time.monotonic)
-    time = staticmethod(time.time)
 
 
 class ThreadLane:

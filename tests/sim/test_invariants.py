@@ -18,6 +18,7 @@ from tools.simulate.history import (
     Finished,
     Installed,
     Leased,
+    Limited,
     Lost,
     Passed,
     PowerFailed,
@@ -239,6 +240,26 @@ def test_rows_beyond_the_window_are_within_the_credit():
     see(w.events, rules)
     w.deliver("a", 2, 0, episodes=[1])
     assert broken(w.events, rules).name == "memory"
+
+
+def test_nobody_waits_for_memory_that_is_free():
+    rules = msgspec.structs.replace(RULES, durable="nothing", credit_bytes=250, slots=9)
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a")
+    for group in range(3):
+        w.add(Leased, "a", ((group, (0, 1)),))
+    w.deliver("a", 0, 0)
+    assert broken([*w.events, Limited(20.0, "a", 1)], rules).name == "memory"
+    w.deliver("a", 1, 0)
+    w.add(Limited, "a", 1)
+    see(w.events, rules)
+    w.add(Taken, 1, 1, 0, (0,))
+    w.add(Trained, 1, 1, 0, (pair(0, 1, 0),))
+    w.add(Limited, "a", 2)  # a moment later: what was trained is released then
+    see(w.events, rules)
+    w.train(2, 1, *pair(1, 1, 0))
+    assert broken([*w.events, Limited(99.0, "a", 3)], rules).name == "memory"
 
 
 def test_files_beyond_the_window_are_within_the_disk():

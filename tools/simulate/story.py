@@ -19,6 +19,7 @@ from tools.simulate.history import (
     Injected,
     Installed,
     Leased,
+    Limited,
     Lost,
     Passed,
     PowerFailed,
@@ -102,6 +103,11 @@ def _sent(e: Sent) -> Words:
 @_of(Acknowledged)
 def _acknowledged(e: Acknowledged) -> Words:
     return "learner", f"acknowledges {', '.join(e.ids)} to {e.generator}"
+
+
+@_of(Limited)
+def _limited(e: Limited) -> Words:
+    return "learner", f"asks {e.generator} for groups before {e.until} only"
 
 
 @_of(Refused)

@@ -187,16 +187,8 @@ class RankActor:
         return self._learner.vocab_size, self.world.processes.pid
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of this rank's learner."""
+        """A method of this rank's learner: `write` in the lane `WRITE`, `write_state` in `CHECKPOINT`."""
         return getattr(self._learner, name)(*args, **kwargs)
-
-    def write(self, reading: Sequence[int]) -> Publication:
-        """See `LocalLearner.write`. Begun in the lane `WRITE`."""
-        return self._learner.write(reading)
-
-    def write_state(self, directory: Path) -> list[FileRecord]:
-        """See `LocalLearner.write_state`. Begun in the lane `CHECKPOINT`."""
-        return self._learner.write_state(directory)
 
 
 class RankCalls:
@@ -318,7 +310,7 @@ class RankedLearner:
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: the first rank does it, on this host."""
-        writing = self._calls.begin(0, "write", reading, lane=WRITE)
+        writing = self._calls.begin(0, "call", "write", reading, lane=WRITE)
         return self._calls.wait([writing], self._config.weights.write_timeout)[0]
 
     def hold(self) -> None:
@@ -330,7 +322,7 @@ class RankedLearner:
         timeout = self._config.checkpoint.write_timeout
         return [
             r
-            for records in self._calls.on_all("write_state", directory, lane=CHECKPOINT, timeout=timeout)
+            for records in self._calls.on_all("call", "write_state", directory, lane=CHECKPOINT, timeout=timeout)
             for r in records
         ]
 

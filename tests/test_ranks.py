@@ -94,9 +94,6 @@ class ThreadsOfCalls(RankActor):
     def call(self, name, *args, **kwargs):
         return threading.get_ident()
 
-    def write(self, reading):
-        return threading.get_ident()
-
 
 @pytest.mark.ray
 def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, tmp_path):
@@ -106,7 +103,7 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, t
         calls, writes = [], []
         for _ in range(5):
             calls += [actors.begin(actor, "call", "score") for _ in range(4)]
-            writes.append(actors.begin(actor, "write", [], lane=WRITE))
+            writes.append(actors.begin(actor, "call", "write", lane=WRITE))
         calls, writes = actors.get(calls, timeout=60), actors.get(writes, timeout=60)
     finally:
         actors.kill(actor)

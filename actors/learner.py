@@ -56,7 +56,7 @@ class LearnerActor:
         checkpoint: str = "",
         lineage: Lineage = FIRST,
     ):
-        """`checkpoint`: where a resumed run goes on from."""
+        """`checkpoint`: what a resumed run begins from."""
         self.world, self._lock = world, begin(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir, self.lineage = run_id, model_path, Path(run_dir), lineage

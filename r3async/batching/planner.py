@@ -33,7 +33,7 @@ PAIRS = 24
 
 
 class PackingError(ValueError):
-    """Samples that can not be packed as asked."""
+    """Samples that cannot be packed as asked."""
 
 
 def plan(

@@ -219,14 +219,14 @@ class RoutingReplay:
         )
 
     def token_slice(self, tokens: int) -> slice:
-        """This rank's part of `tokens` packed tokens. Raises `RoutingError` if they can not be split evenly."""
+        """This rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot be split evenly."""
         index, count = self.shard
         if tokens % count:
-            raise RoutingError(f"{tokens} tokens can not be split evenly among {count} sequence-parallel ranks")
+            raise RoutingError(f"{tokens} tokens cannot be split evenly among {count} sequence-parallel ranks")
         return slice(index * tokens // count, (index + 1) * tokens // count)
 
     def take_counts(self) -> RoutingCounts:
-        """The counts so far; they start anew."""
+        """The counts so far; they start again."""
         taken = self.counts
         self.counts = RoutingCounts(len(self.columns), self.num_experts, self.device)
         return taken

@@ -1,4 +1,4 @@
-"""What a learner saves and goes on from: every tensor of the optimizer, named as in a model's checkpoint, whatever the ranks.
+"""What a learner saves and resumes from: every tensor of the optimizer, named as in a model's checkpoint, whatever the ranks.
 
 Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was
 updated, `rng/DEVICE/RANK`.

@@ -53,7 +53,7 @@ class Link:
             tensor = F.pad(tensor, (0, 0, 0, -self.rows % ranks))
         if tensor.shape[self.dim] % ranks:
             raise LearnerError(
-                f"{self.names[0]}: {tensor.shape[self.dim]} rows or columns can not be divided among {ranks} ranks"
+                f"{self.names[0]}: {tensor.shape[self.dim]} rows or columns cannot be divided among {ranks} ranks"
             )
         return tensor.chunk(ranks, self.dim)[ps.get_tensor_model_parallel_rank()]
 

@@ -81,7 +81,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from error
     if "quantization_config" in config:
         raise LearnerError(
-            f"{path}: quantized weights can not be trained; set `model.path` to the model in full precision"
+            f"{path}: quantized weights cannot be trained; set `model.path` to the model in full precision"
         )
     return config
 
@@ -90,14 +90,14 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a Hugging Face directory, in host memory, with every weight from its files.
 
     In eval mode, always: dropout and a router's jitter are not part of the policy that the engine samples from.
-    Raises `LearnerError`, with what to change, if transformers can not load it or a weight is missing or left over.
+    Raises `LearnerError`, with what to change, if transformers cannot load it or a weight is missing or left over.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # of many kinds: files, their headers, names, shapes, an unknown model type
-        raise LearnerError(f"transformers can not load `model.path` = {path}: {error}") from error
+        raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[what])):
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -174,7 +174,7 @@ class PackedModel(nn.Module):
         except LearnerError:
             raise
         except Exception as error:  # whatever a model's own code may raise
-            raise LearnerError(f"{type(self.causal).__name__} can not run on packed samples: {error}") from error
+            raise LearnerError(f"{type(self.causal).__name__} cannot run on packed samples: {error}") from error
         finally:
             handle.remove()
         where = {id(module): index for index, layer in enumerate(self.layers) for module in layer.modules()}

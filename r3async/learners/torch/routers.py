@@ -127,7 +127,7 @@ def check_routers(
         )
         raise LearnerError(
             f"config.json says that layers {list(expected)} are mixtures of experts, but a call of {call} was seen in layers "
-            f"{sorted(found)}: routes of this model can not be replayed"
+            f"{sorted(found)}: routes of this model cannot be replayed"
         )
     for index in expected:
         if len(found[index]) != 1:

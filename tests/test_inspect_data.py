@@ -21,11 +21,11 @@ from r3async.transport.wire import encode_trajectory
 from tests.helpers_routes import ID, TOKENS, episode, experts
 from tests.test_inspect import inspect
 from tools.init_model import byte_tokenizer
-from tools.inspect_export import export
-from tools.inspect_run import InspectError
-from tools.inspect_show import short_routes
-from tools.inspect_sources import read_spool, read_traces
-from tools.inspect_trajectories import Filter, Seen, of_trained, of_trajectory
+from tools.inspect.export import export
+from tools.inspect.run import InspectError
+from tools.inspect.show import short_routes
+from tools.inspect.sources import read_spool, read_traces
+from tools.inspect.trajectories import Filter, Seen, of_trained, of_trajectory
 
 MASK = np.asarray([t >= 10 for t in TOKENS])
 

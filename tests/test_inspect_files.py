@@ -17,8 +17,8 @@ from r3async.transport.wire import Deliver, Welcome, encode_control, encode_traj
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_inspect import inspect
 from tests.test_inspect_data import made, write_spool
-from tools.inspect_checkpoint import describe, look
-from tools.inspect_wire import describe_message
+from tools.inspect.checkpoint import describe, look
+from tools.inspect.wire import describe_message
 
 # --- messages
 

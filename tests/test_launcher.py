@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers_cluster import BARE, bare_environment, beside_python, own_cluster
-from tools.launch import NOT_FOUND, command_of, entrypoint
+from tools.submit.launch import NOT_FOUND, command_of, entrypoint
 
 ROOT = Path(__file__).parent.parent
 SMALL = [

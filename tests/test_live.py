@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from tools.live import LiveView, describe_step
+from tools.tail.live import LiveView, describe_step
 
 ROW = {
     "step": 3,

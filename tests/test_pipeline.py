@@ -15,7 +15,7 @@ from r3async.observe.metrics import METRICS, read_metrics
 from r3async.observe.routes import RouteIndex
 from r3async.observe.summary import summarize
 from r3async.observe.verify import verify_routes
-from tools.inspect_routes import print_verification, show_routes
+from tools.inspect.routes import print_verification, show_routes
 from tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]

@@ -15,7 +15,7 @@ from tests.sim.test_presets_run import PRESETS
 from tools.init_model import init_model
 from tools.plan import make_plan
 from tools.presets import list_presets, preset_paths, read_header, show_preset
-from tools.submit_commands import app as submit
+from tools.submit.commands import app as submit
 from tools.train import train
 
 PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "stepwise_search"} | {

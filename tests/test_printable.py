@@ -23,10 +23,12 @@ from r3async.observe.follow import FollowedRun
 from r3async.printable import printable, printable_log
 from r3async.transport.wire import Welcome, encode_control
 from tests.test_tail import screen, write_run
-from tools import cli, submit, submit_commands
-from tools.live import LiveView
-from tools.tail import print_lines
-from tools.tail_app import TailApp
+from tools import cli
+from tools.submit import commands as submit_commands
+from tools.submit import jobs as submit
+from tools.tail.app import TailApp
+from tools.tail.lines import print_lines
+from tools.tail.live import LiveView
 from tools.terminal import Terminal, safe
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rdone\u202egnp.exe\x08\x7f\ud800"

@@ -33,7 +33,7 @@ from r3async.world.real import REAL
 from tests.helpers_serving import TASK, client_of, ready, renderer, said, serving, user
 from tools.cli import app
 from tools.eval import find_target
-from tools.submit import make_package
+from tools.submit.jobs import make_package
 
 PLANTED = "planted-5b1d0c7fa2e94863"
 

@@ -13,9 +13,9 @@ import pytest
 from r3async.config import ConfigError, load_config
 from tests.helpers_cluster import own_cluster
 from tools.cluster import check_fit, describe_fit, read_nodes
-from tools.launch import command_of
 from tools.plan import make_plan
-from tools.submit import Jobs, Package, SubmitError, make_package, stop_seconds
+from tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
+from tools.submit.launch import command_of
 
 
 def cli(*words, cwd, env=None, timeout=120):
@@ -53,7 +53,7 @@ def test_a_longer_grace_is_a_longer_wait_before_the_kill():
 def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):
     """Its growth would change the package's name between upload and start: such a job never started."""
     code = (
-        "from tools.submit import make_package; from r3async.config import load_config; import pathlib, sys\n"
+        "from tools.submit.jobs import make_package; from r3async.config import load_config; import pathlib, sys\n"
         f"made = make_package(load_config('quickstart'), 'quickstart', directory=pathlib.Path({str(tmp_path)!r}))\n"
         "print(made.runtime_env['excludes'])"
     )
@@ -172,13 +172,13 @@ class NoAgentYet:
 
 
 def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr("tools.submit.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("tools.submit.jobs.time.sleep", lambda seconds: None)
     jobs, said = Jobs.__new__(Jobs), []
     jobs.address, jobs._client = "http://there", NoAgentYet()
     assert jobs.submit(Package("true", {}), say=said.append) == "job-1"
     assert said == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
     jobs._client = NoAgentYet(after=10**9)
-    monkeypatch.setattr("tools.submit.AGENT_SECONDS", 0.01)
+    monkeypatch.setattr("tools.submit.jobs.AGENT_SECONDS", 0.01)
     with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
         jobs.submit(Package("true", {}))
 

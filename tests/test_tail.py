@@ -19,11 +19,11 @@ from r3async.observe.events import open_events
 from r3async.observe.follow import Columns, FollowedFile, FollowedRun
 from r3async.observe.summary import summarize
 from r3async.scheduling.admission import age_bound
-from tools import tail_view as view
 from tools.cli import app
-from tools.tail import FAILED, SILENT, print_lines
-from tools.tail_app import TailApp
-from tools.tail_draw import BARS, bar, plot, spark, thin
+from tools.tail import view
+from tools.tail.app import TailApp
+from tools.tail.draw import BARS, bar, plot, spark, thin
+from tools.tail.lines import FAILED, SILENT, print_lines
 
 
 def append(path: Path, *objects: dict) -> None:

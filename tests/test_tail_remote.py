@@ -15,8 +15,8 @@ import pytest
 
 from r3async.observe.follow import FollowedRun
 from tests.test_tail import append, row, write_run
-from tools.tail import RemoteError
-from tools.tail_remote import RemoteRun
+from tools.tail.lines import RemoteError
+from tools.tail.remote import RemoteRun
 
 
 class Cluster:

@@ -16,8 +16,8 @@ from r3async.observe.metrics import MetricsWriter
 from r3async.observe.summary import format_summary, summarize
 from r3async.scheduling.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
 from tools import cli
-from tools.live import describe_step
-from tools.tail_view import overview
+from tools.tail.live import describe_step
+from tools.tail.view import overview
 
 
 def step(updates: int = 1, **changes: float) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from r3async.config import ConfigError, load_command
 from r3async.printable import printable
 from r3async.world.processes import find_user_modules
 from tools.bench.commands import app as bench
-from tools.inspect_command import app as inspect
-from tools.submit_commands import app as submit
-from tools.submit_commands import cluster
+from tools.inspect.command import app as inspect
+from tools.submit.commands import app as submit
+from tools.submit.commands import cluster
 from tools.terminal import Terminal
 
 UNTRAINED = 4
@@ -250,8 +250,8 @@ def tail(
     job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
-    from tools.inspect_run import InspectError, find_run
-    from tools.tail import RemoteError, tail_here, tail_remote
+    from tools.inspect.run import InspectError, find_run
+    from tools.tail.lines import RemoteError, tail_here, tail_remote
 
     try:
         if address:
@@ -271,7 +271,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
-    from tools.inspect_run import InspectError
+    from tools.inspect.run import InspectError
     from tools.report import report as write
 
     try:

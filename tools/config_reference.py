@@ -22,7 +22,7 @@ from r3async.config import Config, Section
 from r3async.config.section import plain_type
 from r3async.observe.catalogue import METRICS
 from r3async.observe.charts import CHARTS
-from tools.tail_view import GAUGES
+from tools.tail.view import GAUGES
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 METRICS_PAGE = TARGET.with_name("observing.md")

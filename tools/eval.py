@@ -43,7 +43,7 @@ def find_target(
 
     A model directory is played with the defaults, or with a `preset`. Raises `ConfigError` for what is neither.
     """
-    from tools.inspect_run import InspectError, find_run
+    from tools.inspect.run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and not any(text.startswith("env.name") for text in overrides):

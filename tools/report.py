@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.inspect_run import find_run
+from tools.inspect.run import find_run
 
 
 def report(runs: Sequence[str], output: Path | None = None) -> Path:

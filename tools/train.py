@@ -18,8 +18,8 @@ from rich.console import Console
 from r3async.config import Config, ConfigError, to_dict
 from r3async.world.real import REAL
 from tools.capacity import check_capacity, full_disk_is_named
-from tools.live import LiveView
 from tools.run_dir import open_run
+from tools.tail.live import LiveView
 from tools.terminal import Terminal
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from r3async.observe.quarantine import read_quarantine
 from r3async.transport import Refuse
 from tests.sim.whole import Simulated
 from tests.test_resume_run import check_books, events
-from tools.inspect_look import describe_rest
+from tools.inspect.look import describe_rest
 
 SIZE, BAD, SAMPLES = 12, 5, 8
 SEEDS = pytest.mark.parametrize("seed", range(3))

@@ -19,8 +19,8 @@ from r3async.observe.settings import read_run_config
 from r3async.observe.verify import engine_rows
 from r3async.records import SCHEMA
 from r3async.transport.wire import WireError
-from tools.inspect_run import is_run
-from tools.inspect_trajectories import Seen, of_episode, of_trained, of_trajectory
+from tools.inspect.run import is_run
+from tools.inspect.trajectories import Seen, of_episode, of_trained, of_trajectory
 
 Problem = Callable[[str], object]
 

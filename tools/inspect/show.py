@@ -10,8 +10,8 @@ from rich.console import Console
 
 from r3async.observe.summary import format_number
 from r3async.printable import printable
-from tools.inspect_run import fitted
-from tools.inspect_trajectories import Seen, SeenToken, tokens_of
+from tools.inspect.run import fitted
+from tools.inspect.trajectories import Seen, SeenToken, tokens_of
 
 LIST_HEADS = (
     "trajectory",

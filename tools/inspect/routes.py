@@ -15,8 +15,8 @@ from r3async.observe.settings import read_run_config
 from r3async.observe.summary import format_percent
 from r3async.observe.tokens import RunTokenizer, roles
 from r3async.observe.verify import engine_rows, same_experts, verify_routes
-from tools.inspect_run import InspectError, fitted, nearest
-from tools.inspect_show import printer, write_json
+from tools.inspect.run import InspectError, fitted, nearest
+from tools.inspect.show import printer, write_json
 
 TEXT_CELLS = 12
 

@@ -11,14 +11,14 @@ from rich.console import Console
 from r3async.observe.jsonl import read_objects
 from r3async.observe.quarantine import describe_quarantine
 from r3async.observe.tokens import RunTokenizer
-from tools import inspect_checkpoint as checkpoints
-from tools.inspect_export import export as write_file
-from tools.inspect_routes import describe_kept, print_verification, show_routes
-from tools.inspect_run import InspectError, find_file, find_run, is_checkpoint
-from tools.inspect_show import print_list, print_tokens, printer, write_json
-from tools.inspect_sources import newest_sampled, newest_version, read_run, read_spool, run_of, sources_of, spool_files
-from tools.inspect_trajectories import Filter, Seen, tokens_of
-from tools.inspect_wire import describe_message, read_messages
+from tools.inspect import checkpoint as checkpoints
+from tools.inspect.export import export as write_file
+from tools.inspect.routes import describe_kept, print_verification, show_routes
+from tools.inspect.run import InspectError, find_file, find_run, is_checkpoint
+from tools.inspect.show import print_list, print_tokens, printer, write_json
+from tools.inspect.sources import newest_sampled, newest_version, read_run, read_spool, run_of, sources_of, spool_files
+from tools.inspect.trajectories import Filter, Seen, tokens_of
+from tools.inspect.wire import describe_message, read_messages
 
 LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
 

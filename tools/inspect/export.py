@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from r3async.records import SCHEMA
-from tools.inspect_run import InspectError
-from tools.inspect_trajectories import Seen
+from tools.inspect.run import InspectError
+from tools.inspect.trajectories import Seen
 
 ROWS_AT_ONCE = 64
 TRACED = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}

@@ -18,7 +18,7 @@ from r3async.transport.wire import (
     decode_trajectory,
     read_header,
 )
-from tools.inspect_run import InspectError
+from tools.inspect.run import InspectError
 
 MAX_SHOWN = 200
 """Characters of a control message's field."""

@@ -16,7 +16,7 @@ from r3async.printable import printable_log
 from tools.terminal import Terminal, WithDefault, echo
 
 if TYPE_CHECKING:
-    from tools.submit import Jobs
+    from tools.submit.jobs import Jobs
 
 Address = Annotated[
     str,
@@ -42,7 +42,7 @@ app = typer.Typer(
 @contextmanager
 def _asking(address: str, token_file: str) -> Iterator[Jobs]:
     """The cluster's jobs. What it can not be asked, or refuses, is one line on stderr and exit code 2."""
-    from tools.submit import Jobs, SubmitError
+    from tools.submit.jobs import Jobs, SubmitError
 
     try:
         yield Jobs(address, token_file)
@@ -65,7 +65,7 @@ def submit(
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
     from tools.plan import make_plan
-    from tools.submit import make_package
+    from tools.submit.jobs import make_package
 
     config = load_command(preset, overrides or [])
     plan = make_plan(config)
@@ -85,7 +85,7 @@ def submit(
 
 def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
     from tools.cluster import ask_cluster, check_fit
-    from tools.submit import SubmitError
+    from tools.submit.jobs import SubmitError
 
     fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
     if fit.problems:
@@ -96,7 +96,7 @@ def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
 
 def _follow(jobs: Jobs, job: str) -> NoReturn:
     """Show the job's log until it ends, and exit as it did."""
-    from tools.submit import EXIT_CODES, write_log
+    from tools.submit.jobs import EXIT_CODES, write_log
 
     try:
         status = jobs.follow(job, write_log)
@@ -113,7 +113,7 @@ def _follow(jobs: Jobs, job: str) -> NoReturn:
 @app.command()
 def status(job: Job, address: Address = "", token_file: Token = "") -> None:
     """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
-    from tools.submit import EXIT_CODES
+    from tools.submit.jobs import EXIT_CODES
 
     with _asking(address, token_file) as jobs:
         found = jobs.status(jobs.find(job))

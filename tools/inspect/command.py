@@ -13,7 +13,7 @@ import typer
 from tools.terminal import Terminal, WithDefault
 
 if TYPE_CHECKING:
-    from tools.inspect_look import Inspection
+    from tools.inspect.look import Inspection
 
 MOVED = {
     "--routes": "routes [RUN]",
@@ -62,8 +62,8 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
 def _answering(target: str) -> Iterator[Inspection]:
     """What could not be read is told on stderr at the end, and makes exit code 2."""
     from r3async.observe.routes import RouteFileError
-    from tools.inspect_look import Inspection
-    from tools.inspect_run import InspectError
+    from tools.inspect.look import Inspection
+    from tools.inspect.run import InspectError
 
     problems: list[str] = []
     try:
@@ -105,7 +105,7 @@ def trajectories(
 ) -> None:
     """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
     with _answering(target) as inspection:
-        from tools.inspect_trajectories import Filter
+        from tools.inspect.trajectories import Filter
 
         keep = Filter(reward_below, age_above, turns, trajectory, step)
         inspection.trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)

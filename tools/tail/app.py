@@ -1,4 +1,4 @@
-"""The terminal view of `r3async tail`. It only lays out what `tail_view` says, and asks the run for news once a second."""
+"""The terminal view of `r3async tail`. It only lays out what `view.py` says, and asks the run for news once a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textual.events import Resize
 from textual.widgets import Footer, Static
 
 from r3async.observe.follow import FollowedRun
-from tools import tail_view as view
+from tools.tail import view
 from tools.terminal import safe
 
 POLL_SECONDS = 1.0

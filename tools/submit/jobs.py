@@ -1,7 +1,7 @@
 """`r3async submit`: a run as a job of a Ray cluster, through Ray's `JobSubmissionClient`, as `ray job submit` does it.
 
 The job's command is `r3async train …`, so whatever works there works here. What this adds: the job finds its Python
-(`tools.launch`), the folder is packaged without what a job never needs, models and run directories get paths that outlive the
+(`launch.py`), the folder is packaged without what a job never needs, models and run directories get paths that outlive the
 package, and Ray is told how long the run may take to stop in order.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 
 from r3async.config import Config, ConfigError
 from r3async.printable import printable_log
-from tools.launch import command_of, entrypoint
+from tools.submit.launch import command_of, entrypoint
 
 RUNS_ENV = "R3ASYNC_RUNS"
 """Environment variable: where `train` makes run directories."""

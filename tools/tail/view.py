@@ -17,7 +17,7 @@ from r3async.observe.events import event_details
 from r3async.observe.follow import FollowedRun
 from r3async.observe.summary import COLORS, KINDS, format_number, format_percent, format_seconds
 from r3async.scheduling.updates import why_no_update
-from tools.tail_draw import bar, plot, spark
+from tools.tail.draw import bar, plot, spark
 
 LABEL, VALUE, NOTE = 12, 8, 25
 SILENT_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""`r3async inspect`: look into the directory of a run. What can be looked at has a module of its own (`inspect_*.py`)."""
+"""What a name on the command line of `r3async inspect` stands for."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`r3async inspect`: look into a run, a spool, a checkpoint or a message."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.records import SCHEMA, Column, Sample, TokenTable, Trajectory
+from r3async.records import SCHEMA, Column, Trajectory
 from r3async.transport import Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
 from r3async.transport import intake as intake_module
 from r3async.transport import sender as sender_module
@@ -482,7 +482,7 @@ async def test_malformed_messages():
 
 async def test_a_stranger_is_refused_for_good():
     inbox = Inbox()
-    other = SCHEMA.with_column(Column("entropy", ("float32",), 0.0, optional=True))
+    other = SCHEMA.with_column(Column("entropy", ("float32",), 0.0, optional=True)).fingerprint
     async with receiving(inbox) as (receiver, endpoint):
         async with sending(endpoint, run_id="yesterday") as sender:
             with pytest.raises(TransportRefused, match="'g0': run 'yesterday' is not the run of this learner"):
@@ -491,11 +491,12 @@ async def test_a_stranger_is_refused_for_good():
                 await sender.flush(LIMIT)
             await asyncio.sleep(1)
             assert sender.reconnects == 0
-        async with sending(endpoint, schema=other) as sender:
-            sample = Sample("s", TokenTable(dict(make_trajectory(1).samples[0].table.items()), other))
-            with pytest.raises(TransportRefused, match="the columns differ"):
-                await asyncio.wait_for(sender.send(make_trajectory(1, samples=[sample])), LIMIT)
         async with raw_dealer(endpoint) as peer:
+            await peer.send(wire.Hello("s", "raw", "run", other))
+            answer = await peer.answer()
+            assert answer.final
+            assert f"token schema '{other}'" in answer.reason
+            assert "the columns differ" in answer.reason
             await peer.send(wire.Hello("s", "raw", "run", SCHEMA.fingerprint, wire=wire.WIRE_VERSION - 1))
             answer = await peer.answer()
             assert answer.final

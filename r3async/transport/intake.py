@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from r3async.records import Schema, Trajectory
+from r3async.records import Trajectory
 from r3async.transport.capacity import Capacity
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import off_loop
@@ -86,7 +86,6 @@ class Intake:
 
     def __init__(
         self,
-        schema: Schema,
         ledger: Ledger,
         capacity: Capacity,
         on_trajectory: Callable[[Trajectory, int], None],
@@ -96,7 +95,7 @@ class Intake:
         answer: Callable[[Arrival, Outcome], None],
         world: World = REAL,
     ):
-        self._schema, self._ledger, self._capacity = schema, ledger, capacity
+        self._ledger, self._capacity = ledger, capacity
         self._on_trajectory, self._validate, self._admit, self._store = on_trajectory, validate, admit, store
         self._answer = answer
         self._clock, self._threads = world.clock.monotonic, world.threads
@@ -202,7 +201,7 @@ class Intake:
     def _open(self, arrival: Arrival) -> tuple[Trajectory, int]:
         """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""
         arrival.join()
-        trajectory = decode_trajectory(arrival.frames, self._schema)
+        trajectory = decode_trajectory(arrival.frames)
         if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.group_index):
             raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
         nbytes = decoded_bytes(arrival.frames, trajectory)

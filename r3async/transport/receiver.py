@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3async.config import TransportConfig, in_url
-from r3async.records import SCHEMA, Schema, Trajectory
+from r3async.records import SCHEMA, Trajectory
 from r3async.transport.capacity import OPEN, Capacity
 from r3async.transport.intake import Arrival, Intake, Outcome, Refuse, Store
 from r3async.transport.keys import ServerKeys
@@ -100,7 +100,6 @@ class Receiver:
         store: Store | None = None,
         window: int = 1,
         port: int = 0,
-        schema: Schema = SCHEMA,
         ledger: Ledger | None = None,
         on_reject: Callable[[str, str], None] | None = None,
         world: World = REAL,
@@ -131,7 +130,6 @@ class Receiver:
         self._store = store
         self._on_reject = on_reject
         self._port = port
-        self._schema = schema
         self._clock = world.clock.monotonic
         self._capacity = Capacity(settings.credit_bytes, window)
         self._until = OPEN
@@ -141,9 +139,7 @@ class Receiver:
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
         self._telling = False
-        self._intake = Intake(
-            schema, self.ledger, self._capacity, on_trajectory, validate, admit, store, self._answer, world
-        )
+        self._intake = Intake(self.ledger, self._capacity, on_trajectory, validate, admit, store, self._answer, world)
         self._sockets = world.sockets()
         self._socket: MessageSocket = NoSocket()
         self._tasks: list[asyncio.Task[None]] = []
@@ -240,9 +236,9 @@ class Receiver:
         elif hello.run_id != self.run_id:
             kind = "another run"
             problem = f"run {hello.run_id!r} is not the run of this learner"
-        elif hello.schema != self._schema.fingerprint:
+        elif hello.schema != SCHEMA.fingerprint:
             kind = "another schema"
-            problem = f"token schema {hello.schema!r}, the learner has {self._schema.fingerprint!r}: the columns differ"
+            problem = f"token schema {hello.schema!r}, the learner has {SCHEMA.fingerprint!r}: the columns differ"
         elif identity not in self._peers and len(self._peers) >= MAX_SENDERS:
             kind = "too many senders"
             problem = f"{MAX_SENDERS} senders are connected, which is as many as may be"

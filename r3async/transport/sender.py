@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from r3async.config import TransportConfig
-from r3async.records import SCHEMA, Schema, Trajectory
+from r3async.records import SCHEMA, Trajectory
 from r3async.transport.keys import ClientKeys
 from r3async.transport.outbox import Outbox, Pending
 from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportError, TransportRefused, Turns
@@ -63,7 +63,6 @@ class Sender:
         settings: TransportConfig,
         *,
         keys: ClientKeys,
-        schema: Schema = SCHEMA,
         on_reject: Callable[[Trajectory, str], None] | None = None,
         world: World = REAL,
     ):
@@ -84,7 +83,6 @@ class Sender:
         self.damaged = 0
         """Deliveries that changed on their way."""
         self._on_reject = on_reject
-        self._schema = schema
         self._unique, self._threads, self._clock = world.unique, world.threads, world.clock.monotonic
         self._outbox = Outbox()
         self._settled = asyncio.Event()
@@ -134,10 +132,10 @@ class Sender:
         self._raise_error()
         nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
         if nbytes <= OFFLOAD_BYTES:  # many episodes may end at once
-            frames = await self._turns.do(encode_trajectory, trajectory, self._schema)
+            frames = await self._turns.do(encode_trajectory, trajectory)
         else:
             async with self._encoding:
-                frames = await self._threads.run(encode_trajectory, trajectory, self._schema)
+                frames = await self._threads.run(encode_trajectory, trajectory)
         self._raise_error()  # Things may have changed while it was encoded.
         nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id
@@ -211,7 +209,7 @@ class Sender:
         self._say_hello()
 
     def _say_hello(self) -> None:
-        self._say(Hello(self._session, self.sender_id, self.run_id, self._schema.fingerprint))
+        self._say(Hello(self._session, self.sender_id, self.run_id, SCHEMA.fingerprint))
 
     def _check(self) -> None:
         """Reconnect if the receiver is silent, or an answer is overdue; or else show that this end lives."""

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from r3async.appending import whole_bytes
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.error import CheckpointError
 from r3async.checkpoint.state import RunState
-from r3async.config import HIDDEN, Config, to_dict
+from r3async.config import HIDDEN, Config, flat, to_dict
 from r3async.scheduling.admission import Admission
 from r3async.world import Files
 from r3async.world.real import REAL
@@ -41,23 +43,15 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
 
     A setting that the saved configuration does not know has its default. `name` and `resume` are no settings of training.
     """
-    old, new, defaults = _flat(saved), _flat(to_dict(now)), _flat(to_dict(Config()))
+    # As a checkpoint has them: without tuples.
+    old, new, defaults = (
+        flat(msgspec.json.decode(msgspec.json.encode(each))) for each in (saved, to_dict(now), to_dict(Config()))
+    )
     out = {}
     for key in sorted({*old, *new} - {"name", "resume"}):
         was, value = old.get(key, defaults.get(key)), new.get(key, defaults.get(key))
         if was != value and HIDDEN not in (was, value):  # what a secret was is not known any more
             out[key] = (was, value)
-    return out
-
-
-def _flat(value: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, inner in value.items():
-        name = f"{path}{key}"
-        if isinstance(inner, Mapping) and inner:
-            out |= _flat(inner, f"{name}.")
-        elif inner not in ({}, None):
-            out[name] = list(inner) if isinstance(inner, tuple) else inner
     return out
 
 

@@ -277,6 +277,14 @@ def to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
     return msgspec.to_builtins(config, enc_hook=write_secret)
 
 
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one, by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in section.items() if isinstance(section, dict) else ():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
 def to_toml(config: Config) -> str:
     """The resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
 

@@ -19,7 +19,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from r3async.config import Config, to_dict
+from r3async.config import Config, flat, to_dict
 from r3async.observe import report_compare as compare
 from r3async.observe.catalogue import metric
 from r3async.observe.charts import describe_charts, describe_more
@@ -31,7 +31,7 @@ from r3async.observe.report_drift import describe_ages, drift_table
 from r3async.observe.report_episodes import MODES, read_conversations, read_samples
 from r3async.observe.report_evaluation import describe_evaluation, describe_evaluations, read_evaluations
 from r3async.observe.report_timeline import describe_timeline, waits
-from r3async.observe.settings import flat, read_run_config, same, value_text
+from r3async.observe.settings import read_run_config, same, value_text
 from r3async.observe.summary import (
     RunSummary,
     format_number,

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from r3async.config import flat
 from r3async.observe.catalogue import METRICS, figure_label
 from r3async.observe.charts import CHARTS, Line, Series, chart_column, chart_frame
-from r3async.observe.settings import flat, same, value_text
+from r3async.observe.settings import same, value_text
 from r3async.observe.summary import RunSummary, format_metric, format_number, format_percent, format_seconds
 from r3async.observe.timeline import Span, busy_shares
 

@@ -31,14 +31,6 @@ def read_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
         return None
 
 
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one, by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in section.items() if isinstance(section, dict) else ():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
 def same(one: Any, other: Any) -> bool:
     """Lists and tuples of the same values are the same."""
     lists = isinstance(one, (list, tuple)) and isinstance(other, (list, tuple))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from r3async.config import flat
 from r3async.config.observe import ObserveConfig
-from r3async.observe.settings import flat
 
 PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),

@@ -11,6 +11,7 @@ import pytest
 
 from actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.checkpoint import CheckpointError
+from r3async.checkpoint.error import Unreadable
 from r3async.config import ConfigError
 from tools.cli import main
 from tools.train import StoppedWhileLoading, StopRequest, stop_signals
@@ -86,6 +87,7 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
     ("error", "code"),
     [
         (None, 0),
+        (Unreadable("the disk does not give it"), 2),
         (RunFailed("the learner is lost"), 1),
         (ProcessDied("the learner is lost"), 1),
         (ConfigError("`steps` must be greater than 0"), 2),

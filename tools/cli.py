@@ -337,7 +337,7 @@ def main() -> None:
                 _fail(f"nothing was trained: {error}", UNTRAINED)
             case "RunFailed" | "ProcessDied":
                 _fail(f"the run failed: {error}", 1)
-            case "CheckpointError":
+            case "CheckpointError" | "Unreadable":
                 _fail(f"checkpoint error: {error}", 2)
         sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)

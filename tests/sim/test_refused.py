@@ -71,7 +71,7 @@ def test_one_bad_sample_costs_its_group_one_sample(machine, seed):
 def test_a_learner_that_refuses_too_much_ends_the_run_with_its_reason(machine, seed):
     reason = r"too many tasks fail: 9 .*of the last \d+ tasks, failed by the learner; .*rejected trajectory g\d+e0001: not to"
     with pytest.raises(RunFailed, match=reason):
-        machine.train("steps=6", pipeline=RefusingAll)
+        machine.train("steps=30", pipeline=RefusingAll)
 
 
 # -- a task is no good -------------------------------------------------------------------------------------------------

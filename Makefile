@@ -12,7 +12,7 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 
 # What needs neither Ray nor an engine nor a process group runs on all cores at once; the rest shares them by itself.
 QUICK := not (ray or engine or ranks) or short_run
-PARALLEL := -n auto --dist loadfile
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-all lint format clean distclean
 .DEFAULT_GOAL := help

@@ -14,6 +14,11 @@ import pytest_asyncio
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Matrices of tests are small, and their processes many: threads that wait for each other on busy cores take most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Images of containers often set it. Then each of some hundred processes compiles our sources again, and all tests' assertions.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")
@@ -78,35 +83,66 @@ def warm_model(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def ray_head():
+    """Address of one Ray on this machine, for all tests that need some: to start and end one takes ten seconds and more."""
+    from tests.helpers_cluster import plain_head
+
+    with plain_head() as address:
+        yield address
+
+
 @pytest.fixture(scope="module")
-def local_ray():
-    """One local Ray for all runs of a module, also those of child processes: to start one takes ten seconds and more."""
+def local_ray(ray_head):
+    """The runs of a module, also those of child processes, are on the suite's Ray."""
     import ray
 
-    ray.init(num_cpus=32, include_dashboard=False, logging_level="error")
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    ray.init(address=ray_head, logging_level="error")
+    os.environ["RAY_ADDRESS"] = ray_head
     yield
     del os.environ["RAY_ADDRESS"]
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def token_cluster():
+    """A Ray that takes jobs and wants a token. What its clients' environment adds."""
+    from tests.helpers_cluster import own_cluster
+
+    with own_cluster() as environment:
+        yield environment
+
+
 STARTED_BY = {
-    "local_ray": "ray",
-    "ray": "ray",
+    "ray_head": "ray",
+    "token_cluster": "ray",
     "vllm_engine": "engine",
     "two_ranks": "ranks",
     "four_ranks": "ranks",
     "ranks": "ranks",
+    "ranks_of": "ranks",
 }
 """What a test with this fixture starts: its marker follows from it."""
+
+
+LONGEST = (
+    "test_pipeline.py",
+    "sim/test_simulate.py",
+    "sim/test_world.py",
+    "sim/test_checkpoints.py",
+    "test_checkpoint_faults.py",
+    "sim/test_published.py",
+    "test_full_disk.py",
+    "test_schedule_machine.py",
+)
+"""Files that `make test` gives to its processes first, or one of them waits for another at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
-        # The longest file first, or one process waits for the other at the end.
-        long = {item.path for item in items if item.get_closest_marker("short_run")}
-        items.sort(key=lambda item: item.path not in long)
+        places = {config.rootpath / "tests" / name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         for fixture in getattr(item, "fixturenames", ()):
@@ -126,6 +162,10 @@ def _only_what_its_marker_says(request, monkeypatch):
 
         if request.node.get_closest_marker("ray") is None:
             monkeypatch.setattr(VllmEngine, "start", lambda self: pytest.fail("it starts vLLM: mark it `engine`"))
+    if request.node.get_closest_marker("ranks") is None and "tests.helpers_ranks" in sys.modules:
+        from tests.helpers_ranks import Ranks
+
+        monkeypatch.setattr(Ranks, "__init__", lambda self, *args: pytest.fail("it starts ranks: mark it `ranks`"))
 
 
 EXIT_SECONDS = 120.0

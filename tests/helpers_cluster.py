@@ -41,44 +41,68 @@ def free_ports(count: int) -> list[int]:
 @contextmanager
 def own_cluster() -> Iterator[dict[str, str]]:
     """A Ray head with token authentication, in a process group of its own. Yields what its clients' environment adds."""
-    # Not pytest's own folder: a path of a Unix socket has 107 bytes at most.
+    secret = secrets.token_hex(32)
+    with _home() as home:
+        (home / "token").write_text(secret)
+        environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(home / "token"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        words = ["--num-cpus=4", "--object-store-memory=100000000"]
+        with _head(home, bare_environment(**environment), words) as ports:
+            yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard-port']}"}
+
+
+@contextmanager
+def plain_head() -> Iterator[str]:
+    """A Ray head whose actors find what this process finds. Yields its address."""
+    words = ["--num-cpus=32", "--include-dashboard=false"]
+    with _home() as home, _head(home, dict(os.environ), words) as ports:
+        yield f"127.0.0.1:{ports['port']}"
+
+
+@contextmanager
+def _home() -> Iterator[Path]:
+    """Not pytest's own folder: a path of a Unix socket has 107 bytes at most."""
     home = Path(tempfile.mkdtemp(prefix="r3"))
-    token = home / "token"
-    token.write_text(secrets.token_hex(32))
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def _head(home: Path, environment: dict[str, str], words: list[str]) -> Iterator[dict[str, int]]:
+    """Yields its ports."""
     names = ["port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port"]
     names += ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port"]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [beside_python("ray"), "start", "--head", "--block", "--num-cpus=4", f"--temp-dir={home}/t"]
-    command += ["--disable-usage-stats", "--object-store-memory=100000000"]
-    command += [f"--{name}={port}" for name, port in ports.items()]
+    command = [beside_python("ray"), "start", "--head", "--block", f"--temp-dir={home}/t", "--disable-usage-stats"]
+    command += [*words, *(f"--{name}={port}" for name, port in ports.items())]
     with (home / "log").open("w") as log:
-        head = subprocess.Popen(
-            command, env=bare_environment(**environment), stdout=log, stderr=log, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{ports['dashboard-port']}"
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        _wait(address, home / "log", head)
-        yield environment | {"RAY_API_SERVER_ADDRESS": address}
+        _wait(ports["port"] if "--include-dashboard=false" in words else ports["dashboard-port"], home / "log", head)
+        yield ports
     finally:
         os.killpg(head.pid, signal.SIGTERM)
         try:
             head.wait(5)
         except subprocess.TimeoutExpired:
             os.killpg(head.pid, signal.SIGKILL)
-        shutil.rmtree(home, ignore_errors=True)
 
 
-def _wait(address: str, log: Path, head: subprocess.Popen[bytes]) -> None:
+def _wait(port: int, log: Path, head: subprocess.Popen[bytes]) -> None:
+    """Until something listens on `port`, and Ray says that it runs."""
     deadline = time.monotonic() + START_SECONDS
-    host, port = address.removeprefix("http://").split(":")
     while time.monotonic() < deadline and head.poll() is None:
         try:
-            socket.create_connection((host, int(port)), 1.0).close()
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
         except OSError:
-            time.sleep(0.5)
+            time.sleep(0.2)
             continue
         if "Ray runtime started" in log.read_text():
             return
-        time.sleep(0.5)
+        time.sleep(0.2)
     raise RuntimeError(f"no cluster:\n{log.read_text()}")

@@ -19,7 +19,7 @@ from r3async.observe.verify import verify_routes
 from tools.init_model import OracleData, byte_tokenizer, random_model
 from tools.train import train
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
 ROOT = Path(__file__).parent.parent
 STEPS, GROUPS, SAMPLES = 3, 2, 2
@@ -51,8 +51,6 @@ def caller(tmp_path_factory):
     factory = environment_factory(EnvConfig(name="tests.agents_for_tests:CalculatorFormat"))
     data = OracleData(factory, ChatRenderer(tokenizer), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for _ in range(400):
         tokens, mask = map(torch.from_numpy, data.batch(12))
         logits = model(tokens).logits[:, :-1]
@@ -62,7 +60,6 @@ def caller(tmp_path_factory):
         optimizer.step()
         if loss.item() < 0.015:
             break
-    torch.set_num_threads(threads)
     path = tmp_path_factory.mktemp("model") / "caller"
     model.save_pretrained(path, safe_serialization=True)
     tokenizer.save_pretrained(path)

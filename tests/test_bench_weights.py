@@ -10,7 +10,7 @@ from tools.bench.weights import PARTS, Report
 from tools.cli import app
 
 
-@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(600)
 def test_the_report_has_every_part_of_an_update():
     answer = CliRunner().invoke(app, ["bench", "weights", "--json", "--updates", "3", "--layers", "2"])

@@ -75,7 +75,7 @@ async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, ans
             assert trajectory.samples[0].table["token_ids"].tolist() == first
 
 
-@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.timeout(400)
 def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
     """Its processes are started by a Ray actor that holds an engine; the model has to be made without an oracle's help."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers_cluster import BARE, bare_environment, beside_python, own_cluster
+from tests.helpers_cluster import BARE, bare_environment, beside_python
 from tools.submit.launch import NOT_FOUND, command_of, entrypoint
 
 ROOT = Path(__file__).parent.parent
@@ -17,12 +17,6 @@ SMALL = [
     *("schedule.groups_per_step=2", "schedule.samples_per_group=2"),
     *("model.init.max_warm_steps=2", "model.init.warm_reward=0"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with own_cluster() as environment:
-        yield environment
 
 
 def run(words, cwd, environment, timeout=280):
@@ -91,26 +85,26 @@ def test_a_jobs_command_is_shown_without_the_search_before_it():
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environment(cluster, tmp_path):
+def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environment(token_cluster, tmp_path):
     r3async = beside_python("r3async")
-    done = run([r3async, "submit", "quickstart", "name=bare", *SMALL], tmp_path, cluster)
+    done = run([r3async, "submit", "quickstart", "name=bare", *SMALL], tmp_path, token_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "bare" / "model" / "config.json").is_file()
-    address = cluster["RAY_API_SERVER_ADDRESS"]
-    watched = run([r3async, "tail", "bare", "--plain", "--address", address], tmp_path, cluster)
+    address = token_cluster["RAY_API_SERVER_ADDRESS"]
+    watched = run([r3async, "tail", "bare", "--plain", "--address", address], tmp_path, token_cluster)
     assert watched.returncode == 0, watched.stdout + watched.stderr
     assert "bare: finished after 1 steps" in watched.stdout
-    fits = run([r3async, "cluster", "quickstart", "--address", address], tmp_path, cluster)
+    fits = run([r3async, "cluster", "quickstart", "--address", address], tmp_path, token_cluster)
     assert (fits.returncode, "it fits" in fits.stdout) == (0, True), fits.stdout + fits.stderr
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_rays_own_command_as_the_page_writes_it_trains(cluster, tmp_path):
+def test_rays_own_command_as_the_page_writes_it_trains(token_cluster, tmp_path):
     text = (ROOT / "docs" / "scaling.md").read_text()
     (block,) = re.findall(r"^```sh\n(\S*ray job submit .*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
-    line = block.replace("http://HEAD:8265", cluster["RAY_API_SERVER_ADDRESS"]).replace("/shared", str(tmp_path))
-    done = run(["sh", "-c", f"{line.strip()} name=plain {shlex.join(SMALL)}"], tmp_path, cluster)
+    line = block.replace("http://HEAD:8265", token_cluster["RAY_API_SERVER_ADDRESS"]).replace("/shared", str(tmp_path))
+    done = run(["sh", "-c", f"{line.strip()} name=plain {shlex.join(SMALL)}"], tmp_path, token_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "plain" / "model" / "config.json").is_file()

@@ -59,16 +59,16 @@ def test_every_term_and_gradient_token_by_token(loss, estimator):
     assert distance(got.entropy_grads, entropy) < 1e-12
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(data=st.data())
-def test_gradients_do_not_depend_on_packing_order_or_ranks(loss, reduction, data):
+def test_gradients_do_not_depend_on_packing_order_or_ranks(loss, data):
     """In float64; the next test compares float32 with it. (In float32 `exp` differs by a bit with a token's place in a
     tensor, and terms of opposite sign that nearly cancel make more of that than 1e-6.)"""
     config = algorithm(**TERMS | loss)
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7), label="lengths")
     seed = data.draw(st.integers(0, 1000), label="seed")
+    reduction = data.draw(st.sampled_from(list(REDUCTIONS)), label="reduction")
     groups = [i // 2 for i in range(len(lengths))]
     samples = reweighted(make_samples(seed, lengths), reduction, groups)
     whole = run([samples], config, torch.float64)

@@ -23,18 +23,6 @@ from tests.helpers_parity import LENGTHS, batch, config, of_rank
 
 
 @pytest.fixture(scope="module")
-def ray():
-    import ray
-
-    started = not ray.is_initialized()
-    if started:
-        ray.init(num_cpus=8, include_dashboard=False, logging_level="error")
-    yield ray
-    if started:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
@@ -43,9 +31,9 @@ def for_two_ranks():
     return [of_rank(batch(), rank, 2) for rank in range(2)]
 
 
-@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("replay", ["rollout", "learner"])
-def test_ranks_in_actors_train_what_one_process_trains(ray, model_path, tmp_path, replay):
+def test_ranks_in_actors_train_what_one_process_trains(model_path, tmp_path, replay):
     alone = LocalLearner.load(config(replay=replay), model_path)
     expected = alone.train([[batch()], [batch()]], version=0, trace=True)
     ranked = RankedLearner.load(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
@@ -95,8 +83,8 @@ class ThreadsOfCalls(RankActor):
         return threading.get_ident()
 
 
-@pytest.mark.ray
-def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, tmp_path):
+@pytest.mark.usefixtures("local_ray")
+def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_path):
     actors, made = REAL.actors, (0, to_dict(config()), "", str(tmp_path))
     actor = actors.spawn(ThreadsOfCalls, *made, name="rank", placement=placement(1))
     try:
@@ -111,8 +99,8 @@ def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(ray, t
     assert calls[0] != writes[0]
 
 
-@pytest.mark.ray
-def test_a_rank_that_dies_ends_the_step_with_its_number(ray, model_path, tmp_path):
+@pytest.mark.usefixtures("local_ray")
+def test_a_rank_that_dies_ends_the_step_with_its_number(model_path, tmp_path):
     ranked = RankedLearner.load(config(dp=2), model_path, tmp_path)
     assert REAL.processes.ask_for_stacks(ranked.pids[0], REAL.processes.host)  # as at a stall
     deadline = time.monotonic() + 30

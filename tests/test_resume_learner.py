@@ -34,20 +34,19 @@ def ranks_of(request):
     return lambda world: None if world == 1 else request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
 
 
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_ten_steps_equal_five_and_five_after_a_restart(model_path, tmp_path, backend):
+    _in_two_parts(None, model_path, tmp_path, settings(backend))
+
+
 @pytest.mark.parametrize(
-    ("backend", "parallel"),
-    [
-        ("megatron", {}),
-        ("megatron", {"dp": 2}),
-        ("megatron", {"tp": 2}),
-        ("torch", {}),
-        ("torch", {"dp": 2}),
-    ],
-    ids=["megatron", "megatron-dp2", "megatron-tp2", "torch", "torch-dp2"],
+    ("backend", "parallel"), [("megatron", {"dp": 2}), ("megatron", {"tp": 2}), ("torch", {"dp": 2})]
 )
-def test_ten_steps_equal_five_and_five_after_a_restart(ranks_of, model_path, tmp_path, backend, parallel):
-    config = settings(backend, **parallel)
-    ranks = ranks_of(config.learner.parallel.world)
+def test_ten_steps_of_ranks_equal_five_and_five(two_ranks, model_path, tmp_path, backend, parallel):
+    _in_two_parts(two_ranks, model_path, tmp_path, settings(backend, **parallel))
+
+
+def _in_two_parts(ranks, model_path, tmp_path, config):
     straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))
     ten = on_ranks(ranks, begun, model_path, config, 10, straight)
     five = on_ranks(ranks, begun, model_path, config, 5, half)

@@ -11,7 +11,11 @@ import pytest
 from tools import lint_seam
 from tools.lint_seam import EXEMPT, ROOT, Defaults, check, check_source
 
-DEFAULTS = Defaults()
+
+@pytest.fixture(scope="module")
+def defaults() -> Defaults:
+    return Defaults()
+
 
 PLANTED = {
     "import time\ntime.time()": "time.time",
@@ -103,23 +107,23 @@ async def f(world, path, text, outbox, files, **options):
 
 
 @pytest.mark.parametrize("source", PLANTED)
-def test_what_passes_the_seam_by_is_seen(source) -> None:
-    found = check_source("a.py", source, DEFAULTS)
+def test_what_passes_the_seam_by_is_seen(defaults, source) -> None:
+    found = check_source("a.py", source, defaults)
     assert PLANTED[source] in [each.what for each in found]
     assert all(each.instead and each.line <= len(source.splitlines()) for each in found)
 
 
-def test_what_goes_through_the_seam_is_not() -> None:
-    assert check_source("a.py", FINE, DEFAULTS) == []
+def test_what_goes_through_the_seam_is_not(defaults) -> None:
+    assert check_source("a.py", FINE, defaults) == []
 
 
 def test_no_room_passes_the_seam_by() -> None:
     assert check() == []
 
 
-def test_every_exemption_is_needed() -> None:
+def test_every_exemption_is_needed(defaults) -> None:
     for name in EXEMPT:
-        assert check_source(name, (ROOT / name).read_text(), DEFAULTS), f"{name} needs no exemption"
+        assert check_source(name, (ROOT / name).read_text(), defaults), f"{name} needs no exemption"
 
 
 def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: Path, monkeypatch, capsys) -> None:

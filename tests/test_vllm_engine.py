@@ -39,14 +39,6 @@ async def weights(vllm_engine, tiny_model, tmp_path_factory):
         yield Weights(tiny_model, other, publisher, vllm_engine.version)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the engine computes on the other cores
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def current(vllm_engine, weights) -> Reference:
     """transformers with the weights that the engine has now."""

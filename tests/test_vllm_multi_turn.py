@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Generation
@@ -37,14 +36,6 @@ from tests.helpers_engine import (
 from tools.init_model import byte_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

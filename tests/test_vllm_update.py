@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from r3async.engines.base import EngineError
 from r3async.engines.vllm import VllmEngine
@@ -23,14 +22,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT, ANSWER = 140, 200
 MODES = ["keep", "recompute", "drain"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

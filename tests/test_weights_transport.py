@@ -9,20 +9,8 @@ from actors.delivery import ObjectStoreReceiver, ObjectStoreSender
 from r3async.weights.publish import EncodedWeights, WeightError, read_verified, verify
 from tests.test_weights import tensors
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.usefixtures("local_ray")
 BUCKET = 64
-
-
-@pytest.fixture(scope="module")
-def ray():
-    import ray
-
-    started = not ray.is_initialized()
-    if started:
-        ray.init(num_cpus=8, include_dashboard=False, logging_level="error")
-    yield ray
-    if started:
-        ray.shutdown()
 
 
 class Learner:
@@ -63,7 +51,9 @@ class Generator:
         return sorted(p.name for p in self.receiver._folder.path.glob("version-*"))
 
 
-def test_what_one_worker_sends_another_one_reads(ray, tmp_path):
+def test_what_one_worker_sends_another_one_reads(tmp_path):
+    import ray
+
     learner, generator = ray.remote(Learner).remote(), ray.remote(Generator).remote(tmp_path)
     try:
         for version in (0, 1):

@@ -10,9 +10,10 @@ VENV := .venv/bin
 # `make quickstart seed=1 steps=20` is `r3async train quickstart seed=1 steps=20`. ARGS is passed as it is, instead.
 OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)))
 
-# What needs neither Ray nor an engine nor a process group runs on all cores at once; the rest shares them by itself.
+# What needs neither Ray nor an engine nor a process group runs on all cores at once. The rest has processes of its own,
+# which mostly wait for each other to load: two files at a time, however many cores there are.
 QUICK := not (ray or engine or ranks) or short_run
-PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+PARALLEL := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-all lint format clean distclean
 .DEFAULT_GOAL := help
@@ -33,11 +34,11 @@ quickstart: install
 	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)
 
 test: install
-	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" $(PARALLEL))
+	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" -n auto $(PARALLEL))
 
 test-all: install
-	@$(VENV)/python -m pytest -m "$(QUICK)" $(PARALLEL) --durations=30
-	@$(VENV)/python -m pytest -m "not ($(QUICK))" --durations=30
+	@$(VENV)/python -m pytest -m "$(QUICK)" -n auto $(PARALLEL) --durations=30
+	@$(VENV)/python -m pytest -m "not ($(QUICK))" -n 2 $(PARALLEL) --durations=30
 
 lint: install
 	@$(VENV)/ruff check .

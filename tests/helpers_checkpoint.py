@@ -18,8 +18,6 @@ from r3async.config import Config, config_from_dict
 from r3async.learners.backend import LearnerBackend
 from r3async.learners.build import build_learner
 from r3async.learners.trainer import train_minibatch
-from tests import helpers_models as hm
-from tests.helpers_parity import BUDGET, LENGTHS, of_rank
 
 
 def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: int) -> Config:
@@ -37,10 +35,16 @@ def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: i
 
 def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
     """Those of steps `first ..`, each another."""
+    # Not above: `checkpoint_driver` trains nothing, and forks a hundred times.
+    from tests import helpers_models as hm
+    from tests.helpers_parity import BUDGET, LENGTHS
+
     return [pack(hm.make_samples(s, LENGTHS, temperature=0.8), BUDGET) for s in range(first, first + count)]
 
 
 def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBatch]]) -> list[dict[str, float]]:
+    from tests.helpers_parity import of_rank
+
     p = config.learner.parallel
     rank = dist.get_rank() if p.world > 1 else 0
     return [train_minibatch(learner, of_rank(step, rank // p.tp % p.dp, p.dp)).metrics for step in steps]

@@ -13,18 +13,16 @@ from actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.error import Unreadable
 from r3async.config import ConfigError
+from tests.helpers_cli import typed
 from tools.cli import main
 from tools.train import StoppedWhileLoading, StopRequest, stop_signals
 
 
-def cli(*words, cwd):
-    command = [sys.executable, "-m", "tools.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
-
-
 def test_presets_are_listed_and_shown(tmp_path):
-    assert cli("presets", cwd=tmp_path).stdout.startswith("quickstart")
-    shown = cli("presets", "quickstart", cwd=tmp_path).stdout
+    command = [sys.executable, "-m", "tools.cli", "presets"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    assert listed.stdout.startswith("quickstart")
+    shown = typed("presets", "quickstart", cwd=tmp_path).stdout
     assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
 
 
@@ -42,7 +40,7 @@ def test_presets_are_listed_and_shown(tmp_path):
     ],
 )
 def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_path):
-    done = cli(*words, cwd=tmp_path)
+    done = typed(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.config import ConfigError, load_config
+from tests.helpers_cli import typed
 from tools.cluster import check_fit, describe_fit, read_nodes
 from tools.plan import make_plan
 from tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
@@ -93,7 +94,7 @@ def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):
         (["cluster", "quickstart", "--address", nobody], "no Ray cluster answers"),
         (["submit", "list", "--address", nobody, "--token-file", "nowhere"], "--token-file nowhere"),
     ]:
-        done = cli(*words, cwd=tmp_path)
+        done = typed(*words, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
         assert "Traceback" not in done.stderr

@@ -79,7 +79,7 @@ def warm_model(tmp_path_factory):
     from tools.init_model import init_model
 
     path = tmp_path_factory.mktemp("model") / "init"
-    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.2"]))
+    init_model(path, load_config("quickstart", ["model.init.warm_reward=0.05"]))
     return path
 
 
@@ -128,8 +128,8 @@ STARTED_BY = {
 LONGEST = (
     "test_pipeline.py",
     "sim/test_simulate.py",
-    "sim/test_world.py",
     "sim/test_checkpoints.py",
+    "test_resume_learner.py",
     "test_checkpoint_faults.py",
     "sim/test_published.py",
     "test_full_disk.py",

@@ -77,7 +77,7 @@ async def test_the_built_in_rewards(write, reward, answer, want, paid):
 
 async def test_a_function_of_ones_own_sees_the_whole_row_and_may_not_hang(write):
     path = write({"prompt": "?", "solution": "x"})
-    make = factory(path, reward="tests.helpers_envs:half_for_trying", workers=1, step_timeout=5.0)
+    make = factory(path, reward="tests.helpers_envs:half_for_trying", workers=1, step_timeout=2.0)
     paid = []
     for answer in ("x", "y"):
         env = make()
@@ -86,7 +86,7 @@ async def test_a_function_of_ones_own_sees_the_whole_row_and_may_not_hang(write)
     assert paid == [1.0, 0.5]
     env = make()
     await env.reset(1)
-    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 5 s"):
+    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 2 s"):
         await env.step(Action("hang"))
     env._pool.close()
 

@@ -79,14 +79,14 @@ async def test_a_copy_repeats_the_answers_so_far(make):
 
 
 async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_gets_a_new_one(make):
-    factory = make(step_timeout=4.0)
+    factory = make(step_timeout=2.0)
     hanging, neighbour = factory(), factory()
     first = where(await hanging.reset(1))
     assert where(await neighbour.reset(2)) == first
     late, waiting = await asyncio.gather(
         hanging.step(Action("hang")), neighbour.step(Action("2")), return_exceptions=True
     )
-    assert "`step` took longer than env.step_timeout = 4 s" in str(late)
+    assert "`step` took longer than env.step_timeout = 2 s" in str(late)
     assert isinstance(waiting, EnvironmentFailed)  # and not a cancellation
     with pytest.raises(EnvironmentFailed, match=r"process of .* is gone: `step` took longer than env\.step_timeout"):
         await neighbour.step(Action("2"))
@@ -97,7 +97,7 @@ async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_
 
 
 async def test_the_event_loop_goes_on_while_a_call_hangs(make):
-    env = make(step_timeout=4.0)()
+    env = make(step_timeout=2.0)()
     await env.reset(1)
     hanging, beats = asyncio.create_task(env.step(Action("hang"))), 0
     while not hanging.done():

@@ -13,7 +13,8 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 # What needs neither Ray nor an engine nor a process group runs on all cores at once. The rest has processes of its own,
 # which mostly wait for each other to load: two files at a time, however many cores there are.
 QUICK := not (ray or engine or ranks) or short_run
-PARALLEL := --dist loadfile --no-loadscope-reorder
+ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
+TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-all lint format clean distclean
 .DEFAULT_GOAL := help
@@ -34,11 +35,11 @@ quickstart: install
 	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)
 
 test: install
-	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" -n auto $(PARALLEL))
+	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" $(ON_ALL_CORES))
 
 test-all: install
-	@$(VENV)/python -m pytest -m "$(QUICK)" -n auto $(PARALLEL) --durations=30
-	@$(VENV)/python -m pytest -m "not ($(QUICK))" -n 2 $(PARALLEL) --durations=30
+	@$(VENV)/python -m pytest -m "$(QUICK)" $(ON_ALL_CORES) --durations=30
+	@$(VENV)/python -m pytest -m "not ($(QUICK))" $(TWO_AT_A_TIME) --durations=30
 
 lint: install
 	@$(VENV)/ruff check .

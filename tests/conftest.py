@@ -119,10 +119,11 @@ STARTED_BY = {
     "vllm_engine": "engine",
     "two_ranks": "ranks",
     "four_ranks": "ranks",
-    "ranks": "ranks",
     "ranks_of": "ranks",
 }
 """What a test with this fixture starts: its marker follows from it."""
+ONE_PROCESS = ("vllm_engine", "two_ranks", "four_ranks", "ranks_of")
+"""Whoever takes one of these is tested in one process with all others that take it: each is started once."""
 
 
 LONGEST = (
@@ -145,9 +146,12 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        for fixture in getattr(item, "fixturenames", ()):
-            if fixture in STARTED_BY and fixture not in given:
-                item.add_marker(STARTED_BY[fixture])
+        taken = [f for f in getattr(item, "fixturenames", ()) if f in STARTED_BY and f not in given]
+        for fixture in taken:
+            item.add_marker(STARTED_BY[fixture])
+        if getattr(config.option, "loadgroup", False):
+            shared = [STARTED_BY[fixture] for fixture in taken if fixture in ONE_PROCESS]
+            item.add_marker(pytest.mark.xdist_group(*shared[:1] or [item.path.stem]))
 
 
 @pytest.fixture(autouse=True)
@@ -162,10 +166,9 @@ def _only_what_its_marker_says(request, monkeypatch):
 
         if request.node.get_closest_marker("ray") is None:
             monkeypatch.setattr(VllmEngine, "start", lambda self: pytest.fail("it starts vLLM: mark it `engine`"))
-    if request.node.get_closest_marker("ranks") is None and "tests.helpers_ranks" in sys.modules:
-        from tests.helpers_ranks import Ranks
-
-        monkeypatch.setattr(Ranks, "__init__", lambda self, *args: pytest.fail("it starts ranks: mark it `ranks`"))
+    if request.node.get_closest_marker("ranks") is None:
+        said = "it starts a process group: mark it `ranks`"
+        monkeypatch.setattr(sys.modules[__name__], "_ranks", lambda *args: pytest.fail(said))
 
 
 EXIT_SECONDS = 120.0

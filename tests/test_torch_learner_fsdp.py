@@ -16,17 +16,9 @@ from r3async.learners.base import LearnerError
 from r3async.learners.torch.backend import TorchLearner
 from r3async.learners.trainer import train_minibatch
 from tests import helpers_torch as ht
-from tests.helpers_ranks import Ranks
 from tests.helpers_torch import settings
 
 QWEN2 = {"intermediate_size": 56, "moe_intermediate_size": 40, "num_experts": 8, "shared_expert_intermediate_size": 40}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +69,10 @@ def _step(path: Path, micro_batches: list[MicroBatch], recompute: str) -> dict[s
         ("qwen2", "full"),
     ],
 )
-def test_loss_and_all_gradients_equal_transformers_with_forced_routes(ranks, models, name, recompute):
+def test_loss_and_all_gradients_equal_transformers_with_forced_routes(two_ranks, models, name, recompute):
     samples = ht.recorded_samples(_layers(name), temperature=0.8)
     micro_batches = pack(samples, ht.BUDGET)
-    first, second = ranks.call(_step, models[name], micro_batches, recompute)
+    first, second = two_ranks.call(_step, models[name], micro_batches, recompute)
     alone = TorchLearner.load(settings(), models[name])
     if name == "qwen2":  # its reference would need to know its shared expert; one rank equals transformers, see there
         result, expected = ht.gradients_of_step(alone, micro_batches)
@@ -135,9 +127,9 @@ def _fail_then_train(path: Path, micro_batches: list[MicroBatch], at: str) -> di
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
-def test_a_failed_step_leaves_weights_and_sharding_as_they_were(ranks, models, at):
+def test_a_failed_step_leaves_weights_and_sharding_as_they_were(two_ranks, models, at):
     micro_batches = pack(ht.recorded_samples(3), ht.BUDGET)
-    first, second = ranks.call(_fail_then_train, models["mixtral"], micro_batches, at)
+    first, second = two_ranks.call(_fail_then_train, models["mixtral"], micro_batches, at)
     alone = train_minibatch(TorchLearner.load(settings(), models["mixtral"]), micro_batches).metrics
     assert first == second
     for key in ("loss/policy", "grad_norm", "routing/agreement"):
@@ -165,9 +157,11 @@ def _passes(path: Path, micro_batches: list[MicroBatch], out: Path) -> tuple[Any
     return metrics, all(np.array_equal(a, b) for a, b in zip(after, free, strict=True)), learner.score(np.arange(30))
 
 
-def test_passes_without_gradient_records_and_files(ranks, models, tmp_path):
+def test_passes_without_gradient_records_and_files(two_ranks, models, tmp_path):
     micro_batches = pack(ht.recorded_samples(2), ht.BUDGET)
-    (metrics, same, score), (_, same_second, _) = ranks.call(_passes, models["qwen3"], micro_batches, tmp_path / "out")
+    (metrics, same, score), (_, same_second, _) = two_ranks.call(
+        _passes, models["qwen3"], micro_batches, tmp_path / "out"
+    )
     assert same
     assert same_second
     assert metrics["routing/agreement"] == 1.0

@@ -16,7 +16,7 @@ from r3async.config import Config, ConfigError, find_config, load_config, parse_
         ("learner.lr=abc", ["learner.lr", "float"]),
         ("learner=3", ["learner", "section"]),
         ("generator.dtype=fp8", ["generator.dtype", "'float32', 'bfloat16'"]),
-        ("schedule.max_staleness=-1", ["max_staleness", "0 (on-policy)"]),
+        ("schedule.max_staleness=-1", ["max_staleness", "0 or more"]),
         ("episode.max_prompt_tokens=128", ["max_prompt_tokens", "max_total_tokens"]),
         ("episode.max_total_tokens=100000", ["max_total_tokens", "max_tokens_per_micro_batch"]),
         ("model.init.top_k=9", ["model.init", "top_k", "experts"]),

@@ -11,7 +11,7 @@ from r3async.config import ConfigError, load_config
     ("override", "says"),
     [
         ("schedule.window=0", "[schedule] `window` must be greater than 0"),
-        ("schedule.max_token_age=-1", "[schedule] `max_token_age` must not be negative"),
+        ("schedule.max_token_age=-1", "[schedule] `max_token_age` must be 0 or more"),
         ("schedule.split=never", "`schedule.split` = 'never'"),
         ("schedule.pace_seconds=0", "[schedule] `pace_seconds` must be greater than 0"),
         ("generator.concurrency_min=0", "[generator] `concurrency_min` must be greater than 0"),

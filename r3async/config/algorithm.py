@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.section import Section, Signed, positive
+from r3async.config.section import Positive, Section, Signed
 
 
 class RolloutKLConfig(Section):
@@ -20,18 +20,17 @@ class RolloutKLConfig(Section):
     """Of the term in the loss. What is measured, for `target` and `max`, is always k3's mean over trained tokens."""
     coef: float = 0.01
     """Weight of the term; with `target`, where it starts."""
-    target: float | None = None
+    target: Positive | None = None
     """Drift, in nats per token, to which the coefficient is adapted after every step. Unset: the coefficient stays."""
-    max: float | None = None
+    max: Positive | None = None
     """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
-    coef_min: float = 1e-4
+    coef_min: Positive = 1e-4
     coef_max: float = 100.0
     """Bounds of the adapted coefficient."""
-    gain: float = 0.1
+    gain: Positive = 0.1
     """Of the adaptation: e-folds that the coefficient moves in a step when drift is twice its target."""
 
     def __post_init__(self) -> None:
-        positive(self, "coef_min", "gain", *(n for n in ("target", "max") if getattr(self, n) is not None))
         if self.coef_max < self.coef_min:
             raise ValueError("`coef_max` must be at least `coef_min`")
         if self.target is not None and not self.coef_min <= self.coef <= self.coef_max:
@@ -48,12 +47,9 @@ class ReferenceKLConfig(Section):
 class ClipConfig(Section):
     """Ratios are clipped to `1 - clip_low .. 1 + clip_high`."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
     """DAPO (arXiv 2503.14476) takes 0.28."""
-
-    def __post_init__(self) -> None:
-        positive(self, "clip_low", "clip_high")
 
 
 class PPOConfig(ClipConfig):
@@ -61,47 +57,36 @@ class PPOConfig(ClipConfig):
     """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError("`dual_clip` must be more than 1")
 
 
 class DecoupledPPOConfig(PPOConfig):
-    behaviour_cap: float = 5.0
+    behaviour_cap: Positive = 5.0
     """Truncation of the behaviour weights, recomputed / rollout."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "behaviour_cap")
 
 
 class GSPOConfig(ClipConfig):
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: Positive = 3e-4
+    clip_high: Positive = 4e-4
 
 
 class CISPOConfig(ClipConfig):
-    clip_low: float = 1.0
+    clip_low: Positive = 1.0
     """1: no lower bound."""
-    clip_high: float = 4.0
+    clip_high: Positive = 4.0
 
 
 class SAPOConfig(Section):
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau_positive: Positive = 1.0
+    tau_negative: Positive = 1.05
     """Temperatures of the gate, for tokens of positive and of negative advantage."""
-
-    def __post_init__(self) -> None:
-        positive(self, "tau_positive", "tau_negative")
 
 
 class DPPOConfig(Section):
-    threshold_low: float = 0.2
-    threshold_high: float = 0.2
+    threshold_low: Positive = 0.2
+    threshold_high: Positive = 0.2
     """|difference of probability| above which a token is pushed no further down, and no further up."""
-
-    def __post_init__(self) -> None:
-        positive(self, "threshold_low", "threshold_high")
 
 
 class CorrectionConfig(Section):
@@ -136,10 +121,7 @@ class OverlongPenaltyConfig(Section):
 
     buffer: int = 0
     """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`; 0: no penalty."""
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "factor")
+    factor: Positive = 1.0
 
 
 GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
@@ -180,7 +162,7 @@ class AlgorithmConfig(Section):
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio: the log-probs that the engine sampled with, or those that the learner
     recomputes before the step's first update (one more forward pass)."""
-    ratio_cap: float = 2.0
+    ratio_cap: Positive = 2.0
     """Of `tis`: truncation of its importance weights."""
     ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
     gspo: GSPOConfig = msgspec.field(default_factory=GSPOConfig)
@@ -198,7 +180,6 @@ class AlgorithmConfig(Section):
     router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
 
     def __post_init__(self) -> None:
-        positive(self, "ratio_cap")
         if self.advantage == "maxrl" and self.overlong_penalty.buffer:
             raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
         if self.policy_loss not in POLICY_LOSSES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from r3async.config.section import Bytes, Section, positive
+from r3async.config.section import Bytes, PositiveInt, Section
 
 
 class BufferConfig(Section):
@@ -18,9 +18,6 @@ class BufferConfig(Section):
     """With `disk`: when the spool holds this much, generators wait. The groups that the next step needs still pass."""
     fsync: bool = False
     """With `disk`: also survive power loss. Each acknowledgement then waits for the device."""
-    quarantine_bytes: int = 64 * 2**20
+    quarantine_bytes: PositiveInt = 64 * 2**20
     """Trajectories that were accepted and turned out not to be trainable are kept in the run's `quarantine/`, up to so many bytes
     together; the oldest make way."""
-
-    def __post_init__(self) -> None:
-        positive(self, "memory_bytes", "disk_bytes", "quarantine_bytes")

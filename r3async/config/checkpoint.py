@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from r3async.config.section import Section, positive
+from r3async.config.section import Positive, PositiveInt, Section
 
 
 class CheckpointConfig(Section):
@@ -10,20 +10,14 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; 0: none by steps."""
     every_minutes: float = 30.0
     """Minutes after which a step is followed by one in any case; 0: none by time. With both 0 there is one only at a stop."""
-    keep_last: int = 3
+    keep_last: PositiveInt = 3
     """The newest so many are kept, and always the newest that is intact."""
     keep_every: int = 0
     """If not 0, those of steps that it divides are kept for good."""
     asynchronous: bool = True
     """Write beside the steps that follow, from a copy in host memory: 12 bytes a parameter, over all ranks. One copy waits at
     most."""
-    write_timeout: float = 1800.0
+    write_timeout: Positive = 1800.0
     """Seconds that writing one may take; the next one waits for it."""
     directory: str = ""
     """Where they are; default: `checkpoints` in the run's directory."""
-
-    def __post_init__(self) -> None:
-        positive(self, "keep_last", "write_timeout")
-        for name in ("every_steps", "every_minutes", "keep_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be 0 (off) or more")

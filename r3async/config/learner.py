@@ -6,24 +6,24 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from r3async.config.section import Range, Section, positive
+from r3async.config.section import Positive, PositiveInt, Range, Section
 
 
 class ParallelConfig(Section):
     """How the learner's ranks divide the model and the batch; there are `dp * tp * pp` of them."""
 
-    dp: int = 1
+    dp: PositiveInt = 1
     """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend = "torch"` the weights
     are sharded among them (FSDP2)."""
-    tp: int = 1
+    tp: PositiveInt = 1
     """Tensor parallel, always with sequence parallelism."""
-    pp: int = 1
+    pp: PositiveInt = 1
     """Pipeline stages (1F1B)."""
-    ep: int = 1
+    ep: PositiveInt = 1
     """Expert parallel: among how many of the `dp * tp` ranks of a stage the experts are divided."""
-    cp: int = 1
+    cp: PositiveInt = 1
     """Context parallel: not supported."""
-    vpp: int = 1
+    vpp: PositiveInt = 1
     """Virtual pipeline stages: not supported."""
 
     @property
@@ -31,7 +31,6 @@ class ParallelConfig(Section):
         return self.dp * self.tp * self.pp
 
     def __post_init__(self) -> None:
-        positive(self, "dp", "tp", "pp", "ep", "cp", "vpp")
         if self.dp * self.tp % self.ep:
             raise ValueError(
                 f"`ep` = {self.ep} must divide dp * tp = {self.dp * self.tp}: experts are divided among these"
@@ -60,22 +59,20 @@ class LearnerConfig(Section):
     """Activations made again in the backward pass: `selective` those of MoE layers, `full` those of whole layers."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype; the optimizer keeps fp32 master weights."""
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     warmup_steps: int = 0
     weight_decay: float = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    max_tokens_per_micro_batch: int = 16384
-    threads: int = 1
+    eps: Positive = 1e-8
+    max_grad_norm: Positive = 1.0
+    max_tokens_per_micro_batch: PositiveInt = 16384
+    threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
-    start_timeout: float = 600.0
-    collective_timeout: float = 600.0
+    start_timeout: Positive = 600.0
+    collective_timeout: Positive = 600.0
     """Seconds that one rank waits for the others before it gives up."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "eps", "max_grad_norm", "max_tokens_per_micro_batch", "threads", "start_timeout")
-        positive(self, "collective_timeout")
         p = self.parallel
         if self.backend == "torch" and max(p.tp, p.pp, p.ep) > 1:
             raise ValueError(

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from r3async.config.section import Section, positive
+from r3async.config.section import Port, Positive, PositiveInt, Section
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -23,11 +23,11 @@ class ObserveConfig(Section):
     """`offline`: kept in the run's directory until `wandb sync`. `online` needs `wandb login` before."""
     mlflow_uri: str = ""
     """Tracking server or store of MLflow; default: `mlruns` in the run's directory."""
-    sink_queue: int = 1024
+    sink_queue: PositiveInt = 1024
     """Rows that may wait for a slow sink. Further ones are left out for it, counted, and reported once."""
-    sink_timeout: float = 15.0
+    sink_timeout: Positive = 15.0
     """Seconds that the end of a run waits for sinks to write what they have."""
-    prometheus_port: int | None = None
+    prometheus_port: Port | None = None
     """If set, every process of the run serves `/metrics` on the first free port from this one on: its memory and CPU time; the
     driver also the figures of the last step, and a generator those of its engine. Where is written into
     `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any free port."""
@@ -35,13 +35,10 @@ class ObserveConfig(Section):
     """Interface that it binds to. Loopback unless named."""
 
     def __post_init__(self) -> None:
-        positive(self, "sink_queue", "sink_timeout")
         if urlsplit(self.mlflow_uri).password is not None:
             raise ValueError(
                 "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        if self.prometheus_port is not None and not 0 <= self.prometheus_port <= 65535:
-            raise ValueError("`prometheus_port` must be in 0..65535, 0 for any free port")
         if len(set(self.sinks)) < len(self.sinks):
             raise ValueError("`sinks` names one twice")

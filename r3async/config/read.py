@@ -20,7 +20,7 @@ from r3async.config.engine_args import check_engine_args
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
 from r3async.config.secret import Secret, secret_settings
-from r3async.config.section import ConfigError, Section, Seed, plain_type, positive
+from r3async.config.section import ConfigError, PositiveInt, Section, Seed, plain_type
 from r3async.config.sections import (
     ClusterConfig,
     EnvConfig,
@@ -53,7 +53,7 @@ class Config(Section):
     name: str = ""
     """Run directory in `runs/`, a plain name without separators; default: preset and time."""
     seed: Seed = 0
-    steps: int = 100
+    steps: PositiveInt = 100
     resume: str = "auto"
     """`auto`: go on from the newest intact checkpoint of this run, if it has any. `none`: begin anew. Or the path of a
     checkpoint, or of a run, to go on from."""
@@ -76,7 +76,6 @@ class Config(Section):
     evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        positive(self, "steps")
         if problem := name_problem(self.name):
             raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
         if not self.resume:

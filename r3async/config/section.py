@@ -18,16 +18,31 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Range:
-    """What a number of a section may be, both ends included: `field: Annotated[float, Range(-1, 1)]`."""
+    """What a number of a section may be: `field: Annotated[float, Range(-1, 1)]`. Both ends are included; with `above` the lower
+    one is not."""
 
     low: float
     high: float
+    above: bool = False
+
+    def problem(self, number: float) -> str:
+        """Why `number` may not be, after its name; "" if it may."""
+        if self.above and number <= self.low:
+            return f"must be greater than {self.low:,}, got {number}"
+        if number < self.low:
+            return f"must be {self.low:,} or more, got {number}"
+        return f"must be at most {self.high:,}, got {number}" if number > self.high else ""
 
 
 NUMBER = Range(0, 10**9)
 """Of every number whose field says nothing else. As seconds it is 31 years, and clocks of all libraries can wait for it."""
 
-Bytes = Annotated[int, Range(0, 2**50)]
+Positive = Annotated[float, Range(0, 10**9, above=True)]
+PositiveInt = Annotated[int, Range(0, 10**9, above=True)]
+Share = Annotated[float, Range(0, 1)]
+Port = Annotated[int, Range(0, 65535)]
+"""0: a free one."""
+Bytes = Annotated[int, Range(0, 2**50, above=True)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 Signed = Annotated[float, Range(-(10**9), 10**9)]
 """A number that may be negative: a reward, or the weight of a term that may be a penalty."""
@@ -36,8 +51,8 @@ Signed = Annotated[float, Range(-(10**9), 10**9)]
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: every number of every field is finite and in the field's `Range`, whatever a section checks itself.
 
-    A section's own `__post_init__` comes between the two, so that it sees finite numbers only and may say more of a bad one.
-    Numbers in tables (`env.args`) are finite; what they may be is not known here.
+    A section's own `__post_init__` comes after that. Numbers in tables (`env.args`) are finite; what they may be is not known
+    here.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -47,21 +62,13 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
         @functools.wraps(own)
         def checked(section: Section) -> None:
-            _check_finite(section)
+            _check_numbers(section)
             own(section)
-            _check_ranges(section)
 
         cls.__post_init__ = checked  # type: ignore[method-assign, assignment]
 
     def __post_init__(self) -> None:
-        _check_finite(self)
-        _check_ranges(self)
-
-
-def positive(section: Section, *names: str) -> None:
-    for name in names:
-        if getattr(section, name) <= 0:
-            raise ValueError(f"`{name}` must be greater than 0, got {getattr(section, name)}")
+        _check_numbers(self)
 
 
 def plain_type(kind: Any) -> Any:
@@ -69,24 +76,14 @@ def plain_type(kind: Any) -> Any:
     return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
 
 
-def _check_finite(section: Section) -> None:
-    for field in section.__struct_fields__:
-        for name, number in _numbers(field, getattr(section, field)):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ValueError(f"`{name}` must be a finite number, got {number}")
-
-
-def _check_ranges(section: Section) -> None:
+def _check_numbers(section: Section) -> None:
     for field, bounds in _ranges(type(section)).items():
         value = getattr(section, field)
-        if isinstance(value, Mapping):
-            continue
         for name, number in _numbers(field, value):
-            if number < bounds.low:
-                what = "not be negative" if bounds.low == 0 else f"be at least {bounds.low:,}"
-                raise ValueError(f"`{name}` must {what}, got {number}")
-            if number > bounds.high:
-                raise ValueError(f"`{name}` must be at most {bounds.high:,}, got {number}")
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"`{name}` must be a finite number, got {number}")
+            if not isinstance(value, Mapping) and (problem := bounds.problem(number)):
+                raise ValueError(f"`{name}` {problem}")
 
 
 @functools.cache

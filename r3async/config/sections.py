@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config.secret import Secret, revealed
-from r3async.config.section import Bytes, Section, Seed, Signed, positive
+from r3async.config.section import Bytes, Positive, PositiveInt, Section, Seed, Share, Signed
 
 
 class InitConfig(Section):
@@ -16,39 +16,25 @@ class InitConfig(Section):
 
     seed: Seed = 0
     """Of the random weights and the warm-up. Its own, so that runs with different `seed`s begin with the same model."""
-    hidden_size: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    experts: int = 8
-    top_k: int = 2
-    expert_hidden_size: int = 64
+    hidden_size: PositiveInt = 128
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    experts: PositiveInt = 8
+    top_k: PositiveInt = 2
+    expert_hidden_size: PositiveInt = 64
     gate_std: float = 0.1
     """Standard deviation of the router weights: larger is a sharper router."""
-    max_positions: int = 1024
-    rope_theta: float = 10_000.0
+    max_positions: PositiveInt = 1024
+    rope_theta: Positive = 10_000.0
     """Base of the rotary positions. Small ones tell near positions apart more easily; large ones reach further."""
     warm_reward: Signed = 0.4
     """Supervised steps stop when the mean sampled reward reaches this."""
     max_warm_steps: int = 2000
-    warm_lr: float = 1e-3
-    warm_batch: int = 64
+    warm_lr: Positive = 1e-3
+    warm_batch: PositiveInt = 64
 
     def __post_init__(self) -> None:
-        positive(
-            self,
-            "hidden_size",
-            "layers",
-            "heads",
-            "kv_heads",
-            "experts",
-            "top_k",
-            "expert_hidden_size",
-            "max_positions",
-            "rope_theta",
-            "warm_lr",
-            "warm_batch",
-        )
         if self.top_k > self.experts:
             raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
@@ -66,18 +52,17 @@ class EnvConfig(Section):
     """Built-in name; `module:Class`; `dataset:PATH` (JSONL); or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
     `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
-    workers: int = 2
+    workers: PositiveInt = 2
     """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""
-    step_timeout: float = 30.0
+    step_timeout: Positive = 30.0
     """Seconds that one call of a blocking environment may take; its process is then killed and replaced."""
-    start_timeout: float = 120.0
+    start_timeout: Positive = 120.0
     """Seconds that such a process may take to start and to import the environment."""
     variables: list[str] = msgspec.field(default_factory=list)
     """Environment variables of the generator that these processes, and the programs of `agent-command`, get besides a few that
     every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
 
     def __post_init__(self) -> None:
-        positive(self, "workers", "step_timeout", "start_timeout")
         if isinstance(environment := self.args.get("environment"), Mapping):
             hidden = {name: Secret(value) if isinstance(value, str) else value for name, value in environment.items()}
             self.args = {**self.args, "environment": hidden}
@@ -91,14 +76,14 @@ RowsMode = Literal["auto", "merged", "stepwise"]
 
 
 class EpisodeConfig(Section):
-    max_turns: int = 16
+    max_turns: PositiveInt = 16
     """Turns after which an episode ends, whatever the environment says."""
-    max_new_tokens: int = 256
+    max_new_tokens: PositiveInt = 256
     """Tokens sampled in one turn, at most; less when little context is left."""
-    max_prompt_tokens: int = 3840
+    max_prompt_tokens: PositiveInt = 3840
     """Of any turn's prompt, with everything that the model is shown in it: a first prompt that is longer is an error, a later
     one ends the episode (`stop_reason` `length`)."""
-    max_total_tokens: int = 4096
+    max_total_tokens: PositiveInt = 4096
     """Of any turn's prompt and its answer together: what a row of training may have."""
     rows: RowsMode = "auto"
     """`auto`: turns are one row of training as long as each prompt extends what the model has seen exactly, and a new row where
@@ -106,8 +91,8 @@ class EpisodeConfig(Section):
     `stepwise`: one row a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
-    temperature: float = 1.0
-    timeout: float = 600.0
+    temperature: Positive = 1.0
+    timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
     """Times an episode in which the environment failed is tried again. What becomes of one that fails for good:
@@ -117,16 +102,15 @@ class EpisodeConfig(Section):
     it stay; an episode that needs more has failed."""
 
     def __post_init__(self) -> None:
-        positive(self, "max_turns", "max_new_tokens", "max_prompt_tokens", "max_total_tokens", "temperature", "timeout")
         if self.max_prompt_tokens >= self.max_total_tokens:
             raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
 
 
 class GeneratorConfig(Section):
-    count: int = 1
-    concurrency: int = 64
+    count: PositiveInt = 1
+    concurrency: PositiveInt = 64
     """Episodes that one generator plays at once, at most."""
-    concurrency_min: int = 1
+    concurrency_min: PositiveInt = 1
     """Episodes that it plays at once at least, however full its engine's KV cache is: between the two the number follows
     the cache. Set it to `concurrency` to keep the number fixed."""
     engine: Literal["vllm", "scripted"] = "vllm"
@@ -134,9 +118,9 @@ class GeneratorConfig(Section):
     fails and recovers where vLLM is not at hand, with `weights.probe=false` or `learner.backend="scripted"`. Nothing is
     learnt."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    threads: int = 1
+    threads: PositiveInt = 1
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: Positive = 1.0
     """KV cache of one engine on CPU, GiB."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """Requests that run when new weights come. `keep`: they go on with the keys and values that the old weights made.
@@ -144,13 +128,12 @@ class GeneratorConfig(Section):
     `drain`: the weights wait for them, and new requests wait for the weights."""
     max_restarts: int = 8
     """Times one generator process is restarted before the run stops."""
-    start_timeout: float = 600.0
+    start_timeout: Positive = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
     engine knows `token_seconds`."""
 
     def __post_init__(self) -> None:
-        positive(self, "count", "concurrency", "concurrency_min", "threads", "kv_cache_gib", "start_timeout")
         if self.concurrency_min > self.concurrency:
             raise ValueError("`concurrency_min` must not be more than `concurrency`")
 
@@ -159,7 +142,7 @@ class ScheduleConfig(Section):
     max_staleness: int = 1
     """Versions that the oldest trained token may lag behind, with `window = 1`. 0 is exactly on-policy (synchronous)
     training, whatever the window."""
-    window: int = 1
+    window: PositiveInt = 1
     """1: groups are trained strictly in the order of their leases. Larger: a step takes the oldest complete groups among the
     `window` oldest that are not trained, so that `window - 1` younger groups may overtake a late one. A token may then be
     `max_staleness + ceil((window - 1) / (groups_per_step * steps_per_publication))` versions old."""
@@ -170,50 +153,39 @@ class ScheduleConfig(Section):
     """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
     leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
     also whenever a generator has room for a part of one."""
-    pace_seconds: float = 60.0
+    pace_seconds: Positive = 60.0
     """An event says which side to give more resources when the other one has waited for it for this long."""
-    groups_per_step: int = 16
+    groups_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, at least."""
     tokens_per_step: int = 0
     """If not 0, a step takes further groups, in lease order, until it has that many trainable tokens, or until it has all
     groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
-    samples_per_group: int = 8
-    minibatches_per_step: int = 1
+    samples_per_group: PositiveInt = 8
+    minibatches_per_step: PositiveInt = 1
     """Parts into which a step's groups are divided, each trained with an optimizer update of its own. At most
     `groups_per_step`: a group is never divided."""
-    steps_per_publication: int = 1
+    steps_per_publication: PositiveInt = 1
     """Steps between two versions of the weights that engines are given. Staleness counts versions."""
 
     def __post_init__(self) -> None:
-        positive(self, "groups_per_step", "samples_per_group", "minibatches_per_step", "steps_per_publication")
-        positive(self, "window", "pace_seconds")
-        if self.tokens_per_step < 0:
-            raise ValueError("`tokens_per_step` must be 0 (off) or more")
         if self.minibatches_per_step > self.groups_per_step:
             raise ValueError(
                 f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "
                 f"{self.groups_per_step}: a group is trained in one minibatch. Lower the first or raise the second"
             )
-        if self.max_staleness < 0:
-            raise ValueError("`max_staleness` must be 0 (on-policy) or more")
 
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
     """`rollout`: the learner uses the experts that the engine chose (R3). `learner`: those that it chose itself in a pass
     before the step (R2). `off`: every pass routes by itself."""
-    min_recorded_fraction: float = 0.9
+    min_recorded_fraction: Share = 0.9
     """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
     trace: Literal["off", "sample", "all"] = "sample"
     """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
     first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect verify NAME`
     then proves that they are equal. Per token 25 bytes and 3 ids for each MoE layer and expert it is sent to."""
-    trace_every: int = 10
-
-    def __post_init__(self) -> None:
-        positive(self, "trace_every")
-        if not 0 <= self.min_recorded_fraction <= 1:
-            raise ValueError("`min_recorded_fraction` must be in 0..1")
+    trace_every: PositiveInt = 10
 
 
 class WeightsConfig(Section):
@@ -223,23 +195,20 @@ class WeightsConfig(Section):
     `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on GPUs."""
     bucket_bytes: Bytes = 64 * 2**20
     """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
-    install_timeout: float = 120.0
+    install_timeout: Positive = 120.0
     """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included."""
-    write_timeout: float = 600.0
+    write_timeout: Positive = 600.0
     """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
     probe: bool = True
     """Compare log-probs of a fixed text, and those that the engine reports of tokens sampled after it at the run's temperature,
     between learner and engine; on a mismatch stop the run and name the tensor. At the first delivery, every `probe_every`
     versions, and when a generator was restarted."""
-    probe_every: int = 10
+    probe_every: PositiveInt = 10
     """Versions between two probes of a generator."""
     probe_tolerance: float | None = None
     """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
     directory: str = ""
     """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
-
-    def __post_init__(self) -> None:
-        positive(self, "bucket_bytes", "install_timeout", "write_timeout", "probe_every")
 
 
 class TransportConfig(Section):
@@ -248,7 +217,7 @@ class TransportConfig(Section):
     credit_bytes: Bytes = 256 * 2**20
     """Bytes of trajectories that may wait at the learner, beyond those of the next step; what does not fit waits at its
     generator. As many as half of it may be in flight besides."""
-    ack_timeout: float = 5.0
+    ack_timeout: Positive = 5.0
     """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
     max_message_bytes: Bytes = 64 * 2**20
     """Largest trajectory, in memory."""
@@ -258,15 +227,9 @@ class TransportConfig(Section):
     trusted_network: bool = False
     """Everything that reaches `host` is trusted: `weights.backend = "nccl"`, which has no keys, may then send over it."""
 
-    def __post_init__(self) -> None:
-        positive(self, "credit_bytes", "ack_timeout", "max_message_bytes")
-
 
 class ClusterConfig(Section):
     address: str = ""
     """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
-    gpu_gib: float = 80.0
+    gpu_gib: Positive = 80.0
     """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
-
-    def __post_init__(self) -> None:
-        positive(self, "gpu_gib")

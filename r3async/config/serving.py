@@ -6,7 +6,7 @@ import msgspec
 
 from r3async.config.hosts import is_loopback
 from r3async.config.secret import Secret
-from r3async.config.section import Section, Seed, Signed, positive
+from r3async.config.section import Port, Positive, PositiveInt, Section, Seed, Signed
 from r3async.config.sections import EnvConfig
 
 
@@ -18,22 +18,22 @@ class ServingConfig(Section):
     """Whether who has the token may begin sessions. Address and token of each generator are in `runs/NAME/serving-*.json`."""
     host: str = "127.0.0.1"
     """Interface of the endpoint. Loopback unless named; any other needs a `token`."""
-    port: int = 0
+    port: Port = 0
     """0: a free one. A number fits one generator a host only."""
     token: Secret = msgspec.field(default_factory=Secret)
     """A text: what beginning a session takes. Empty: a random one a generator. `$NAME`: that of an environment variable of the
     generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
     model_name: str = "policy"
     """What `/v1/models` calls the model. Requests may name any."""
-    max_body_bytes: int = 4 * 2**20
+    max_body_bytes: PositiveInt = 4 * 2**20
     """Of one request; a longer one is refused before it is read."""
-    max_messages: int = 1024
+    max_messages: PositiveInt = 1024
     """In one request, and as many tools; more are refused before the chat template sees them."""
-    max_connections: int = 512
+    max_connections: PositiveInt = 512
     """To one generator's endpoint at once; further ones are closed."""
-    read_timeout: float = 30.0
+    read_timeout: Positive = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
-    max_sessions: int = 64
+    max_sessions: PositiveInt = 64
     """Sessions that may be open at once for agents that others start."""
     unrewarded: Signed | None = None
     """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
@@ -41,9 +41,6 @@ class ServingConfig(Section):
     def __post_init__(self) -> None:
         if isinstance(self.token, str):
             self.token = Secret(self.token)
-        positive(self, "max_sessions", "max_body_bytes", "max_messages", "max_connections", "read_timeout")
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"`port` must be in 0..65535, got {self.port}")
         if not is_loopback(self.host) and not self.token:
             raise ValueError(
                 f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
@@ -57,17 +54,14 @@ class EvaluationConfig(Section):
     """Steps between two evaluations; one more follows the last step. 0: none."""
     at_start: bool = False
     """Also before the first step."""
-    episodes: int = 32
+    episodes: PositiveInt = 32
     env: EnvConfig = msgspec.field(default_factory=lambda: EnvConfig(name=""))
     """Which environment. An empty name: the one that is trained, with its arguments."""
     seed: Seed = 0
     """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
-    timeout: float = 1800.0
+    timeout: Positive = 1800.0
     """Seconds after which an evaluation is given up."""
 
     def __post_init__(self) -> None:
-        positive(self, "episodes", "timeout")
-        if self.every < 0:
-            raise ValueError(f"`every` must be 0 (off) or more, got {self.every}")
         if not self.env.name and self.env.args:
             raise ValueError("`env.args` without `env.name`: name the environment that they are for")

@@ -7,14 +7,15 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.engines.base import EngineError, Generation, GenerationRequest
-from r3async.engines.scripted import SCRIPTED_ROUTING, scripted_logprob, scripted_routes
+from r3async.engines.scripted import SCRIPTED_ROUTING
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.scheduling.admission import GroupLease
 from r3async.serving.protocol import Refused
 from r3async.serving.session import Session
+from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tests.helpers_serving import ready
 from tests.helpers_templates import QWEN3, renderer
 from tools.init_model import byte_tokenizer
@@ -89,7 +90,7 @@ async def test_the_episode_goes_on_from_its_answered_turns_and_only_that_call_is
     chat, engine = await engine_that(how, 2, 3)
     env, reports = Counts(), []
     report = lambda event, **fields: reports.append((event, fields["attempt"]))  # noqa: E731
-    trajectory = await play_episode(TASK, env, engine, chat, limits(rows=rows), report=report)
+    trajectory = await EpisodePlayer(TASK, env, engine, chat, limits(rows=rows), report=report).play()
     assert (env.begun, len(env.answers), len(engine.requests)) == (1, 3, 5)
     asked = [request.prompt_ids.tolist() for request in engine.requests]
     assert asked[2] == asked[3] == asked[4]
@@ -102,7 +103,7 @@ async def test_a_row_that_branches_is_asked_again_too():
     chat = renderer(QWEN3)
     answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]
     engine = GivesUp(await ready([answer]), "partial", 1, 2)
-    trajectory = await play_episode(TASK, Counts(), engine, chat, limits())
+    trajectory = await EpisodePlayer(TASK, Counts(), engine, chat, limits()).play()
     assert len(trajectory.samples) == 3
     check(trajectory, engine.requests)
 

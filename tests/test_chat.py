@@ -20,7 +20,6 @@ STRIPS_THOUGHT = (
     "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-NEVER_ENDS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
 
 # DeepSeek-R1's opens a thought for every answer, and leaves it out of every earlier one.
 KEEP_HISTORY = [family for family in FAMILIES.values() if family is not DEEPSEEK_R1]
@@ -56,7 +55,6 @@ def test_the_prompt_is_what_the_template_writes_and_extends_what_was_seen(templa
     prompts, seen, last, conversation = talk(chat, ["cba", "zyx"], ["abc", "xyz", "now"])
     assert prompts[1][: len(seen[0])] == seen[0]
     assert last[: len(seen[1])] == seen[1]
-    assert chat.what_breaks() is None
     whole = chat.render(conversation.messages)
     assert chat.decode(last).replace(" ", "") == whole.replace(" ", "")
     if template is not MISTRAL:  # which puts a blank before each answer that no model samples
@@ -113,10 +111,9 @@ def test_thoughts_between_tool_calls_stay_until_the_user_speaks_again():
     assert conversation.prompt()[: len(seen)] == seen
 
 
-def test_variables_of_the_template_are_passed_on_and_what_they_break_is_named():
+def test_variables_of_the_template_are_passed_on_and_may_break_the_prefix():
     chat = renderer(QWEN3, enable_thinking=False)
     assert chat.render([user("u")]).endswith("<think>\n\n</think>\n\n")
-    assert "5" in chat.what_breaks()
     _, seen, last, conversation = talk(chat, ["five"], ["2 + 3?", "2 + 4?"])
     assert last[: len(seen[0])] != seen[0]
     assert chat.decode(last) == chat.render(conversation.messages)
@@ -130,10 +127,6 @@ def test_a_late_system_message_that_is_merged_into_the_last_question_breaks():
     conversation.observe([user("two")])
     assert conversation.prompt()[: len(seen)] != seen
     assert chat.decode(conversation.prompt()).count("be brief") == 1
-
-
-def test_a_template_that_never_ends_an_answer_is_named():
-    assert "u" in renderer(NEVER_ENDS).what_breaks()
 
 
 def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():

@@ -8,7 +8,7 @@ import pytest
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs.adapt_textarena import random_opponent
 from r3async.envs.base import Action, EnvironmentFailed, Message, environment_factory
-from r3async.envs.scale import mean_reward
+from tests.helpers_rewards import mean_reward
 from tests.helpers_verifiers import tasksets_in
 
 

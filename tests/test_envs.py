@@ -11,7 +11,7 @@ from r3async.config import ConfigError, EnvConfig
 from r3async.envs.arithmetic import evaluate
 from r3async.envs.base import Action, HasRandomAnswer, StepResult, environment_factory
 from r3async.envs.factory import BUILT_IN
-from r3async.envs.scale import mean_reward
+from tests.helpers_rewards import mean_reward
 
 ORACLE = {"guess": 0.9}  # 1 - noise / 2: its reward is noisy on purpose
 
@@ -205,6 +205,6 @@ def test_wrong_arguments_are_refused_with_the_fix(name, args, message):
         environment_factory(EnvConfig(name=name, args=args))
 
 
-async def test_scale_needs_an_environment_that_knows():
-    with pytest.raises(TypeError, match="no oracle policy"):
+async def test_the_oracle_s_reward_needs_an_environment_that_knows():
+    with pytest.raises(ConfigError, match=r"has not got an oracle"):
         await mean_reward(environment_factory(EnvConfig(name="tests.helpers_envs:Awaiting")), "oracle", 1)

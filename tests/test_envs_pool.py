@@ -14,7 +14,7 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs.base import Action, EnvironmentFailed, HasOracle, environment_factory
-from r3async.envs.scale import mean_reward
+from tests.helpers_rewards import mean_reward
 
 ECHO = "tests.helpers_envs:Echo"
 

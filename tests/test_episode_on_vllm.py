@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from r3async.config import EpisodeConfig
 from r3async.envs.reverse_text import ReverseText
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from tests.helpers_engine import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
@@ -21,7 +21,7 @@ async def test_three_turns_on_vllm_are_recorded_as_transformers_would_compute_th
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     chat = ChatRenderer(tokenizer)
-    trajectory = await play_episode(EpisodeTask(0, 0, 7), ReverseText(4, 3), vllm_engine, chat, SETTINGS)
+    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 7), ReverseText(4, 3), vllm_engine, chat, SETTINGS).play()
     table = trajectory.samples[0].table
     ids, sampled = table["token_ids"], np.flatnonzero(table["loss_mask"])
     assert [turn.index for turn in trajectory.turns] == [0, 1, 2]

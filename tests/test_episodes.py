@@ -5,15 +5,16 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.engines.base import GenerationRequest
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_logprob, scripted_routes
+from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.envs.base import Action, Message, StepResult
 from r3async.envs.reverse_text import ReverseText
 from r3async.episodes.calls import EpisodeError
 from r3async.episodes.chat import ChatRenderer
 from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeTask, PromptTooLong, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask, PromptTooLong
 from r3async.scheduling.admission import GroupLease
 from r3async.weights.manifest import WeightManifest
+from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tools.init_model import byte_tokenizer
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
@@ -37,7 +38,7 @@ async def ready(script, **options):
 
 
 async def play(chat, engine, settings=SETTINGS, env=None):
-    return await play_episode(TASK, env or ReverseText(4, 3), engine, chat, settings, generator_id="g")
+    return await EpisodePlayer(TASK, env or ReverseText(4, 3), engine, chat, settings, generator_id="g").play()
 
 
 class Talker:

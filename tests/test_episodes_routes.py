@@ -13,7 +13,7 @@ from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.episodes.rows import SampleBuilder
 from r3async.records import TokenTable
 from r3async.versions import VersionSpan
@@ -188,7 +188,7 @@ def test_whole_episodes_equal_a_position_by_position_reference(told):
     limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=1000, max_total_tokens=1024)
     chat = ChatRenderer(byte_tokenizer())
     trajectory = asyncio.run(
-        play_episode(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits)
+        EpisodePlayer(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits).play()
     )
     assert len(trajectory.turns) == len(engine.requests) == len(told)
     engine.reference.check(trajectory.samples[0].table)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from r3async.config import EpisodeConfig
 from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.envs.base import Message
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.episodes.rows import EpisodeRows
 from r3async.versions import VersionSpan
 from tests.helpers_templates import QWEN3, renderer
@@ -90,7 +90,7 @@ def test_a_row_that_branches_has_the_routes_of_its_own_call_whatever_changed_sin
     ]
     limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000, rows=mode)
     engine = Updating(tokens, plan)
-    trajectory = asyncio.run(play_episode(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits))
+    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play())
     check(trajectory, engine)
 
 
@@ -100,7 +100,7 @@ def played(plan, turns=4) -> Updating:
     engine = Updating([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]], plan)
     script = [("say", [Message("user", f"{i}?")]) for i in range(turns - 1)]
     limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)
-    trajectory = asyncio.run(play_episode(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits))
+    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play())
     assert len(trajectory.samples) == turns
     check(trajectory, engine)
     return engine

@@ -13,7 +13,7 @@ from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.calls import EpisodeError
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.episodes.rows import EpisodeRows, PrefixBroken, common_prefix
 from r3async.records import Trajectory
 from r3async.versions import VersionSpan
@@ -75,7 +75,7 @@ class Told:
 
 
 def play(env, engine, chat, limits=LIMITS) -> Trajectory:
-    return asyncio.run(play_episode(EpisodeTask(0, 0, 0), env, engine, chat, limits))
+    return asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play())
 
 
 def check(trajectory: Trajectory, engine: Says) -> None:
@@ -330,14 +330,14 @@ async def test_time_that_runs_out_leaves_the_turns_that_have_a_reward():
     engine = Says([[*chat.encode("yes"), chat.end_id]])
     limits = EpisodeConfig(max_new_tokens=8, timeout=0.2)
     env = Slow([("say", [Message("user", "?")])] * 4)
-    trajectory = await play_episode(EpisodeTask(0, 0, 0), env, engine, chat, limits)
+    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play()
     assert trajectory.stop_reason == "timeout"
     assert len(engine.calls) == 4
     assert [t.index for t in trajectory.turns] == [0, 1, 2]
     (sample,) = trajectory.samples
     assert len(sample.table) == trajectory.turns[-1].stop
     with pytest.raises(EpisodeError, match=r"episode\.timeout = 0.2"):
-        await play_episode(EpisodeTask(0, 0, 0), Slow([("say", [])]), engine, chat, limits)
+        await EpisodePlayer(EpisodeTask(0, 0, 0), Slow([("say", [])]), engine, chat, limits).play()
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))

@@ -11,10 +11,11 @@ import pytest
 from r3async.config import ConfigError, load_config
 from r3async.engines.base import Engine, EngineError, GenerationRequest, RoutingShape
 from r3async.engines.build import LETTERS, build_engine
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_logprob, scripted_routes
+from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.routing import validate_rows
 from r3async.versions import expand
 from r3async.weights.manifest import WeightManifest
+from tests.helpers_scripted import scripted_logprob, scripted_routes
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
 

@@ -8,8 +8,9 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
-from r3async.engines.scripted import SCRIPTED_ROUTING, scripted_logprob, scripted_routes
+from r3async.engines.scripted import SCRIPTED_ROUTING
 from r3async.episodes.calls import EpisodeError
+from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tests.helpers_serving import ADD, HERMES, client_of, ready, renderer, said, serving, talking, until, user
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'

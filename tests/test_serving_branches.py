@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from r3async.config import EpisodeConfig
-from r3async.engines.scripted import SCRIPTED_ROUTING, scripted_logprob, scripted_routes
+from r3async.engines.scripted import SCRIPTED_ROUTING
 from r3async.envs.base import Message
 from r3async.observe.routes import EngineCall, TrainedRoutes, parse_id
 from r3async.observe.verify import engine_rows
 from r3async.serving.protocol import Refused
 from r3async.serving.session import Session
+from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tests.helpers_serving import HERMES, TASK, merging_renderer, ready
 
 RENDERERS = {name: merging_renderer(template) for name, template in (("plain", None), ("hermes", HERMES))}

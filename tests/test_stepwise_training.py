@@ -14,7 +14,7 @@ from r3async.config import Config, EpisodeConfig, config_from_dict, to_dict
 from r3async.engines.base import Generation, GenerationRequest, RoutingShape
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.learners.torch.backend import TorchLearner
 from r3async.learners.trainer import prepare
 from r3async.records import Sample, TokenTable, Trajectory, Turn
@@ -73,7 +73,7 @@ def play(mode: str) -> tuple[list[Trajectory], list[Sampler]]:
     limits = EpisodeConfig(max_new_tokens=16, max_prompt_tokens=300, max_total_tokens=400, rows=mode, temperature=0.8)
     engines = [Sampler(seed, chat.end_id) for seed in range(EPISODES)]
     trajectories = [
-        asyncio.run(play_episode(EpisodeTask(0, i, 0), Graded(i), engine, chat, limits))
+        asyncio.run(EpisodePlayer(EpisodeTask(0, i, 0), Graded(i), engine, chat, limits).play())
         for i, engine in enumerate(engines)
     ]
     return trajectories, engines

@@ -18,7 +18,7 @@ from r3async.engines.base import Generation
 from r3async.engines.vllm import VllmEngine
 from r3async.envs.base import Message, StepResult
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.episodes.rows import EpisodeRows, SampleBuilder
 from r3async.versions import expand
 from r3async.weights.publish import Publisher
@@ -252,14 +252,14 @@ async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_st
     env, reports = Asks(), []
     limits = EpisodeConfig(max_new_tokens=80, max_prompt_tokens=400, max_total_tokens=480)
     async with asyncio.timeout(60):
-        trajectory = await play_episode(
+        trajectory = await EpisodePlayer(
             EpisodeTask(0, 0, 0),
             env,
             Interrupted(vllm_engine, then),
             ChatRenderer(byte_tokenizer()),
             limits,
             report=lambda event, **fields: reports.append((event, fields["attempt"])),
-        )
+        ).play()
     assert env.begun == 1
     assert reports == [("call_failed", 1)]
     assert len(trajectory.turns) == 3

@@ -39,7 +39,7 @@ from r3async.config.read import (
     to_toml,
 )
 from r3async.config.secret import HIDDEN, Secret, check_kept, revealed, secret_settings
-from r3async.config.section import ConfigError, Section
+from r3async.config.section import ConfigError, Section, did_you_mean
 from r3async.config.sections import (
     ClusterConfig,
     EnvConfig,
@@ -98,6 +98,7 @@ __all__ = [
     "bare_host",
     "check_kept",
     "config_from_dict",
+    "did_you_mean",
     "find_config",
     "flat",
     "import_policy_loss",

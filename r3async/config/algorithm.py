@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.section import Positive, Section, Signed
+from r3async.config.section import Positive, Section, Signed, did_you_mean
 
 
 class RolloutKLConfig(Section):
@@ -190,8 +189,7 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
     module_name, colon, name = path.partition(":")
     if not colon:
-        near = difflib.get_close_matches(path, POLICY_LOSSES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(POLICY_LOSSES)}."
+        hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
         raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
     try:
         function = getattr(importlib.import_module(module_name), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import tomllib
 import types
@@ -20,7 +19,7 @@ from r3async.config.engine_args import check_engine_args
 from r3async.config.learner import LearnerConfig
 from r3async.config.observe import ObserveConfig
 from r3async.config.secret import Secret, secret_settings
-from r3async.config.section import ConfigError, PositiveInt, Section, Seed, plain_type
+from r3async.config.section import ConfigError, PositiveInt, Section, Seed, did_you_mean, plain_type
 from r3async.config.sections import (
     ClusterConfig,
     EnvConfig,
@@ -109,11 +108,10 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     prefix = f"{path}." if path else ""
     if (moved := MOVED.get(f"{prefix}{key}")) is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: it is `{moved}` now")
-    hint = f"did you mean `{prefix}{near[0]}`?" if near else f"valid here: {', '.join(names)}"
+    hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", near=0.5)
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 
 
@@ -204,8 +202,7 @@ def find_config(name_or_path: str) -> Path:
     preset = preset_directory() / f"{name_or_path}.toml"
     if not preset.is_file():
         names = sorted(p.stem for p in preset_directory().glob("*.toml"))
-        near = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+        hint = did_you_mean(name_or_path, names, f"there are: {', '.join(names)}")
         raise ConfigError(f"no preset {name_or_path!r}; {hint} (a file must end in .toml)")
     return preset
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,6 +15,14 @@ import msgspec
 
 class ConfigError(ValueError):
     """A configuration that can not be used; the message names the key and the fix."""
+
+
+def did_you_mean(
+    name: str, names: Iterable[str], otherwise: str = "", shown: Callable[[str], str] = repr, near: float = 0.4
+) -> str:
+    """`did you mean 'x'?` of the nearest of `names`, or `otherwise` if none is as `near` (0..1)."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=near)
+    return f"did you mean {shown(found[0])}?" if found else otherwise
 
 
 @dataclass(frozen=True)

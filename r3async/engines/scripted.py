@@ -2,7 +2,7 @@
 
 Answers come from a script, everything else from hashes. A token's log-prob and routes depend on its position, the version that
 sampled (or fed) it and the token itself, and on nothing else: two engines agree, and a test can say what any number must be
-(`scripted_logprob`, `scripted_routes`). With weights of the scripted learner, a log-prob depends on those in place of their
+(`scripted_logprobs`, `scripted_route_rows`). With weights of the scripted learner, a log-prob depends on those in place of their
 version's number, so that the two compare as a model's do.
 """
 
@@ -284,31 +284,16 @@ class ScriptedEngine:
         return rows.astype(route_dtype(self.routing.num_experts))
 
 
-def scripted_logprob(position: int, version: int, token: int) -> float:
-    """Log-prob of `token` sampled at `position` (in prompt and answer together) by `version`: in (-4, -0.01). Of the scripted
-    learner's weights the checksum stands for the version."""
-    return float(_logprob(scripted_hash(position, version, token)))
-
-
 def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The same of `[n]` tokens, float32."""
-    return _logprob(_hashes(positions, versions, tokens)).astype(np.float32)
-
-
-def _logprob(number: Any) -> Any:
-    return -0.01 - 3.98 * (number / 2**32)
-
-
-def scripted_routes(position: int, version: int, token: int, shape: RoutingShape) -> list[list[int]]:
-    """`[layers][top_k]` distinct experts of `token` fed at `position` under `version`."""
-    at, by, fed = (np.asarray([number]) for number in (position, version, token))
-    return scripted_route_rows(at, by, fed, shape)[0].tolist()
+    """float32 `[n]`: of `tokens` sampled at `positions` (in prompt and answer together) by `versions`, in (-4, -0.01). Of the
+    scripted learner's weights the checksum stands for the version."""
+    return (-0.01 - 3.98 * (_hashes(positions, versions, tokens) / 2**32)).astype(np.float32)
 
 
 def scripted_route_rows(
     positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray, shape: RoutingShape
 ) -> np.ndarray:
-    """The same of `[n]` tokens, int64 `[n, layers, top_k]`."""
+    """int64 `[n, layers, top_k]`: distinct experts of `tokens` fed at `positions` under `versions`."""
     seeds = (_hashes(positions, versions, tokens) >> 8).astype(np.int64)
     return (seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)) % shape.num_experts
 

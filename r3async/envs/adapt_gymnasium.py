@@ -6,9 +6,9 @@ import importlib
 import re
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig
+from r3async.config import ConfigError, EnvConfig, did_you_mean
 from r3async.envs.base import Action, EnvironmentFactory, Message, StepResult
-from r3async.envs.factory import class_factory, near, optional_package
+from r3async.envs.factory import class_factory, optional_package
 
 PATH = "r3async.envs.adapt_gymnasium:GymnasiumGame"
 
@@ -103,6 +103,6 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"`env.name` = {config.name!r} can not be loaded: {error}") from error
     except gymnasium.error.Error as error:
-        hint = near(name, gymnasium.registry) or ""
+        hint = did_you_mean(name, gymnasium.registry)
         raise ConfigError(f"`env.name` = {config.name!r}: {error} {hint}") from error
     return class_factory(GymnasiumGame, PATH, config, id=target)

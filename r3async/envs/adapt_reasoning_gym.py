@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig
+from r3async.config import ConfigError, EnvConfig, did_you_mean
 from r3async.envs.base import Action, EnvironmentFactory, Message, StepResult
-from r3async.envs.factory import near, optional_package
+from r3async.envs.factory import optional_package
 from r3async.envs.pool import pooled
 
 
@@ -46,7 +46,7 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     optional_package("reasoning_gym", config)
     known = optional_package("reasoning_gym.factory", config).DATASETS
     if target not in known:
-        hint = near(target, known) or f"it has {len(known)}, such as chain_sum."
+        hint = did_you_mean(target, known, f"it has {len(known)}, such as chain_sum.")
         raise ConfigError(f"`env.name` = {config.name!r}: reasoning-gym has no task {target!r}; {hint}")
     settings = {name: value for name, value in config.arguments().items() if name != "system"}
     fields = known[target][1].__dataclass_fields__
@@ -54,7 +54,7 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
         if name not in fields or name in ("seed", "size"):
             own = [field for field in fields if field not in ("seed", "size")]
             raise ConfigError(
-                f"`env.args.{name}`: {target!r} has no such setting; {near(name, own) or ''} it has {', '.join(own)}"
+                f"`env.args.{name}`: {target!r} has no such setting; {did_you_mean(name, own)} it has {', '.join(own)}"
             )
     try:
         settings_class = known[target][1](**settings)

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig
+from r3async.config import ConfigError, EnvConfig, did_you_mean
 from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
-from r3async.envs.factory import class_factory, load, near, optional_package
+from r3async.envs.factory import class_factory, load, optional_package
 
 PATH = "r3async.envs.adapt_textarena:TextArenaGame"
 MAX_OPPONENT_MOVES = 100
@@ -118,7 +118,7 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     games = optional_package("textarena.envs.registration", config).ENV_REGISTRY
     if target not in games:
         raise ConfigError(
-            f"`env.name` = {config.name!r}: textarena has no game {target!r}; {near(target, games) or ''}"
+            f"`env.name` = {config.name!r}: textarena has no game {target!r}; {did_you_mean(target, games)}"
         )
     opponent = config.args.get("opponent", "random")
     if opponent != "random":

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig
+from r3async.config import ConfigError, EnvConfig, did_you_mean
 from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
-from r3async.envs.factory import accept_arguments, load, near
+from r3async.envs.factory import accept_arguments, load
 from r3async.envs.pool import pooled
 
 Row = dict[str, Any]
@@ -112,7 +112,7 @@ def checked(reward: Any) -> float:
 
 def reward_function(reward: str) -> Callable[[str, Row], Any]:
     if ":" not in reward:
-        hint = near(reward, REWARDS) or f"built in: {', '.join(REWARDS)}"
+        hint = did_you_mean(reward, REWARDS, f"built in: {', '.join(REWARDS)}")
         raise ConfigError(
             f"`env.args.reward` = {reward!r}: no such reward; {hint} Your own is `module:function(answer, row)`."
         )
@@ -156,7 +156,7 @@ def row_of(line: str, where: str, prompt: str, answer: str, number: bool) -> Row
         raise ConfigError(f"{where}: a row must be an object, such as {{{prompt!r}: ..., {answer!r}: ...}}")
     for field, setting in ((prompt, "prompt"), (answer, "answer")):
         if field and field not in row:
-            hint = near(field, row) or f"its fields: {', '.join(row)}"
+            hint = did_you_mean(field, row, f"its fields: {', '.join(row)}")
             raise ConfigError(f"{where}: no field {field!r}; {hint} Name the field with `env.args.{setting}`.")
     if not isinstance(row[prompt], str):
         raise ConfigError(f"{where}: field {prompt!r} must be a string, not {row[prompt]!r}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig
+from r3async.config import ConfigError, EnvConfig, did_you_mean
 from r3async.envs.base import EnvironmentFactory
 from r3async.envs.pool import pooled
 
@@ -38,8 +37,7 @@ def make_factory(config: EnvConfig) -> EnvironmentFactory:
         return importlib.import_module(ADAPTERS[prefix]).make(target, config)
     path = BUILT_IN.get(config.name, config.name)
     if ":" not in path:
-        known = [*BUILT_IN, *ADAPTERS]
-        hint = near(config.name, known) or f"built in: {', '.join(BUILT_IN)}"
+        hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}")
         raise ConfigError(
             f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`; "
             f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."
@@ -77,7 +75,7 @@ def accept_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in config.args:
         if (name not in parameters and not open_ended) or name in extra:
-            hint = near(name, [p for p in parameters if p not in set(extra)]) or ""
+            hint = did_you_mean(name, [p for p in parameters if p not in set(extra)])
             raise ConfigError(
                 f"`env.args.{name}`: {config.name!r} takes no such argument; {hint} It takes {takes(function, extra)}"
             )
@@ -88,12 +86,6 @@ def takes(function: Any, extra: Iterable[str] = ()) -> str:
     signature = inspect.signature(function)
     shown = [p for name, p in signature.parameters.items() if name not in set(extra)]
     return str(signature.replace(parameters=shown, return_annotation=inspect.Signature.empty))
-
-
-def near(name: str, names: Iterable[str]) -> str | None:
-    """`did you mean 'x'?`, or None."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else None
 
 
 def load(path: str, setting: str) -> Any:

@@ -98,25 +98,6 @@ class ChatRenderer:
             ids.pop()
         return self.decode(ids)
 
-    def what_breaks(self) -> str | None:
-        """Why a second turn does not extend the first, or None if it does: tried with a short answer.
-
-        A template whose turns do not extend each other costs a row of training per turn.
-        """
-        talk = Conversation(self, [Message("user", "What is 2 + 3?")])
-        first = talk.prompt()
-        answer = [*self.encode("5"), self.end_id]
-        talk.answered(answer)
-        talk.observe([Message("user", "And 2 + 4?")])
-        seen, now = [*first, *answer], talk.prompt()
-        if now[: len(seen)] == seen:
-            return None
-        at = next((i for i, (a, b) in enumerate(zip(seen, now, strict=False)) if a != b), min(len(seen), len(now)))
-        return (
-            f"after the next message the chat template writes {self.decode(now[at : at + 12])!r} where the model had seen "
-            f"{self.decode(seen[at : at + 12])!r}"
-        )
-
 
 class _Piece(msgspec.Struct, frozen=True):
     """A stretch of the prompt, as text and as tokens. Of an answer: `stop` is the text of its stop token, if it has one."""

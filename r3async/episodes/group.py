@@ -12,7 +12,7 @@ from r3async.engines.base import Engine, EngineError
 from r3async.envs.base import EnvironmentFactory
 from r3async.episodes.calls import EngineAborted, EpisodeError
 from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask, PromptTooLong, failed_trajectory, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask, PromptTooLong, failed_trajectory
 from r3async.records import Trajectory
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.failures import By, EpisodeEnd
@@ -141,7 +141,7 @@ class GroupPlayer:
 
     async def _play_environment(self, task: EpisodeTask) -> Trajectory:
         assert self._factory is not None
-        return await play_episode(
+        return await EpisodePlayer(
             task,
             self._factory(),
             self._engine,
@@ -150,7 +150,7 @@ class GroupPlayer:
             generator_id=self._generator_id,
             clock=self._clock,
             report=self._report,
-        )
+        ).play()
 
 
 def engine_failed(error: BaseException | None) -> bool:

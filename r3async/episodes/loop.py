@@ -176,19 +176,3 @@ async def close_environment(env: Environment) -> None:
     if close is not None and inspect.isawaitable(waiting := close()):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(waiting, CLOSE_SECONDS)
-
-
-async def play_episode(
-    task: EpisodeTask,
-    env: Environment,
-    engine: Engine,
-    renderer: ChatRenderer,
-    settings: EpisodeConfig,
-    *,
-    generator_id: str = "",
-    clock: Callable[[], float] = REAL.clock.time,
-    report: Callable[..., object] = lambda event, **fields: None,
-) -> Trajectory:
-    """Play `env` with `engine` once; see `EpisodePlayer.play`."""
-    player = EpisodePlayer(task, env, engine, renderer, settings, generator_id=generator_id, clock=clock, report=report)
-    return await player.play()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import importlib
 import inspect
 import os
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, revealed, secret_settings
+from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, did_you_mean, revealed, secret_settings
 from r3async.envs.base import environment_factory
 from r3async.envs.variables import passed_on
 from r3async.episodes.calls import EpisodeError
@@ -85,11 +84,8 @@ def make_agent(env: EnvConfig) -> Agent:
         if env.args:
             raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
         return outside
-    near = difflib.get_close_matches(env.name, KINDS, n=1, cutoff=0.4)
-    raise ConfigError(
-        f"`env.name` = {env.name!r}: no such agent; "
-        + (f"did you mean {near[0]!r}?" if near else f"there are agent:module:function, {', '.join(KINDS)}")
-    )
+    hint = did_you_mean(env.name, KINDS, f"there are agent:module:function, {', '.join(KINDS)}")
+    raise ConfigError(f"`env.name` = {env.name!r}: no such agent; {hint}")
 
 
 class FunctionAgent:

@@ -17,7 +17,7 @@ import numpy as np
 
 from r3async.config import EpisodeConfig, InitConfig, load_config
 from r3async.engines.base import Engine, GenerationRequest, RoutingShape
-from r3async.episodes.loop import EpisodeTask, play_episode
+from r3async.episodes.loop import EpisodePlayer, EpisodeTask
 from r3async.episodes.rows import SampleBuilder
 from r3async.model_shape import moe_geometry
 from r3async.records import Sample, Trajectory, Turn
@@ -92,7 +92,7 @@ async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig
     async def one(index: int) -> Trajectory:
         async with slots:
             task = EpisodeTask(index, 0, task_seed=job.seed * 1_000_000 + index)
-            return await play_episode(task, factory(), engine, renderer, settings)
+            return await EpisodePlayer(task, factory(), engine, renderer, settings).play()
 
     return await asyncio.gather(*map(one, range(job.samples)))
 

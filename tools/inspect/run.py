@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
+
+from r3async.config import did_you_mean
 
 ROOT = Path("runs")
 _CHECKPOINT = re.compile(r"step-\d{8,}(\..*)?")
@@ -62,8 +63,6 @@ def find_run(name: str, root: Path = ROOT) -> Path:
 
 def nearest(name: str, names: list[str], shown: int = 5) -> str:
     """The end of a message about a name that is not there."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]!r}?"
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"there are: {', '.join(names[:shown])}{more}" if names else "there are none"
+    listed = f"there are: {', '.join(names[:shown])}{more}" if names else "there are none"
+    return did_you_mean(name, names, listed, near=0.5)

@@ -1,0 +1,19 @@
+"""What the scripted engine must say of one token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from r3async.engines.base import RoutingShape
+from r3async.engines.scripted import scripted_hash, scripted_route_rows
+
+
+def scripted_logprob(position: int, version: int, token: int) -> float:
+    """Log-prob of `token` sampled at `position` (in prompt and answer together) by `version`."""
+    return -0.01 - 3.98 * scripted_hash(position, version, token) / 2**32
+
+
+def scripted_routes(position: int, version: int, token: int, shape: RoutingShape) -> list[list[int]]:
+    """`[layers][top_k]` distinct experts of `token` fed at `position` under `version`."""
+    at, by, fed = (np.asarray([number]) for number in (position, version, token))
+    return scripted_route_rows(at, by, fed, shape)[0].tolist()

@@ -17,8 +17,8 @@ from tools.simulate.search import quiet_logs, run_case, search
 from tools.simulate.shrink import Case
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
-SEEDS = 120
-"""As many as fit into half a minute of two cores. `r3async simulate --seeds 1000` runs more."""
+SEEDS = 150
+"""Of ten virtual minutes each, at least. `r3async simulate --seeds 1000` runs more."""
 QUICK = ("unlink_before_commit", "version_counted_twice", "recovery_forgets")
 WITHIN = 25
 """Seeds in which each of these is found."""

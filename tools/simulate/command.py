@@ -105,6 +105,9 @@ def summary(results: list[Result], seconds: float) -> str:
         f"{sum(r.lineages for r in results)} starts, {sum(r.events for r in results)} events",
         f"{faults.total()} faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
     ]
+    whole = [result.virtual_seconds for result in results if not result.violated]
+    if whole:
+        lines.append(f"the shortest run took {min(whole) / 60:.1f} virtual minutes, the longest {max(whole) / 60:.1f}")
     if gave_up:
         lines.append(
             "the command failed, and was given again: " + ", ".join(f"{k} {n}" for k, n in gave_up.most_common())

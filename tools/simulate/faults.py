@@ -78,30 +78,32 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Shape(NamedTuple):
-    """How often a fault is drawn, whom it hits, how long it lasts and how much."""
+    """How often a fault is drawn, whom it hits, how long it lasts and how much; seconds where a stall is one of 60 seconds."""
 
     weight: float
     target: Literal["generator", "peer", "role", "host", "disk", "none"]
     seconds: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
+    stretched: bool = False
+    """`amount` is in seconds."""
 
 
 SHAPES: dict[Kind, _Shape] = {
     "cut": _Shape(3, "generator", (0.5, 40)),
     "half_open": _Shape(2, "peer", (1, 40)),
     "stall": _Shape(2, "generator", (0.5, 40)),
-    "delay": _Shape(1, "none", (5, 40), (0.1, 5)),
+    "delay": _Shape(1, "none", (5, 40), (0.1, 5), True),
     "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
     "disk_full": _Shape(2, "none", (0.5, 40)),
     "disk_error": _Shape(2, "none", (0.5, 20)),
     "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
-    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1)),
+    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), True),
     "power": _Shape(2, "host", (0.5, 20)),
     "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
     "kill": _Shape(8, "role"),
     "kill_writing": _Shape(6, "role", (5, 5), (1, 60)),
     "freeze": _Shape(3, "role", (0.5, 100)),
-    "slow_start": _Shape(1, "none", (10, 60), (2, 30)),
+    "slow_start": _Shape(1, "none", (10, 60), (2, 30), True),
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
     "stop": _Shape(1, "none"),
@@ -109,7 +111,11 @@ SHAPES: dict[Kind, _Shape] = {
 MOST = 8
 """Faults of one run."""
 LOADED_SECONDS = 8.0
-"""Until a run begins to play; some faults come before."""
+"""Until a run begins to play, on a machine that is not slow."""
+EARLY = 0.15
+"""Share of the faults that come before."""
+TOGETHER_SECONDS = (0.0, 0.0, 2.0, 30.0)
+"""Of those that come soon after another: how soon, at most."""
 
 
 def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> list[Fault]:
@@ -117,12 +123,13 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
     rng = random.Random(f"faults/{workload.seed}")
     if rng.randrange(20) == 0:
         return []
-    last = LOADED_SECONDS + max(10.0, 0.8 * workload.expected_seconds)
+    loaded = LOADED_SECONDS * workload.slowness
+    last = loaded + max(10.0, 0.8 * workload.expected_seconds)
     faults: list[Fault] = []
     for _ in range(rng.randint(1, MOST)):
-        at = rng.uniform(0, last)
-        if faults and rng.randrange(4) == 0:  # several at once
-            at = faults[-1].at + rng.choice([0.0, rng.uniform(0, 2)])
+        at = rng.uniform(0, loaded if rng.random() < EARLY else last)
+        if faults and rng.randrange(3) == 0:  # several at once
+            at = faults[-1].at + rng.uniform(0, rng.choice(TOGETHER_SECONDS))
         kind = rng.choices(list(kinds), [SHAPES[k].weight for k in kinds])[0]
         faults.append(_draw(rng, kind, round(at, 3), workload))
     return sorted(faults, key=lambda fault: fault.at)
@@ -139,14 +146,17 @@ def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Faul
         "disk": workload.host_names[:1],
         "none": [""],
     }[shape.target]
-    return Fault(at, kind, rng.choice(targets), _between(rng, shape.seconds), _between(rng, shape.amount))
+    stretch = workload.stall_seconds / 60
+    seconds = _between(rng, shape.seconds, stretch)
+    amount = _between(rng, shape.amount, stretch if shape.stretched else 1.0)
+    return Fault(at, kind, rng.choice(targets), seconds, amount)
 
 
-def _between(rng: random.Random, bounds: tuple[float, float]) -> float:
-    """Mostly near the lower one."""
+def _between(rng: random.Random, bounds: tuple[float, float], times: float) -> float:
+    """So many `times` as much, mostly near the lower one."""
     low, high = bounds
     share = rng.random()
-    return round(low + (high - low) * share * share, 3)
+    return round(times * (low + (high - low) * share * share), 3)
 
 
 def quiet_after(faults: Sequence[Fault]) -> float:

@@ -352,6 +352,8 @@ def _telling(kind: type) -> type:
 
 def _conductor(kind: type) -> type:
     class TellingConductor(kind):
+        slots_told = (0, 0)
+
         async def lease(self, message: bytes) -> bytes:
             answer = await super().lease(message)
             generator_id = msgspec.msgpack.decode(message, type=LeaseCall).generator_id
@@ -365,7 +367,9 @@ def _conductor(kind: type) -> type:
 
         def status(self, since: int) -> dict[str, Any]:
             answer = super().status(since)
-            _watched(self.world.process).see(Slots, answer["slots_taken"], answer["slots"])
+            if (slots := (answer["slots_taken"], answer["slots"])) != self.slots_told:
+                self.slots_told = slots
+                _watched(self.world.process).see(Slots, *slots)
             return answer
 
     return TellingConductor

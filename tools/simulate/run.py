@@ -25,6 +25,7 @@ from r3async.checkpoint.directory import Report, silent
 from r3async.config import Config, ConfigError, InitConfig
 from r3async.model_shape import moe_geometry
 from r3async.observe.timeline import Span, read_timeline
+from r3async.world.simulated.delays import Delays
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host
@@ -39,9 +40,9 @@ from tools.simulate.workload import draw_workload
 MODEL = Path("model")
 """Relative: what a run writes is the same wherever it is simulated."""
 CALLBACKS = 3_000_000
-MOST_SECONDS = 7200.0
+MOST_SECONDS = 36_000.0
 LOOK_SECONDS = 5.0
-DISK_SECONDS = 30.0
+DISK_SECONDS = 120.0
 """After the last fault, until nothing can fail for a disk any more."""
 AGAIN_SECONDS = 5.0
 """Until the person gives the command again, after the driver ended or failed."""
@@ -142,6 +143,7 @@ class Simulated:
             self.checker,
             routing=routing,
             hosts=case.workload.host_names,
+            delays=Delays().times(case.workload.slowness),
             callbacks=CALLBACKS,
             seconds=MOST_SECONDS,
             details=details,
@@ -150,7 +152,7 @@ class Simulated:
         self._person = Person()
         self._last = quiet_after(case.faults)
         self._training = self.simulation.rng("training")
-        self.simulation.delay_training = lambda process: self._training.random() * case.workload.train_seconds
+        self.simulation.delay_training = self._delay_training
         self._injector = Injector(self.simulation, case.faults, self._stop)
         self._copy_model()
 
@@ -166,6 +168,10 @@ class Simulated:
             file.sync()
         host.disk.write_back()
         self.simulation.end(process, "the disk is ready")
+
+    def _delay_training(self, process: HostProcess) -> float:
+        least, most = self.case.workload.least_train_seconds, self.case.workload.train_seconds
+        return least + self._training.random() * (most - least)
 
     @property
     def history(self) -> list[Event]:

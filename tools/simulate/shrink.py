@@ -45,7 +45,9 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "fsync": (True,),
     "new_tokens": (2, 6),
     "concurrency": (1, 2),
+    "least_train_seconds": (0.0,),
     "train_seconds": (0.1, 1.0),
+    "slowness": (1.0,),
     "seconds": (0.2, 1.0),
 }
 """By setting: values that make a run easier to read, the plainest first."""

@@ -14,13 +14,12 @@ from tools.simulate.known import Rules
 
 RESTARTS = 200
 """Of a generator, or the run: more than faults can cause. That a run gives up when they are used up is tested elsewhere."""
-SILENCE_SECONDS = 20.0
-STALL_SECONDS = 60.0
-START_SECONDS = 120.0
-FIRST_SECONDS = 900.0
-"""After the last fault, until the next step at most: a stall is found, what stalled is ended, the run restarts, a start fails
-and is made again, and the longest episodes are played."""
-STEP_SECONDS = 450.0
+LEAST_SECONDS = 600.0
+"""Of virtual time, that a run which is drawn takes at least: it trains that long."""
+FIRST = 15.0
+"""In `stall_seconds`: after the last fault, until the next step at most. A stall is found, what stalled is ended, the run restarts,
+a start fails and is made again, and the longest episodes are played."""
+NEXT = 7.5
 """And between two steps after that."""
 LARGEST = 64 * 1024
 """Bytes of one trajectory, at most."""
@@ -28,7 +27,9 @@ LARGEST = 64 * 1024
 
 class Workload(msgspec.Struct, frozen=True):
     """Driver, learner and conductor are on the first host, generators on the others if there are any. `seconds`, of a call of the
-    environment at most; `token_seconds`, of an engine; `train_seconds`, of a step at most."""
+    environment at most; `token_seconds`, of an engine; a step takes `least_train_seconds` to `train_seconds`. `slowness`: how
+    many times longer than with a small model processes take to start, and threads and messages take. Limits of the
+    configuration follow from `stall_seconds` and `silence_seconds`."""
 
     seed: int
     steps: int = 8
@@ -57,7 +58,11 @@ class Workload(msgspec.Struct, frozen=True):
     seconds: float = 1.0
     tail: int = 20
     failing: int = 0
+    least_train_seconds: float = 0.0
     train_seconds: float = 2.0
+    slowness: float = 1.0
+    stall_seconds: float = 60.0
+    silence_seconds: float = 20.0
     probe: bool = False
 
     @property
@@ -74,7 +79,8 @@ class Workload(msgspec.Struct, frozen=True):
         """Roughly, of a run without faults, loading not counted."""
         waves = -(-self.groups_per_step * self.samples_per_group // (self.generators * self.concurrency))
         episode = self.turns * (self.new_tokens / 2 * self.token_seconds + self.seconds / 2 * (1 + 10 / self.tail))
-        return self.steps * max(waves * episode / (1 + self.max_staleness), self.train_seconds / 2)
+        train = (self.least_train_seconds + self.train_seconds) / 2
+        return self.steps * max(waves * episode / (1 + self.max_staleness), train)
 
     def config(self, model: Path) -> Config:
         """The run's configuration. `model`: directory of a model that the scripted engine and learner read."""
@@ -95,7 +101,7 @@ class Workload(msgspec.Struct, frozen=True):
                 "max_new_tokens": self.new_tokens,
                 "max_prompt_tokens": 448,
                 "max_total_tokens": 512,
-                "timeout": 120.0,
+                "timeout": 2 * self.stall_seconds,
                 "retries": 20,
             },
             "generator": {
@@ -104,7 +110,7 @@ class Workload(msgspec.Struct, frozen=True):
                 "engine": "scripted",
                 "engine_args": {"token_seconds": self.token_seconds},
                 "max_restarts": RESTARTS,
-                "start_timeout": START_SECONDS,
+                "start_timeout": 2 * self.stall_seconds,
             },
             "schedule": {
                 "max_staleness": self.max_staleness,
@@ -116,11 +122,11 @@ class Workload(msgspec.Struct, frozen=True):
                 "tokens_per_step": self.tokens_per_step,
             },
             "routing": {"trace": "off"},
-            "learner": {"backend": "scripted", "max_tokens_per_micro_batch": 1024, "start_timeout": START_SECONDS},
+            "learner": {"backend": "scripted", "max_tokens_per_micro_batch": 1024, "start_timeout": 2 * self.stall_seconds},
             "weights": {
                 "backend": "object_store",
-                "install_timeout": 30.0,
-                "write_timeout": 60.0,
+                "install_timeout": self.stall_seconds / 2,
+                "write_timeout": self.stall_seconds,
                 "directory": "/memory/weights",
                 "probe": self.probe,
                 "probe_every": 2,
@@ -138,13 +144,13 @@ class Workload(msgspec.Struct, frozen=True):
                 "disk_bytes": self.disk_bytes,
             },
             "supervise": {
-                "stall_seconds": STALL_SECONDS,
-                "step_seconds": 120.0,
+                "stall_seconds": self.stall_seconds,
+                "step_seconds": 2 * self.stall_seconds,
                 "on_stall": "restart",
-                "silence_seconds": SILENCE_SECONDS,
+                "silence_seconds": self.silence_seconds,
                 "restart_backoff": 0.5,
                 "max_run_restarts": RESTARTS,
-                "stop_grace_seconds": 15.0,
+                "stop_grace_seconds": self.stall_seconds / 4,
                 "max_failed_fraction": 1.0,
                 "max_skipped_steps": 1000,
             },
@@ -153,7 +159,7 @@ class Workload(msgspec.Struct, frozen=True):
                 "every_minutes": 0.0,
                 "keep_last": self.checkpoints_kept,
                 "asynchronous": self.asynchronous,
-                "write_timeout": 60.0,
+                "write_timeout": self.stall_seconds,
             },
         }
 
@@ -175,23 +181,25 @@ class Workload(msgspec.Struct, frozen=True):
             durable=kept if self.durability == "disk" else "nothing",
             credit_bytes=self.credit_bytes,
             disk_bytes=self.disk_bytes,
-            silence_seconds=SILENCE_SECONDS,
-            first_seconds=FIRST_SECONDS,
-            step_seconds=STEP_SECONDS,
+            silence_seconds=self.silence_seconds,
+            first_seconds=FIRST * self.stall_seconds,
+            step_seconds=NEXT * self.stall_seconds,
         )
 
 
 def draw_workload(seed: int) -> Workload:
-    """The same for the same seed, on every machine."""
+    """The same for the same seed, on every machine. It takes `LEAST_SECONDS` at least."""
     rng = random.Random(f"workload/{seed}")
     ahead = rng.random() < 0.4
     """The learner is what is slow: as much as may be is in flight."""
-    return Workload(
+    steps = rng.randint(4, 9)
+    train = LEAST_SECONDS / steps
+    drawn = Workload(
         seed=seed,
-        steps=rng.randint(4, 9),
+        steps=steps,
         hosts=rng.choice([1, 2, 3]),
-        generators=rng.randint(1, 4),
-        concurrency=rng.choice([4, 8] if ahead else [1, 2, 4]),
+        generators=rng.choice([1, 1, 1, 2, 2, 3, 4]),
+        concurrency=rng.choice([4, 8] if ahead else [1, 1, 2, 4]),
         groups_per_step=rng.choice([1, 1, 2, 2, 3]),
         samples_per_group=rng.choice([2, 2, 3]),
         max_staleness=rng.choice([2, 3] if ahead else [0, 1, 1, 2]),
@@ -207,13 +215,27 @@ def draw_workload(seed: int) -> Workload:
         memory_bytes=rng.choice([1, 20_000, 10**6]),
         disk_bytes=rng.choice([2_000, 2_000, 20_000, 10**7]),
         credit_bytes=rng.choice([2_000, 20_000, 10**6]),
-        ack_timeout=rng.choice([1.0, 2.0, 5.0]),
+        ack_timeout=rng.choice([5.0, 10.0, 20.0, 30.0]),
         turns=rng.randint(1, 2),
         new_tokens=rng.choice([2, 6, 12]),
-        token_seconds=rng.choice([0.02] if ahead else [0.02, 0.05, 0.2]),
-        seconds=rng.choice([0.2] if ahead else [0.2, 1.0, 2.0]),
+        token_seconds=0.2 if ahead else rng.choice([0.2, 0.5, 2.0]),
         tail=rng.choice([20, 50]),
         failing=rng.choice([0, 0, 30]),
-        train_seconds=rng.choice([5.0] if ahead else [0.1, 1.0, 3.0]),
+        least_train_seconds=train,
+        train_seconds=rng.choice([1.02, 1.1]) * train,
+        slowness=rng.choice([4.0, 12.0]),
+        stall_seconds=rng.choice([120.0, 180.0]),
+        silence_seconds=rng.choice([20.0, 40.0, 60.0]),
         probe=rng.random() < 0.3,
     )
+    share = 0.1 if ahead else rng.choice([0.2, 0.5, 1.0])
+    return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * train))
+
+
+def _call_seconds(drawn: Workload, playing: float) -> float:
+    """Of the environment, at most, so that a step's groups take about `playing` seconds; but no call takes so long that it looks
+    as if the run stood still."""
+    waves = drawn.groups_per_step * drawn.samples_per_group / (drawn.generators * drawn.concurrency)
+    episode = playing / max(1.0, waves) - drawn.turns * drawn.new_tokens / 2 * drawn.token_seconds
+    calls = (drawn.turns + 1) * (1 + 9 / drawn.tail) / 2
+    return round(min(max(episode / calls, 0.2), drawn.stall_seconds / 12), 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 
 Range = tuple[float, float]
@@ -20,13 +20,19 @@ def draw(between: Range, rng: Random) -> float:
 class Delays:
     """How long things take, in seconds. `call`: one way. `start`: until a process has imported what it needs. `restart`: from a
     process's end until the next one is begun. `notice`: until a caller notices that no answer will come. `thread`: until a
-    function that is handed to a thread runs."""
+    function that is handed to a thread runs. `message`: on its way over the network."""
 
     call: Range = (0.0002, 0.01)
     start: Range = (0.5, 5.0)
     restart: Range = (0.1, 2.0)
     notice: Range = (0.01, 2.0)
     thread: Range = (0.0001, 0.005)
+    message: Range = (0.0002, 0.01)
+
+    def times(self, factor: float) -> Delays:
+        """Everything takes so many times as long."""
+        stretched = {each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)}
+        return Delays(**stretched)
 
 
 __all__ = ["Delays", "draw"]

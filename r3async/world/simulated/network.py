@@ -25,13 +25,11 @@ from random import Random
 from typing import Any
 
 from r3async.world import OnMessage
-from r3async.world.simulated.delays import draw
+from r3async.world.simulated.delays import Delays, draw
 from r3async.world.simulated.loop import Process, Timer, VirtualLoop
 from r3async.world.simulated.sockets import ANY, Connection, Dealer, Observe, Router, SimulatedSocket, failure, parse
 
 FIRST_PORT = 49152
-DELAY = (0.0002, 0.01)
-"""Seconds, if nobody says otherwise."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 WILDCARD = ("*", "0.0.0.0", "[::]")
 
@@ -53,7 +51,7 @@ class SimulatedNetwork:
 
     def __init__(self, loop: VirtualLoop, rng: Random, observe: Observe = lambda event, way, frames: None):
         self.loop, self.rng, self.observe = loop, rng, observe
-        self.delay: Callable[[Random], float] = lambda rng: draw(DELAY, rng)
+        self.delay: Callable[[Random], float] = lambda rng: draw(Delays.message, rng)
         self.damage = 0.0
         self.bandwidth: float | None = None
         self.busy: dict[tuple[str, str], float] = {}

@@ -106,6 +106,7 @@ class Simulation:
             for name in hosts
         }
         self.network = SimulatedNetwork(self.loop, self.rng("network"), self._message)
+        self.network.delay = lambda rng: draw(self.delays.message, rng)
         self.actors: list[Actor] = []
         self.shared: list[Shared] = []
         self.processes: list[HostProcess] = []

@@ -22,7 +22,7 @@ from r3async.world import ActorRef
 
 LOOK_SECONDS = 0.25
 """Between two looks, at most, at what the engine does."""
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 2.0
 """Between two calls of one generator, at most, in a small fleet: whoever is silent is taken for lost."""
 HEARTBEATS_PER_SECOND = 64
 """Of a large one."""
@@ -176,7 +176,8 @@ class Leasing:
         places = min(self._concurrency.limit, self._useful)
         empty = max(0, places - self._player.playing) if self._waits else 0
         requests = self._look()["running"]
-        await wait_until(self._woken, min(LOOK_SECONDS, max(0.0, self._due - self._clock())))
+        look = LOOK_SECONDS if self._player.playing or requests else self._heartbeat  # what is idle stays so till it is woken
+        await wait_until(self._woken, min(look, max(0.0, self._due - self._clock())))
         self._woken.clear()
         self._idle.passed(places, empty, requests)
 

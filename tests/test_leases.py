@@ -11,7 +11,7 @@ import pytest
 import actors.conductor
 from actors.conductor import Conductor
 from actors.dispatch import LeaseAnswer, LeaseCall
-from actors.leasing import Leasing
+from actors.leasing import HEARTBEAT_SECONDS, Leasing
 from r3async.config import load_config, to_dict
 from r3async.scheduling.admission import GroupLease
 from r3async.scheduling.failures import EpisodeEnd
@@ -261,14 +261,14 @@ async def test_a_heartbeat_says_what_room_there_is_and_overtakes_the_call_that_w
     g.asked.reply(0, [GroupLease(0, 0, (0, 1))])  # the rest of a group
     await g.looks()
     assert g.asked.rooms == [4]  # room for half a group
-    await g.looks(1.0)
+    await g.looks(HEARTBEAT_SECONDS)
     assert g.asked.rooms == [4, 2]
-    assert g.asked.calls[1].wait == 1.0
+    assert g.asked.calls[1].wait == HEARTBEAT_SECONDS
     g.end(0, 0)
     g.end(0, 1)
     await g.looks()
     assert g.asked.rooms == [4, 2, 4]  # the call that waits asks for less than a group
-    await g.looks(1.0)
+    await g.looks(HEARTBEAT_SECONDS)
     assert g.asked.rooms == [4, 2, 4, 4]
     for call in (1, 2, 3):
         g.asked.reply(call, [], more=False)

@@ -13,7 +13,7 @@ from r3async.checkpoint.directory import Report
 from r3async.config import Config
 from r3async.world import World
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 RESULT_SECONDS = 10.0
 """So long the conductor is waited for when the run has ended, and it is asked for the last time."""
 

@@ -17,8 +17,8 @@ RESTARTS = 200
 LEAST_SECONDS = 600.0
 """Of virtual time, that a run which is drawn takes at least: it trains that long."""
 FIRST = 15.0
-"""In `stall_seconds`: after the last fault, until the next step at most. A stall is found, what stalled is ended, the run restarts,
-a start fails and is made again, and the longest episodes are played."""
+"""In `stall_seconds`: after the last fault, until the next step at most. A stall is found, what stalled is ended, the run
+restarts, a start fails and is made again, and the longest episodes are played."""
 NEXT = 7.5
 """And between two steps after that."""
 LARGEST = 64 * 1024
@@ -122,7 +122,11 @@ class Workload(msgspec.Struct, frozen=True):
                 "tokens_per_step": self.tokens_per_step,
             },
             "routing": {"trace": "off"},
-            "learner": {"backend": "scripted", "max_tokens_per_micro_batch": 1024, "start_timeout": 2 * self.stall_seconds},
+            "learner": {
+                "backend": "scripted",
+                "max_tokens_per_micro_batch": 1024,
+                "start_timeout": 2 * self.stall_seconds,
+            },
             "weights": {
                 "backend": "object_store",
                 "install_timeout": self.stall_seconds / 2,

@@ -31,7 +31,9 @@ class Delays:
 
     def times(self, factor: float) -> Delays:
         """Everything takes so many times as long."""
-        stretched = {each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)}
+        stretched = {
+            each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)
+        }
         return Delays(**stretched)
 
 

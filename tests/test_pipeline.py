@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
-from r3async.observe.metrics import METRICS, read_metrics
+from r3async.observe.catalogue import METRICS
+from r3async.observe.metrics import read_metrics
 from r3async.observe.routes import RouteIndex
 from r3async.observe.summary import summarize
 from r3async.observe.verify import verify_routes

@@ -274,7 +274,8 @@ class Conductor:
         await self.learner.call("publish_through", way.backend, tokens)
         published = await self.learner.call("publish")
         clock = self.world.clock.monotonic
-        installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self._wake)
+        put = self.world.actors.put
+        installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self._wake, put)
         await installer.begin()
         self.admission.installed(published.version)
         self.delivered(published.version, no_delivery())  # of a resumed run's last step

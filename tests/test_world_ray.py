@@ -49,6 +49,9 @@ class Echo:
     async def end(self) -> None:
         os._exit(1)
 
+    async def sum(self, values: list[int]) -> int:
+        return sum(values)
+
     async def shared(self, reference: list[object]) -> int:
         return sum(self.world.actors.get(reference[0], 20.0))
 
@@ -91,7 +94,9 @@ async def test_calls_between_actors_their_exceptions_and_time_limits():
         await asyncio.sleep(0.1)
         left.cancel()
         assert await one.call("sleep", 1.5, timeout=60) == 3, "nobody waits, and the methods go on"
-        assert await one.call("shared", [REAL.actors.put([1, 2, 3])], timeout=60) == 6
+        reference = REAL.actors.put([1, 2, 3])
+        assert await one.call("shared", [reference], timeout=60) == 6
+        assert await one.call("sum", reference, timeout=60) == 6
     finally:
         for actor in (one, two):
             REAL.actors.kill(actor)

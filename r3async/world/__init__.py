@@ -307,7 +307,8 @@ class Actors(Protocol):
         ...
 
     def put(self, value: Any) -> Any:
-        """Share a value with the processes of the cluster. Returns a reference, which can be sent."""
+        """Share a value with the processes of the cluster. Returns a reference, which can be sent. As an argument of a call it
+        arrives as the value; within another value, as a reference for `get`."""
         ...
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:

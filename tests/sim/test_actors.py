@@ -81,8 +81,11 @@ class Counter:
     def put(self, value):
         return self.world.actors.put(value)
 
-    def get(self, reference):
-        return self.world.actors.get(reference)
+    def get(self, references):
+        return self.world.actors.get(references[0])
+
+    def same(self, value):
+        return value
 
 
 class Unmakeable:
@@ -310,11 +313,13 @@ def test_what_was_put_is_lost_with_its_owner(run):
     async def main(world):
         owner, other = (world.actors.spawn(Counter, name=name) for name in ("owner", "other"))
         reference = await owner.call("put", [1, 2])
-        assert await other.call("get", reference) == [1, 2]
+        assert await other.call("get", [reference]) == [1, 2]
+        assert await other.call("same", reference) == [1, 2]
         assert world.actors.get(copied(Box([reference])).items[0]) == [1, 2]
         world.actors.kill(owner)
-        with pytest.raises(ActorLost):
-            await other.call("get", reference)
+        for method, argument in (("get", [reference]), ("same", reference)):
+            with pytest.raises(ActorLost):
+                await other.call(method, argument)
 
     run(main)
 

@@ -240,7 +240,7 @@ def _whoever(lease: Any) -> Any:
 def _first_is_enough(give: Any) -> Any:
     def first(self: Installer, version: int, reports: Any) -> Any:
         awaited = give(self, version, reports)
-        return [] if any(generator.version >= version for generator in self.fleet) else awaited
+        return [] if any(generator.version >= version for generator in self.fleet) else awaited[:1]
 
     return first
 

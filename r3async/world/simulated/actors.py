@@ -198,7 +198,8 @@ class Actor:
         process = self.process
         assert process is not None
         try:
-            result = getattr(self.instance, call.method)(*call.args, **call.kwargs)
+            args = [process.world.actors.get(arg) if type(arg) is Shared else arg for arg in call.args]
+            result = getattr(self.instance, call.method)(*args, **call.kwargs)
         except Exception as error:
             self._answer(process, call, _fail, copied_error(error))
             return

@@ -14,7 +14,7 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 # which mostly wait for each other to load: two files at a time, however many cores there are.
 QUICK := not (ray or engine or ranks) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
-TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-all lint format clean distclean
 .DEFAULT_GOAL := help

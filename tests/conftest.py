@@ -122,8 +122,6 @@ STARTED_BY = {
     "ranks_of": "ranks",
 }
 """What a test with this fixture starts: its marker follows from it."""
-ONE_PROCESS = ("vllm_engine", "two_ranks", "four_ranks", "ranks_of")
-"""Whoever takes one of these is tested in one process with all others that take it: each is started once."""
 
 
 LONGEST = (
@@ -139,19 +137,17 @@ LONGEST = (
 """Files that `make test` gives to its processes first, or one of them waits for another at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item):
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    taken = [f for f in getattr(item, "fixturenames", ()) if f in STARTED_BY and f not in given]
+    for fixture in taken:
+        item.add_marker(STARTED_BY[fixture])
+
+
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         places = {config.rootpath / "tests" / name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
-    for item in items:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        taken = [f for f in getattr(item, "fixturenames", ()) if f in STARTED_BY and f not in given]
-        for fixture in taken:
-            item.add_marker(STARTED_BY[fixture])
-        if getattr(config.option, "loadgroup", False):
-            shared = [STARTED_BY[fixture] for fixture in taken if fixture in ONE_PROCESS]
-            item.add_marker(pytest.mark.xdist_group(*shared[:1] or [item.path.stem]))
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,9 @@ class Reception:
         )
         self._recovering = False
         """What is validated now was kept by the spool since before this start."""
-        self._unsound = TaskFailures(config.supervise.max_failed_fraction, schedule.samples_per_group)
+        self._unsound = TaskFailures(
+            config.supervise.max_failed_fraction, schedule.samples_per_group, self._slots + schedule.window
+        )
         self._committing: list[asyncio.Task[int]] = []
         self._arrived = asyncio.Event()
 

@@ -13,6 +13,7 @@ from actors.process import RunFailed
 from r3async.appending import AppendFile
 from r3async.config import Config
 from r3async.observe.quarantine import FILE, QuarantinedTask, read_quarantine
+from r3async.scheduling.admission import slots_of
 from r3async.scheduling.cursor import Cursor
 from r3async.scheduling.failures import By, EpisodeEnd, FailedTask, TaskFailures
 from r3async.world import World
@@ -32,7 +33,10 @@ class Tasks:
         self._config, self._run_dir, self._events, self._world = config, run_dir, events, world
         self._file = AppendFile(run_dir / FILE, world=world)
         self._quarantined = {t.task_seed: t.from_group for t in read_quarantine(run_dir, files=world.files)}
-        self._failures = TaskFailures(config.supervise.max_failed_fraction, config.schedule.samples_per_group)
+        schedule = config.schedule
+        self._failures = TaskFailures(
+            config.supervise.max_failed_fraction, schedule.samples_per_group, slots_of(schedule) + schedule.window
+        )
         self._too_many = asyncio.Event()
         self._reason = ""
         self._cursor = Cursor(config.seed, quarantined=self._quarantined)

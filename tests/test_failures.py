@@ -90,6 +90,16 @@ def test_a_task_that_fails_in_part_or_by_the_engine_is_not_quarantined():
     assert play_group(failures, 2, "learner") == ([102], False)
 
 
+def test_a_task_that_fails_is_known_however_many_others_end_while_it_is_played():
+    """In a large fleet a group was forgotten before its last episode ended, and its task was posed again."""
+    others = 4 * RECENT
+    failures = TaskFailures(0.1, SAMPLES, in_flight=others)
+    ends = [failures.ended(end_of(0, e, "environment")) for e in range(SAMPLES - 1)]
+    ends += [failures.ended(end_of(group)) for group in range(1, others + 1)]
+    assert not any(ends)
+    assert failures.ended(end_of(0, SAMPLES - 1, "environment")) == FailedTask(100, 0, "environment", "why")
+
+
 def test_parts_of_a_group_on_several_generators_count_once_and_the_last_word_on_an_episode_counts():
     failures = TaskFailures(0.1, 2)
     assert failures.ended(end_of(0, 0, "environment")) is None

@@ -32,10 +32,11 @@ class SuperviseConfig(Section):
     generator that dies is restarted by itself (`generator.max_restarts`)."""
     stop_grace_seconds: Positive = 30.0
     max_failed_fraction: Share = 0.1
-    """Share of the run's last 100 tasks that may fail for good (after `episode.retries`) before it stops with what the last one
-    failed with; a task of which some episodes fail counts for their share. Failures of environments, of the engine and
-    refusals of the learner are counted apart. A failed episode is not trained, and is compared with nobody in its group. A
-    task of which every episode fails (not by the engine) is quarantined: it is not posed again. 0: the first failure stops it."""
+    """Share of the run's last 100 tasks (or of as many as can be in flight) that may fail for good (after `episode.retries`)
+    before it stops with what the last one failed with; a task of which some episodes fail counts for their share. Failures of
+    environments, of the engine and refusals of the learner are counted apart. A failed episode is not trained, and is
+    compared with nobody in its group. A task of which every episode fails (not by the engine) is quarantined: it is not posed
+    again. 0: the first failure stops it."""
 
     max_skipped_steps: int = 20
     """Steps in a row that may make no update because the gradient was not finite or the drift beyond `algorithm.rollout_kl.max`;

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 RECENT = 100
-"""Tasks that the share is taken over; fewer at the beginning count as `FEWEST`."""
+"""Tasks that the share is taken over, at least; fewer at the beginning count as `FEWEST`."""
 FEWEST = 20
 
 By = Literal["environment", "engine", "learner"]
@@ -40,21 +40,24 @@ class FailedTask(msgspec.Struct, frozen=True):
 class TaskFailures:
     """Counts failed episodes by group, whichever generators play its parts, and however often one is played.
 
-    `limit`: share of the last `RECENT` tasks that may fail, for each of environment, engine and learner. An environment that
-    always fails is over it with its third task (at 0.1); one bad task among many never is.
+    `limit`: share of the last tasks that may fail, for each of environment, engine and learner. An environment that always
+    fails is over it with its third task (at 0.1); one bad task among many never is. `in_flight`: groups that may begin between
+    the first and the last end of one group's episodes. The last `RECENT`, or that many, are remembered: a group that is forgotten
+    while it is played would never be known to have failed whole.
     """
 
-    def __init__(self, limit: float, samples_per_group: int):
+    def __init__(self, limit: float, samples_per_group: int, in_flight: int = 0):
         if not 0 <= limit <= 1:
             raise ValueError(f"a share of failed tasks is in 0..1, got {limit}")
         self.limit, self._samples = limit, samples_per_group
+        self._remembered = max(RECENT, in_flight + 1)
         self._recent: dict[int, dict[int, By]] = {}
         """By group, in the order in which their first episodes ended: who failed, by episode."""
 
     def ended(self, end: EpisodeEnd) -> FailedTask | None:
         """The last word on an episode counts. Returns its task if no episode of it is left that could be trained."""
         failed = self._recent.setdefault(end.group_index, {})
-        if len(self._recent) > RECENT:
+        if len(self._recent) > self._remembered:
             del self._recent[next(iter(self._recent))]
         known = failed.pop(end.episode_index, None)
         if end.failed_by is None:

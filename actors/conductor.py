@@ -132,7 +132,7 @@ class Conductor:
         """The whole run. Returns what the event `run_finished` says; raises `RunFailed` with the reason.
 
         `updates`: that made the weights, of all steps and resumes; without any there is no `model`. `without_update`: what
-        the steps of this process lacked that made none."""
+        the steps of this process lacked that made none. A run that was stopped while it loaded has neither."""
         step = self._state.steps if self._state else 0
         self.events.info("conductor_started", pid=self.world.processes.pid, step=step, lineage=self.lineage.number)
         self.lag.start()

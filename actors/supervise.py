@@ -134,7 +134,7 @@ def _tell(result: Mapping[str, Any], running: Running, person: Person) -> None:
     if result["model"]:
         person.say(f"trained model: {running.run_dir / 'model'}")
     if result["stopped"] and steps:
-        done = f"{steps} of {running.config.steps} steps" + ("" if result["updates"] else " without an update")
+        done = f"{steps} of {running.config.steps} steps" + (" without an update" if result.get("updates") == 0 else "")
         person.say(f"stopped after {done}; to go on: the same command with name={name}")
     elif result["stopped"]:
         person.say(f"stopped before a step was made; to resume: the same command with name={name}")

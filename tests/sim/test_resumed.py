@@ -144,3 +144,13 @@ def test_a_run_with_neither_engine_nor_model_makes_its_steps_and_a_resume_goes_o
     saved = load_file(run_dir / "model" / "model.safetensors")
     assert list(saved) == [DIGEST]
     assert saved[DIGEST].any()
+
+
+def test_a_resumed_run_that_is_stopped_while_it_loads_says_after_which_step(machine):
+    machine.train("steps=2", "checkpoint.every_steps=1")
+
+    async def stop(machine):
+        machine.person.stop_requested = True
+
+    machine.train("steps=4", "checkpoint.every_steps=1", meddle=stop)
+    assert "stopped after 2 of 4 steps; to go on" in machine.person.screen

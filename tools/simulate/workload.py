@@ -232,7 +232,7 @@ def draw_workload(seed: int) -> Workload:
         silence_seconds=rng.choice([20.0, 40.0, 60.0]),
         probe=rng.random() < 0.3,
     )
-    share = 0.1 if ahead else rng.choice([0.1, 0.3, 0.6])
+    share = 0.1 if ahead else rng.choice([0.2, 0.5, 1.0])
     return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * train))
 
 

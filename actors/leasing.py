@@ -176,9 +176,8 @@ class Leasing:
         places = min(self._concurrency.limit, self._useful)
         empty = max(0, places - self._player.playing) if self._waits else 0
         requests = self._look()["running"]
-        look = (
-            LOOK_SECONDS if self._player.playing or requests else self._heartbeat
-        )  # what is idle stays so till it is woken
+        # What is idle stays so until it is woken.
+        look = LOOK_SECONDS if self._player.playing or requests else self._heartbeat
         await wait_until(self._woken, min(look, max(0.0, self._due - self._clock())))
         self._woken.clear()
         self._idle.passed(places, empty, requests)

@@ -13,19 +13,19 @@ from r3async.world.processes import find_user_modules
 
 
 class RunFailed(RuntimeError):
-    """The run can not go on; the message is for the person who started it."""
+    """The run cannot continue; the message is for the person who started it."""
 
 
 class NotTrained(RunFailed):
-    """The run made all its steps, and none of them an update: its weights are those that it began with."""
+    """The run made all its steps, and none of them an update: its weights are those that it started with."""
 
 
 class ProcessDied(RunFailed, ActorLost):
-    """A process that the run can not do without died. From the newest checkpoint, it can begin again."""
+    """A process that the run cannot do without was lost. The run can resume from its newest checkpoint."""
 
 
 class NotLoaded(ActorLost):
-    """This process was started in place of one that died, and was told nothing yet."""
+    """This process was started in place of one that was lost, and has not been set up yet."""
 
 
 def whereabouts(world: World) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     # What a closed socket still holds is resent by the protocol; nothing may wait for it at exit.
     socket.linger = 0
-    # Silence is noticed by the protocol (WELCOME and OFFER are its heartbeats). ZeroMQ's own are left off: in libzmq
+    # Silence is noticed by the protocol (HELLO and WELCOME are its heartbeats). ZeroMQ's own are left off: in libzmq
     # 4.3.5, a peer that fills the receive queue and disconnects makes the heartbeat's timer abort the whole process
     # ("Assertion failed: !_io_error", libzmq issue 4364). TCP's clear away connections whose peer vanished.
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

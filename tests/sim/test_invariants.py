@@ -158,7 +158,7 @@ def test_what_must_not_be_is_named(what: str):
 
 def test_every_rule_has_a_history_that_breaks_it():
     assert {rule.name for rule in ALL} | {"stuck"} == {name for name, _ in SPOILED.values()} | {"memory", "disk"}
-    assert all(rule.means for rule in ALL)
+    assert all(rule.judge.__doc__ for rule in ALL)
 
 
 def test_without_a_spool_what_was_acknowledged_goes_with_the_learner_and_may_be_played_again():

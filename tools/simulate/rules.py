@@ -26,11 +26,6 @@ class Rule(NamedTuple):
     events: tuple[type[Event], ...]
     judge: Judge
 
-    @property
-    def means(self) -> str:
-        """In words."""
-        return " ".join((self.judge.__doc__ or "").split())
-
 
 def rule(rules: list[Rule], name: str, *events: type[Event]) -> Callable[[Judge], Judge]:
     """Add to `rules` one that judges these events."""

@@ -130,7 +130,7 @@ async def test_versions_are_exact_to_the_token(vllm_engine, weights):
         await asyncio.sleep(0.12)
         report = await vllm_engine.install(weights.publish(), 30)
         assert report.version == vllm_engine.version == weights.version
-        assert 0 < report.pause_seconds < report.update_seconds < 5
+        assert 0 < report.pause_seconds < report.update_seconds
     generations = await asyncio.gather(*tasks)
     boundaries = 0
     for p, generation in zip(ids, generations, strict=True):

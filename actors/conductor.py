@@ -15,13 +15,12 @@ from actors.evaluation import Evaluator
 from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
 from actors.installer import Installer
 from actors.process import ProcessDied, RunFailed, ask, begin, root_cause
-from actors.saving import CONDUCTOR_RECORDS, Books
 from actors.steps import Steps
 from actors.tasks import Tasks
 from actors.watch import Watch
 from r3async.buffer.groups import largest_buffer
 from r3async.checkpoint import RunState, restore_admission
-from r3async.checkpoint.state import decode_state
+from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState, decode_state
 from r3async.config import Config, config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.lineage import FIRST, Lineage
@@ -281,11 +280,15 @@ class Conductor:
         self.delivered(published.version, no_delivery())  # of a resumed run's last step
         return installer
 
-    async def books(self) -> Books:
+    async def state(self) -> ConductorState:
         """For a checkpoint of the run as it is between two steps."""
-        tokens = self._generated_tokens
-        books = Books(self.admission.snapshot(), {}, self.book.pending, self._elapsed, tokens)
-        return await books.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
+        state = ConductorState(
+            admission=self.admission.snapshot(),
+            pending_rows=self.book.pending,
+            elapsed=self._elapsed,
+            generated_tokens=self._generated_tokens,
+        )
+        return await state.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
 
     def delivered(self, version: int, figures: dict[str, float]) -> None:
         """`version` is installed: the rows of what made it, and of what was before, are written."""

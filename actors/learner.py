@@ -17,10 +17,10 @@ from actors.process import NotLoaded, begin, whereabouts
 from actors.publishing import Publishing
 from actors.ranks import LocalLearner, RankedLearner
 from actors.reception import Reception
-from actors.saving import Books, Saver
 from r3async.batching.cost import cost_model
 from r3async.buffer.groups import GroupBuffer
-from r3async.checkpoint import open_checkpoint
+from r3async.checkpoint import CheckpointWriter, open_checkpoint
+from r3async.checkpoint.state import ConductorState
 from r3async.config import config_from_dict
 from r3async.engines.base import RoutingShape
 from r3async.files import read_file
@@ -136,7 +136,7 @@ class LearnerActor:
             self.world, self.config, self.lineage, self.timeline, model.backend, self._torch, self._writer, text
         )
         path, world = Path(self.model_path), self.world
-        saver = Saver(self.config, self.run_id, path, self.run_dir, self.events, world=world)
+        checkpoints = CheckpointWriter(self.config, self.run_id, path, self.run_dir, self.events, world=world)
         self.learning = Learning(
             self.world,
             self.config,
@@ -145,7 +145,7 @@ class LearnerActor:
             self.events,
             self.timeline,
             self.lag,
-            saver,
+            checkpoints,
             model,
             reception,
             publishing,
@@ -196,10 +196,10 @@ class LearnerActor:
         """
         return await self._ready(self.learning).train_step(last, self._interrupted)
 
-    async def checkpoint(self, books: Books) -> float:
+    async def checkpoint(self, state: ConductorState) -> float:
         """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step
-        had to wait for that, in seconds. See `Saver.save`, also for what it raises."""
-        return await self._ready(self.learning).checkpoint(books)
+        had to wait for that, in seconds. See `CheckpointWriter.save`, also for what it raises."""
+        return await self._ready(self.learning).checkpoint(state)
 
     async def finish_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""

@@ -12,10 +12,11 @@ import msgspec
 from actors.publishing import Publishing
 from actors.ranks import LocalLearner, RankedLearner
 from actors.reception import Reception
-from actors.saving import LEARNER_RECORDS, Books, Progress, Saver
 from r3async.appending import AppendFile
 from r3async.batching.cost import Cost
 from r3async.buffer.groups import GroupBuffer
+from r3async.checkpoint import CheckpointWriter
+from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
 from r3async.config import Config
 from r3async.episodes.loop import EpisodeTask, failed_trajectory
 from r3async.lineage import Lineage
@@ -65,7 +66,7 @@ class Learning:
     events: Any
     timeline: Timeline
     lag: LagMeter
-    saver: Saver
+    checkpoints: CheckpointWriter
     model: Model
     reception: Reception
     publishing: Publishing
@@ -150,17 +151,24 @@ class Learning:
         made = failed_trajectory(task, self.reception.routing, 0, generator_id=t.generator_id, at=t.finished_at)
         return msgspec.structs.replace(made, lineage=t.lineage)
 
-    async def checkpoint(self, books: Books) -> float:
+    async def checkpoint(self, conductor: ConductorState) -> float:
         """See `LearnerActor.checkpoint`."""
         clock, counts, model = self.world.clock.monotonic, self.model.counts, self.model
         began, taken = clock(), self.reception.buffer.taken
-        beyond = sorted(taken.beyond)
-        progress = Progress(counts.steps, counts.version, taken.head, beyond, counts.since, self.lineage)
+        state = TrainingState(
+            **msgspec.structs.asdict(conductor),
+            steps=counts.steps,
+            version=counts.version,
+            lineage=self.lineage,
+            consumed=taken.head,
+            consumed_beyond=sorted(taken.beyond),
+            since_publication=counts.since,
+        )
         backend, commit = model.backend, self.reception.commit()
-        books = await books.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
-        await self.saver.save(lambda: model.torch.run(backend.hold), backend.write_state, books, progress, commit)
+        state = await state.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
+        await self.checkpoints.save(state, lambda: model.torch.run(backend.hold), backend.write_state, commit)
         return clock() - began
 
     async def finish_checkpoint(self) -> None:
         """See `LearnerActor.finish_checkpoint`."""
-        await self.saver.finish()
+        await self.checkpoints.finish()

@@ -11,10 +11,8 @@ from actors.conductor import Conductor
 from actors.generator import GeneratorActor
 from actors.learner import LearnerActor
 from actors.process import ProcessDied, RunFailed
-from actors.saving import checkpoint_directory
-from r3async.checkpoint import Opened
-from r3async.checkpoint.lineages import origin_of, take_lineage
-from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint import Checkpoints, Opened
+from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.checkpoint.state import encode_state
 from r3async.config import Config, to_dict
 from r3async.lineage import Lineage
@@ -84,7 +82,7 @@ class Pipeline:
     def _take_lineage(self) -> Lineage:
         """On the disk before any actor is there: whoever starts after a crash of this start has another one."""
         resume, run_dir, files = self.resume, self.run_dir, self.world.files
-        origin = origin_of(resume, checkpoint_directory(self.config, run_dir)) if resume else ""
+        origin = origin_of(resume, Checkpoints.of(self.config, run_dir, files=files).directory) if resume else ""
         lineage = take_lineage(run_dir, resume, fingerprint_model(self.model_path, files=files), origin, files=files)
         facts = {"parent": lineage.parent, "version": lineage.version, "step": resume.state.steps if resume else 0}
         self.events.info("lineage_began", lineage=lineage.number, **facts, origin=origin)

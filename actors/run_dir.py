@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.saving import RECORDS, checkpoint_directory
 from r3async.checkpoint import (
     Checkpoints,
     Opened,
     check_model,
-    check_same_run,
+    check_settings,
     find_checkpoint,
     resume_from,
     rewind,
 )
 from r3async.checkpoint.directory import Report, silent
-from r3async.checkpoint.lineages import mark, origin_of, read_starts
 from r3async.checkpoint.lock import RunLock
-from r3async.checkpoint.resume import check_settings
+from r3async.checkpoint.resume import mark, origin_of, read_starts
+from r3async.checkpoint.state import RECORDS
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
 from r3async.files import make_directory, read_file, replace_file, settle_directory
 from r3async.observe.events import open_events
@@ -83,7 +82,10 @@ async def open_run(
         if config.resume == "none":
             aside = await _move_aside(directory, say, world)
             say(f"{directory} is kept as {aside}")
-        elif _checkpoints(config, directory, report, files).empty and read_starts(directory, files=files) is None:
+        elif (
+            Checkpoints.of(config, directory, report=report, files=files).empty
+            and read_starts(directory, files=files) is None
+        ):
             raise ConfigError(
                 f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to go on from; choose another "
                 'name, or set resume="none", which keeps it under another one'
@@ -171,7 +173,7 @@ async def begin_again(
     waiting = lambda: say("waiting for the other processes to end")  # noqa: E731
     if not await run.lock.alone(LOCK_SECONDS, waiting, clock=world.clock.monotonic):
         raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_SECONDS:.0f} s")
-    checkpoints = _checkpoints(config, run.path, report, world.files)
+    checkpoints = Checkpoints.of(config, run.path, report=report, files=world.files)
     checkpoints.clean()
     resume = checkpoints.newest() or run.resume
     _take_back(run.path, resume, world.files)
@@ -179,15 +181,10 @@ async def begin_again(
     return RunDir(run.path, resume, run.lock, began=resume is None)
 
 
-def _checkpoints(config: Config, directory: Path, report: Report, files: Files) -> Checkpoints:
-    where, settings = checkpoint_directory(config, directory), config.checkpoint
-    return Checkpoints(where, keep_last=settings.keep_last, keep_every=settings.keep_every, report=report, files=files)
-
-
 def _resume(
     config: Config, directory: Path, say: Callable[[str], object], report: Report, files: Files
 ) -> Opened | None:
-    checkpoints = _checkpoints(config, directory, report, files)
+    checkpoints = Checkpoints.of(config, directory, report=report, files=files)
     if config.resume not in ("auto", "none"):
         # Looked at before anything is set aside for it.
         found = find_checkpoint(Path(config.resume), files=files)
@@ -230,7 +227,7 @@ def _take_back(directory: Path, resume: Opened | None, files: Files) -> None:
 
 def _check(opened: Opened, config: Config) -> dict[str, tuple[Any, Any]]:
     """The settings that differ. Raises if the run can not go on with them, or is over."""
-    changed = check_same_run(opened.state, config)
+    changed = check_settings(opened.state.config, config)
     if opened.state.steps >= config.steps:
         raise ConfigError(
             f"the run has made {opened.state.steps} of {config.steps} steps: set `steps` to more, or choose another name"

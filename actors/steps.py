@@ -75,9 +75,9 @@ class Steps:
         """Begin a checkpoint of the run as it is between two steps."""
         self._due.done(self.made)
         self._saved = self.made
-        books = await self._conductor.books()
+        state = await self._conductor.state()
         with self._conductor.timeline.span("checkpoint", step=self.made):
-            seconds = await self._learner.call("checkpoint", books)
+            seconds = await self._learner.call("checkpoint", state)
         self._events.info("checkpoint_begun", step=self.made, training_waited_seconds=round(seconds, 4))
 
     async def _publish(self, version: int) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from r3async.batching.packing import MicroBatch, pack
 from r3async.checkpoint import Checkpoints, FileRecord, RunState
+from r3async.checkpoint.state import TrainingState
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
 from r3async.config import Config, config_from_dict
 from r3async.learners.backend import LearnerBackend
@@ -106,6 +107,14 @@ def run_state(steps: int, **changes: Any) -> RunState:
         "consumed": 4 * steps,
     }
     return RunState(steps=steps, **(defaults | changes))
+
+
+def training_state(steps: int, **changes: Any) -> TrainingState:
+    return TrainingState(**({"steps": steps, "version": steps, "consumed": 4 * steps} | changes))
+
+
+async def hold_nothing() -> None:
+    """For `CheckpointWriter.save`, where what is written does not change."""
 
 
 def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> LearnerState:

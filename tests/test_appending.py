@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.saving import Books
 from r3async.appending import AppendFile, Keeper, whole_bytes
 from r3async.checkpoint.resume import rewind
+from r3async.checkpoint.state import ConductorState
 from r3async.files import make_directory, replace_file
 from r3async.world.disk import Disk, DiskFile
 from r3async.world.real import RealWorld
@@ -102,16 +102,16 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
 ) -> None:
     run_dir, name = tmp_path_factory.mktemp("a"), "metrics.jsonl"
     keeper = Keeper(lambda event, **facts: None, retry_seconds=0)
-    books = Books({}, {}, [], 0.0, 0)
+    state = ConductorState()
     file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), keeper=keeper)
     for index in range(count + 1):
         if index == min(saved, count):
-            books = asyncio.run(books.with_records(run_dir, [name], keeper=keeper))
+            state = asyncio.run(state.with_records(run_dir, [name], keeper=keeper))
         file.append(b"%d" % index)
         if index % 4 == 3:
             keeper.retry()
     # The process is killed: what waits in it is lost. A checkpoint was made before row `saved`.
-    rewind(run_dir, books.record_bytes, books.record_kept)
+    rewind(run_dir, state.record_bytes, state.record_kept)
     rows = (run_dir / name).read_bytes().splitlines() if (run_dir / name).exists() else []
     assert rows == [b"%d" % index for index in range(min(saved, count))]
 

@@ -11,7 +11,7 @@ import pytest
 
 from actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.error import Unreadable
+from r3async.checkpoint.manifest import Unreadable
 from r3async.config import ConfigError
 from tests.helpers_cli import typed
 from tools.cli import main

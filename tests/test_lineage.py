@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointError, Checkpoints, open_checkpoint
-from r3async.checkpoint.lineages import FILE, mark, read_starts, take_lineage
+from r3async.checkpoint.resume import LINEAGES, mark, read_starts, take_lineage
 from r3async.lineage import Lineage, Start
 from tests.helpers_checkpoint import write_checkpoint
 
@@ -124,8 +124,8 @@ def test_a_number_is_on_the_disk_before_its_start_and_never_taken_twice(tmp_path
     assert [x.number for x in crashed] == [2, 3, 4]
     assert crashed[2].past == {1: 4, 2: 4, 3: 4}
     mark(tmp_path)
-    assert [s["lineage"] for s in json.loads((tmp_path / FILE).read_text())["starts"]] == [1, 2, 3, 4]
-    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [FILE]
+    assert [s["lineage"] for s in json.loads((tmp_path / LINEAGES).read_text())["starts"]] == [1, 2, 3, 4]
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [LINEAGES]
 
 
 def test_a_run_that_begins_where_another_one_was_takes_no_number_of_it(tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_a_run_that_begins_where_another_one_was_takes_no_number_of_it(tmp_path:
 
 
 def test_a_record_of_starts_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"starts": [')
+    (tmp_path / LINEAGES).write_text('{"starts": [')
     with pytest.raises(CheckpointError, match=r"lineages\.json cannot be read.*spool/ aside"):
         take_lineage(tmp_path, None, "m")

@@ -1,33 +1,26 @@
-"""What a resume is refused for, with which words; and when a checkpoint is due, and what becomes of one that fails."""
+"""What a resume is refused for, with which words; and when a checkpoint is due."""
 
 from __future__ import annotations
-
-import asyncio
-import threading
 
 import msgspec
 import pytest
 
 from r3async.checkpoint import (
     CheckpointError,
-    Checkpoints,
-    CheckpointWriter,
     Due,
     check_model,
-    check_same_run,
+    check_settings,
     restore_admission,
 )
 from r3async.checkpoint.resume import fingerprint_model, rewind
 from r3async.checkpoint.state import decode_state, encode_state
-from r3async.checkpoint.tensors import write_part
 from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, to_dict
 from r3async.scheduling.admission import Admission
-from r3async.world.disk import Disk
-from tests.helpers_checkpoint import run_state, tiny_state
+from tests.helpers_checkpoint import run_state
 
 
 def changed(**changes):
-    saved = run_state(3, config=to_dict(config_from_dict({"name": "a", "seed": 1})))
+    saved = to_dict(config_from_dict({"name": "a", "seed": 1}))
     data = {"name": "b", "resume": "auto", "seed": 1}
     for key, value in changes.items():
         *sections, last = key.split("__")
@@ -35,7 +28,7 @@ def changed(**changes):
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[last] = value
-    return check_same_run(saved, config_from_dict(data))
+    return check_settings(saved, config_from_dict(data))
 
 
 def test_settings_of_training_may_differ_and_are_named():
@@ -82,9 +75,9 @@ def test_a_setting_that_was_added_later_has_its_default():
     del config["schedule"]["minibatches_per_step"], config["checkpoint"]
     config["env"]["gone"] = "x"
     with pytest.raises(CheckpointError, match=r"`env\.gone` was 'x' and is None"):
-        check_same_run(run_state(3, config=config), config_from_dict({}))
+        check_settings(config, config_from_dict({}))
     del config["env"]["gone"]
-    assert check_same_run(run_state(3, config=config), config_from_dict({})) == {}
+    assert check_settings(config, config_from_dict({})) == {}
 
 
 def test_another_start_model_is_refused(tmp_path):
@@ -189,93 +182,3 @@ def test_settings_of_checkpoints_are_checked(bad):
         config_from_dict({"checkpoint": {key: float(value) if "." in value else int(value)}})
     with pytest.raises(ConfigError, match="`resume` must be"):
         config_from_dict({"resume": ""})
-
-
-def parts_of(state):
-    return lambda directory: [write_part(directory, state)]
-
-
-async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(tmp_path):
-    writer = CheckpointWriter(Checkpoints(tmp_path, keep_last=2), CheckpointConfig(write_timeout=20.0))
-    going, events = threading.Event(), []
-
-    def slow(directory):
-        assert going.wait(20)
-        return [write_part(directory, tiny_state(1))]
-
-    await writer.save(run_state(1), slow, lambda: events.append("written"))
-    assert writer.busy
-    assert Checkpoints(tmp_path).steps() == [], "nothing is there before all of it is"
-    next_one = asyncio.create_task(writer.save(run_state(2), parts_of(tiny_state(2)), lambda: events.append("next")))
-    await asyncio.sleep(0.2)
-    assert events == []
-    assert not next_one.done()
-    going.set()
-    await asyncio.wait_for(next_one, 20)
-    assert events[0] == "written"
-    assert 1 in Checkpoints(tmp_path).steps()
-    for step in (3, 4):
-        await writer.save(run_state(step), parts_of(tiny_state(step)))
-    await writer.wait()
-    assert Checkpoints(tmp_path).steps() == [3, 4]
-
-
-async def test_a_failure_is_raised_at_the_next_step_with_its_reason_and_leaves_what_was(tmp_path):
-    reported = []
-    checkpoints = Checkpoints(tmp_path)
-    writer = CheckpointWriter(
-        checkpoints,
-        CheckpointConfig(write_timeout=20.0),
-        report=lambda event, /, **facts: reported.append((event, facts)),
-    )
-
-    def full(directory):
-        (directory / "learner-00000-of-00001.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    await writer.save(run_state(1), parts_of(tiny_state(1)))
-    await writer.wait()
-    await writer.save(run_state(2), full)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written: OSError: .*No space left"):
-        await writer.save(run_state(3), parts_of(tiny_state(3)))
-    assert not writer.busy
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    assert [event for event, _ in reported] == ["checkpoint_written", "checkpoint_failed"]
-    assert "No space left" in reported[1][1]["error"]
-    await writer.save(run_state(3), parts_of(tiny_state(3)))
-    await writer.wait()
-    assert checkpoints.steps() == [1, 3]
-
-
-async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_removed(tmp_path):
-    class Stuck(Disk):
-        def remove_tree(self, path):
-            if path.suffix == ".removing":
-                raise PermissionError(13, "Permission denied")
-            super().remove_tree(path)
-
-    reported = []
-    checkpoints = Checkpoints(tmp_path, keep_last=1, files=Stuck())
-    writer = CheckpointWriter(checkpoints, CheckpointConfig(), report=lambda event, /, **_: reported.append(event))
-    for step in (1, 2):
-        await writer.save(run_state(step), parts_of(tiny_state(step)))
-        await writer.wait()
-    assert reported == ["checkpoint_written", "checkpoint_written", "checkpoint_prune_failed"]
-    assert checkpoints.newest().state == run_state(2)
-
-
-async def test_a_writing_that_never_ends_is_not_waited_for(tmp_path):
-    never = threading.Event()
-    writer = CheckpointWriter(Checkpoints(tmp_path), CheckpointConfig(write_timeout=0.2))
-    await writer.save(run_state(1), lambda directory: never.wait(30) and [])
-    with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
-        await writer.wait()
-    assert writer.busy
-    never.set()
-    await writer.wait()
-
-
-async def test_without_asynchronous_it_is_there_when_the_call_returns(tmp_path):
-    writer = CheckpointWriter(Checkpoints(tmp_path), CheckpointConfig(asynchronous=False))
-    await writer.save(run_state(1), parts_of(tiny_state(1)))
-    assert Checkpoints(tmp_path).newest().state == run_state(1)

@@ -19,9 +19,8 @@ from actors.run_dir import begin_again
 from r3async.appending import AppendFile
 from r3async.buffer.spool import Spool
 from r3async.checkpoint import CheckpointError, Checkpoints
-from r3async.checkpoint.lineages import origin_of, take_lineage
 from r3async.checkpoint.lock import RunLock
-from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import BufferConfig, ConfigError, load_config, to_dict
 from r3async.lineage import Lineage
 from r3async.observe.events import read_events

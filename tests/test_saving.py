@@ -1,14 +1,16 @@
 """The learner's side of a checkpoint, and what every book begins with when a run goes on from one."""
 
+import asyncio
+import threading
 import zlib
 
 import msgspec
 import pytest
 
-from actors.saving import Books, Progress, Saver
 from r3async.appending import AppendFile
 from r3async.buffer.groups import GroupBuffer
-from r3async.checkpoint import CheckpointError, Checkpoints, open_checkpoint
+from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, open_checkpoint
+from r3async.checkpoint.state import ConductorState
 from r3async.checkpoint.tensors import write_part
 from r3async.config import load_config
 from r3async.observe.events import open_events, read_events
@@ -17,10 +19,18 @@ from r3async.observe.metrics import read_metrics
 from r3async.observe.steps import StepBook
 from r3async.observe.trained import FILE, trained_step
 from r3async.transport import Ledger
-from tests.helpers_checkpoint import tiny_state
+from r3async.world.disk import Disk
+from r3async.world.real import REAL, RealWorld
+from tests.helpers_checkpoint import hold_nothing, tiny_state, training_state
 from tests.test_buffer import make_trajectory
 
-BOOKS = Books({"version": 3, "next_group": 20}, {"metrics.jsonl": 7}, [{"step": 3}], 1.5, 1000)
+CONDUCTOR = ConductorState(
+    admission={"version": 3, "next_group": 20},
+    record_bytes={"metrics.jsonl": 7},
+    pending_rows=[{"step": 3}],
+    elapsed=1.5,
+    generated_tokens=1000,
+)
 
 
 class Learner:
@@ -34,77 +44,145 @@ class Learner:
 
     def write_state(self, directory):
         if self.full:
+            (directory / "learner-00000-of-00001.safetensors").write_bytes(b"half")
             raise OSError(28, "No space left on device")
         held, self.held = self.held, None
         return [write_part(directory, held)]
 
-    async def save(self, saver, steps, then):
+    async def save(self, writer, steps, then):
         async def hold():
             self.hold()
 
-        await saver.save(hold, self.write_state, BOOKS, progress(steps), then)
+        state = training_state(steps, consumed_beyond=[4 * steps + 2], **msgspec.structs.asdict(CONDUCTOR))
+        await writer.save(state, hold, self.write_state, then)
 
 
 @pytest.fixture
-def saver(tmp_path):
-    def make(*overrides):
+def writer_of(tmp_path):
+    def make(*overrides, world=REAL):
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
-        return Saver(
-            load_config("quickstart", list(overrides)), "run", model, tmp_path, open_events(tmp_path, "learner")
-        )
+        config, events = load_config("quickstart", list(overrides)), open_events(tmp_path, "learner")
+        return CheckpointWriter(config, "run", model, tmp_path, events, world=world)
 
     return make
 
 
-def progress(steps):
-    return Progress(steps, steps, 4 * steps, [4 * steps + 2], (0, 0))
+def parts_of(state):
+    return lambda directory: [write_part(directory, state)]
 
 
-async def test_what_is_written_is_the_copy_and_both_sides_books(saver, tmp_path):
+def events_of(tmp_path):
+    return [(e["event"], e["level"], e["step"]) for e in read_events(tmp_path / "events.jsonl")]
+
+
+async def test_what_is_written_is_the_copy_and_both_sides_state(writer_of, tmp_path):
     learner, written = Learner(), []
     learner.value = 3.0
-    saver_ = saver()
-    await learner.save(saver_, 3, lambda: written.append(Checkpoints(tmp_path / "checkpoints").steps()))
+    writer = writer_of()
+    await learner.save(writer, 3, lambda: written.append(Checkpoints(tmp_path / "checkpoints").steps()))
     learner.value = 4.0
-    await saver_.finish()
+    await writer.finish()
     assert written == [[3]]  # `then` is called when the checkpoint can be seen.
     opened = open_checkpoint(tmp_path / "checkpoints" / "step-00000003")
     assert opened.learner().facts.steps == 3
     state = opened.state
     assert (state.steps, state.version, state.consumed, state.consumed_beyond) == (3, 3, 12, [14])
-    assert (state.admission, state.pending_rows, state.generated_tokens) == (BOOKS.admission, [{"step": 3}], 1000)
+    assert (state.admission, state.pending_rows, state.generated_tokens) == (CONDUCTOR.admission, [{"step": 3}], 1000)
     assert state.model_path == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 async def test_one_that_fails_is_told_and_training_goes_on_until_the_run_would_end_without_one(
-    saver, tmp_path, asynchronous
+    writer_of, tmp_path, asynchronous
 ):
     learner, written = Learner(), []
-    saver_ = saver(f"checkpoint.asynchronous={asynchronous}")
+    writer = writer_of(f"checkpoint.asynchronous={asynchronous}")
     learner.full = True
-    await learner.save(saver_, 1, lambda: written.append(1))
+    await learner.save(writer, 1, lambda: written.append(1))
     with pytest.raises(CheckpointError, match=r"step 1 could not be written.*No space left.*mend the cause"):
-        await saver_.finish()
-    await learner.save(saver_, 2, lambda: written.append(2))
+        await writer.finish()
+    await learner.save(writer, 2, lambda: written.append(2))
     with pytest.raises(CheckpointError, match="step 2"):
-        await saver_.finish()
+        await writer.finish()
     learner.full = False
-    await learner.save(saver_, 3, lambda: written.append(3))
-    await saver_.finish()
+    await learner.save(writer, 3, lambda: written.append(3))
+    await writer.finish()
     assert written == [3]
     assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
-    events = [(e["event"], e["level"], e["step"]) for e in read_events(tmp_path / "events.jsonl")]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"], "nothing is left of the others"
     failed = [("checkpoint_failed", "error", 1), ("checkpoint_failed", "error", 2)]
-    assert events == [*failed, ("checkpoint_written", "info", 3)]
+    assert events_of(tmp_path) == [*failed, ("checkpoint_written", "info", 3)]
+    assert "No space left" in read_events(tmp_path / "events.jsonl")[0]["error"]
 
 
-async def test_a_place_of_ones_own_for_checkpoints(saver, tmp_path):
-    saver_ = saver(f"checkpoint.directory={tmp_path / 'elsewhere'}")
-    await Learner().save(saver_, 1, lambda: None)
-    await saver_.finish()
+async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(writer_of, tmp_path):
+    writer, checkpoints = writer_of("checkpoint.keep_last=2"), Checkpoints(tmp_path / "checkpoints")
+    going, events = threading.Event(), []
+
+    def slow(directory):
+        assert going.wait(20)
+        return [write_part(directory, tiny_state(1))]
+
+    async def next_one():
+        await writer.save(training_state(2), hold_nothing, parts_of(tiny_state(2)), lambda: events.append("next"))
+
+    await writer.save(training_state(1), hold_nothing, slow, lambda: events.append("written"))
+    assert checkpoints.steps() == [], "nothing is there before all of it is"
+    saving = asyncio.create_task(next_one())
+    await asyncio.sleep(0.2)
+    assert events == []
+    assert not saving.done()
+    going.set()
+    await asyncio.wait_for(saving, 20)
+    assert events[0] == "written"
+    assert 1 in checkpoints.steps()
+    for step in (3, 4):
+        await writer.save(training_state(step), hold_nothing, parts_of(tiny_state(step)))
+    await writer.finish()
+    assert checkpoints.steps() == [3, 4]
+
+
+async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_removed(writer_of, tmp_path):
+    class Stuck(Disk):
+        def remove_tree(self, path):
+            if path.suffix == ".removing":
+                raise PermissionError(13, "Permission denied")
+            super().remove_tree(path)
+
+    class World(RealWorld):
+        files = Stuck()
+
+    writer = writer_of("checkpoint.keep_last=1", world=World())
+    for step in (1, 2):
+        await writer.save(training_state(step), hold_nothing, parts_of(tiny_state(step)))
+        await writer.finish()
+    events = [e["event"] for e in read_events(tmp_path / "events.jsonl")]
+    assert events == ["checkpoint_written", "checkpoint_written", "checkpoint_prune_failed"]
+    assert Checkpoints(tmp_path / "checkpoints").newest().state.steps == 2
+
+
+async def test_a_writing_that_never_ends_is_not_waited_for(writer_of, tmp_path):
+    never = threading.Event()
+    writer = writer_of("checkpoint.write_timeout=0.2")
+    await writer.save(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
+    with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
+        await writer.save(training_state(2), hold_nothing, parts_of(tiny_state(2)))
+    never.set()
+    await writer.finish()
+
+
+async def test_without_asynchronous_it_is_there_when_the_call_returns(writer_of, tmp_path):
+    writer = writer_of("checkpoint.asynchronous=false")
+    await writer.save(training_state(1), hold_nothing, parts_of(tiny_state(1)))
+    assert Checkpoints(tmp_path / "checkpoints").newest().state.steps == 1
+
+
+async def test_a_place_of_ones_own_for_checkpoints(writer_of, tmp_path):
+    writer = writer_of(f"checkpoint.directory={tmp_path / 'elsewhere'}")
+    await Learner().save(writer, 1, lambda: None)
+    await writer.finish()
     assert Checkpoints(tmp_path / "elsewhere").steps() == [1]
     assert not (tmp_path / "checkpoints").exists()
 

@@ -1,9 +1,8 @@
 """Checkpoints: a run's weights, optimizer and books in one directory that is complete or not there."""
 
 from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint, open_checkpoint
-from r3async.checkpoint.error import CheckpointError
-from r3async.checkpoint.manifest import FileRecord
-from r3async.checkpoint.resume import check_model, check_same_run, restore_admission, resume_from, rewind
+from r3async.checkpoint.manifest import CheckpointError, FileRecord
+from r3async.checkpoint.resume import check_model, check_settings, restore_admission, resume_from, rewind
 from r3async.checkpoint.state import RunState
 from r3async.checkpoint.writer import CheckpointWriter, Due
 
@@ -16,7 +15,7 @@ __all__ = [
     "Opened",
     "RunState",
     "check_model",
-    "check_same_run",
+    "check_settings",
     "find_checkpoint",
     "open_checkpoint",
     "restore_admission",

@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from r3async.checkpoint.error import CheckpointError, Unreadable, not_read
 from r3async.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
+    CheckpointError,
     FileRecord,
     Manifest,
+    Unreadable,
     check_file,
     decode_manifest,
+    not_read,
     write_file,
 )
 from r3async.checkpoint.state import RunState, decode_state, encode_state
+from r3async.config import Config
 from r3async.files import make_directory, read_file
 from r3async.world import Files
 from r3async.world.real import REAL
@@ -109,6 +112,13 @@ class Checkpoints:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
         self.directory, self.files, self._report = Path(directory), files, report
         self._keep_last, self._keep_every = keep_last, keep_every
+
+    @classmethod
+    def of(cls, config: Config, run_dir: Path, *, report: Report = silent, files: Files = REAL.files) -> Checkpoints:
+        """Those of a run, where `checkpoint.directory` says."""
+        settings = config.checkpoint
+        where = Path(settings.directory) if settings.directory else run_dir / "checkpoints"
+        return cls(where, keep_last=settings.keep_last, keep_every=settings.keep_every, report=report, files=files)
 
     def steps(self) -> list[int]:
         """Of the complete checkpoints, oldest first."""

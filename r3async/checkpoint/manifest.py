@@ -1,14 +1,15 @@
-"""What a checkpoint consists of: names, sizes and checksums of its files, in a file that carries its own checksum."""
+"""What a checkpoint consists of: names, sizes and checksums of its files, in a file that carries its own checksum. And how one
+is said to be damaged."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 from pathlib import Path
 
 import msgspec
 
-from r3async.checkpoint.error import CheckpointError, not_read
 from r3async.world import Files
 from r3async.world.real import REAL
 
@@ -18,6 +19,23 @@ SCHEMA = 1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _BLOCK = 2**20
+
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""There is no such file, and there will be none however often it is asked for."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or continued from; the message says which file, why, and what to do."""
+
+
+class Unreadable(CheckpointError):
+    """The disk did not give a file of it. Nothing is known against the checkpoint: it may be intact."""
+
+
+def not_read(name: str, error: OSError) -> CheckpointError:
+    """What reading the file `name` failed with: `Unreadable`, except for a file that is not there, which is damage."""
+    kind = CheckpointError if error.errno in MISSING else Unreadable
+    return kind(f"{name}: {error.strerror or error}")
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

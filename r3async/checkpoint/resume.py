@@ -1,4 +1,10 @@
-"""Whether a checkpoint may be continued with this configuration and model, and how records and leases go back to that step."""
+"""Whether a checkpoint may be continued with this configuration and model, how records and leases go back to that step, and the
+starts of a run.
+
+Each start is a line of a file in the run's directory, which is on the disk before any process of that start exists: so two
+crashes without a checkpoint between them still leave two lineages. The file also tells the directory of a run from any other:
+it is made with the directory.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +17,16 @@ import msgspec
 
 from r3async.appending import whole_bytes
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
-from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
 from r3async.config import HIDDEN, Config, flat, to_dict
+from r3async.files import read_file, replace_file
+from r3async.lineage import Lineage, Start
 from r3async.scheduling.admission import Admission
 from r3async.world import Files
 from r3async.world.real import REAL
+
+LINEAGES = "lineages.json"
 
 FIXED = (
     "seed",
@@ -55,19 +65,14 @@ def differences(saved: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, A
     return out
 
 
-def check_same_run(state: RunState, config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ and may. Raises `CheckpointError` naming those that differ and may not."""
-    return check_settings(state.config, config)
-
-
 def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """The same for a configuration that was saved without a checkpoint (`to_dict`)."""
+    """The settings that differ from those `saved` (`to_dict`) and may. Raises `CheckpointError` naming those that may not."""
     changed = differences(saved, config)
     refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED)}
     if refused:
         said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
         raise CheckpointError(
-            f"the run can not be resumed with other settings: {said}. Set them back, or set "
+            f"the run cannot be resumed with other settings: {said}. Set them back, or set "
             f'resume="none" to begin anew. What may differ: {MAY_DIFFER}'
         )
     return changed
@@ -152,10 +157,57 @@ def rewind(
 
 
 def restore_admission(admission: Admission, state: RunState) -> None:
-    """Slots and leases as they were, and the checkpoint's weights in every engine. Raises `CheckpointError` if the books do
-    not add up."""
+    """Slots and leases as they were, and the checkpoint's weights in every engine. Raises `CheckpointError` if these
+    do not add up."""
     try:
         admission.restore(state.admission, state.consumed, state.consumed_beyond)
         admission.installed(state.version)
     except ValueError as error:
         raise CheckpointError(f"{STATE}: admission: {error}") from error
+
+
+class _Starts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    starts: list[Start] = []
+
+
+def read_starts(run_dir: Path, *, files: Files = REAL.files) -> list[Start] | None:
+    """All starts of the run, oldest first; None if this is not the directory of a run. Raises `CheckpointError` for a file that
+    cannot be read."""
+    try:
+        return msgspec.json.decode(read_file(run_dir / LINEAGES, files=files), type=_Starts).starts
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{run_dir / LINEAGES} cannot be read ({error}): it numbers the starts of the run, and without it tokens of weights "
+            'that are gone could be trained. Move it and spool/ aside, or set resume="none"'
+        ) from error
+
+
+def mark(run_dir: Path, *, files: Files = REAL.files) -> None:
+    """`run_dir` is the directory of a run, if it was not one before."""
+    if read_starts(run_dir, files=files) is None:
+        _write(run_dir, [], files)
+
+
+def take_lineage(
+    run_dir: Path, resume: Opened | None, model: str, origin: str = "", *, files: Files = REAL.files
+) -> Lineage:
+    """The lineage of a start that begins now, from a checkpoint (of the run `origin`, if it is another one) or, without one, from
+    the start model of fingerprint `model`. Its number was never taken in this directory before, and is on the disk when this
+    returns. Raises `CheckpointError`."""
+    starts = read_starts(run_dir, files=files) or []
+    parent, version = (resume.state.lineage, resume.state.version) if resume else (Lineage(), 0)
+    lineage, start = parent.child(starts, version, model, origin)
+    _write(run_dir, [*starts, start], files)
+    return lineage
+
+
+def origin_of(resume: Opened, checkpoints: Path) -> str:
+    """Names the run and step of a checkpoint that is not in `checkpoints`, the run's own; "" for one that is."""
+    ours = resume.path.parent.absolute() == checkpoints.absolute()
+    return "" if ours else f"{resume.state.run_id} step {resume.state.steps}"
+
+
+def _write(run_dir: Path, starts: list[Start], files: Files) -> None:
+    replace_file(run_dir / LINEAGES, msgspec.json.format(msgspec.json.encode(_Starts(starts))) + b"\n", files=files)

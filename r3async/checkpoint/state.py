@@ -1,33 +1,59 @@
-"""The state of a run at one step: everything but tensors. Pure data."""
+"""The state of a run at one step: everything but tensors. Each part of it is declared once, by whoever knows it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 
-from r3async.checkpoint.error import CheckpointError
+from r3async.appending import Keeper
+from r3async.checkpoint.manifest import CheckpointError
 from r3async.lineage import Lineage
 
 STATE_SCHEMA = 2
 """Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
 
+CONDUCTOR_RECORDS = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
+LEARNER_RECORDS = ("routing.jsonl", "trained.jsonl")
+RECORDS = CONDUCTOR_RECORDS + LEARNER_RECORDS
+"""Files of a run with something for each step: a resume takes back what came after its checkpoint."""
 
-class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A run between two steps.
 
-    What the learner's ranks hold (optimizer steps and with them the learning rate, the trust region's controller, random
-    number generators) is in their files, see `LearnerFacts`.
+class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the conductor knows of a run between two steps."""
+
+    admission: dict[str, Any] = {}
+    """`Admission.snapshot()`: slots and leases. Nobody who held a lease outlives the run; see `Admission.adopt`."""
+    record_bytes: dict[str, int] = {}
+    """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
+    record_kept: dict[str, list[str]] = {}
+    """Lines behind them that the disk had not taken yet, each with its end. `rewind` writes them."""
+    pending_rows: list[dict[str, Any]] = []
+    """Rows of steps whose weights had not been delivered: not in the record yet."""
+    elapsed: float = 0.0
+    """Seconds of running, over all processes that the run had so far."""
+    generated_tokens: int = 0
+
+    async def with_records(self, run_dir: Path, names: Sequence[str], *, keeper: Keeper) -> Self:
+        """And where these records of the run are now, to which this process alone appends; so far they are on the disk, too."""
+        positions = {name: keeper.position(run_dir / name) for name in names}
+        await keeper.sync(run_dir, names)
+        kept = {name: [line.decode(errors="replace") for line in at.kept] for name, at in positions.items() if at.kept}
+        return msgspec.structs.replace(
+            self,
+            record_bytes=self.record_bytes | {name: at.nbytes for name, at in positions.items()},
+            record_kept=self.record_kept | kept,
+        )
+
+
+class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """And what the learner adds.
+
+    What its ranks hold (optimizer steps and with them the learning rate, the trust region's controller, random number
+    generators) is in their files, see `LearnerFacts`.
     """
-
-    schema: int = STATE_SCHEMA
-    run_id: str
-    config: dict[str, Any]
-    """The resolved configuration (`to_dict`)."""
-    model_path: str
-    """The start path: where configuration, tokenizer and the reference model come from."""
-    model_fingerprint: str
-    """Of that directory; see `fingerprint_model`."""
 
     steps: int
     """Steps made."""
@@ -41,18 +67,6 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Groups that overtook it, and have been trained too (`schedule.window`)."""
     since_publication: tuple[int, int] = (0, 0)
     """Steps made and groups consumed since `version` was published."""
-    admission: dict[str, Any] = {}
-    """`Admission.snapshot()`: slots and leases. Nobody who held a lease outlives the run; see `Admission.adopt`."""
-
-    record_bytes: dict[str, int] = {}
-    """By file name, for example `metrics.jsonl`: how long that record was. `rewind` cuts off what came later."""
-    record_kept: dict[str, list[str]] = {}
-    """Lines behind them that the disk had not taken yet, each with its end. `rewind` writes them."""
-    pending_rows: list[dict[str, Any]] = []
-    """Rows of steps whose weights had not been delivered: not in the record yet."""
-    elapsed: float = 0.0
-    """Seconds of running, over all processes that the run had so far."""
-    generated_tokens: int = 0
 
     def __post_init__(self) -> None:
         counts = (self.steps, self.version, self.consumed, *self.since_publication)
@@ -62,6 +76,19 @@ class RunState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("`record_bytes` are lengths, and never negative")
         if any(group <= self.consumed for group in self.consumed_beyond):
             raise ValueError(f"`consumed_beyond` names a group before {self.consumed}, or that group itself")
+
+
+class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """And whose it is: all of `run.json`."""
+
+    schema: int = STATE_SCHEMA
+    run_id: str
+    config: dict[str, Any]
+    """The resolved configuration (`to_dict`)."""
+    model_path: str
+    """The start path: where configuration, tokenizer and the reference model come from."""
+    model_fingerprint: str
+    """Of that directory; see `fingerprint_model`."""
 
 
 class _Schema(msgspec.Struct):

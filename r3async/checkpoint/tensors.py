@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from r3async.algorithms.trust_region import TrustRegionState
-from r3async.checkpoint.error import CheckpointError
-from r3async.checkpoint.manifest import FileRecord
+from r3async.checkpoint.manifest import CheckpointError, FileRecord
 from r3async.tensorfile import CODES, encode_header, tensor_bytes
 from r3async.world import Files
 from r3async.world.real import REAL

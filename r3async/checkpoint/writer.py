@@ -1,18 +1,21 @@
-"""When a checkpoint is due, and writing it while training goes on."""
+"""When a checkpoint is due, and writing it while training goes on: copied between two steps, written beside those that follow."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from r3async.checkpoint.directory import Checkpoints, Report, silent
-from r3async.checkpoint.error import CheckpointError
-from r3async.checkpoint.manifest import FileRecord
-from r3async.checkpoint.state import RunState
-from r3async.config import CheckpointConfig
-from r3async.world import Clock, Threads
+import msgspec
+
+from r3async.checkpoint.directory import Checkpoints
+from r3async.checkpoint.manifest import CheckpointError, FileRecord
+from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.state import RunState, TrainingState
+from r3async.config import CheckpointConfig, Config, to_dict
+from r3async.world import World
 from r3async.world.real import REAL
 
 WriteParts = Callable[[Path], Sequence[FileRecord]]
@@ -38,90 +41,107 @@ class Due:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, one at a time. Belongs to one event loop, where every call is made.
+    """Writes a run's checkpoints in a thread of its own, one at a time. Belongs to the learner's event loop.
 
-    A writing that fails is reported at once and raised at the next call, with its reason; it leaves nothing behind that could
-    be taken for a checkpoint, and those that are there stay.
+    A failure is reported at once, and training goes on: the next checkpoint is the next try. It leaves nothing behind that
+    could be taken for a checkpoint, and those that are there stay. `events`: a structlog logger.
     """
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        config: CheckpointConfig,
-        *,
-        report: Report = silent,
-        threads: Threads = REAL.threads,
-        clock: Clock = REAL.clock,
+        self, config: Config, run_id: str, model_path: Path, run_dir: Path, events: Any, *, world: World = REAL
     ):
-        self._checkpoints, self._report, self._clock = checkpoints, report, clock
-        self._asynchronous, self._timeout = config.asynchronous, config.write_timeout
-        self._lane = threads.lane("checkpoint")
-        self._pending: tuple[int, asyncio.Task[CheckpointError | None]] | None = None
+        self._settings, self._config = config.checkpoint, to_dict(config)
+        self._run_id, self._model_path, self._events, self._world = run_id, model_path, events, world
+        self._checkpoints = Checkpoints.of(config, run_dir, report=self._report, files=world.files)
+        self._lane = world.threads.lane("checkpoint")
+        self._fingerprint = ""
+        """Of the start model, once it has been taken."""
+        self._pending: tuple[int, asyncio.Task[None]] | None = None
+        """The step of the checkpoint that is being written, and who writes it."""
+        self._failure: CheckpointError | None = None
+        """Of the last one that has ended."""
 
-    @property
-    def busy(self) -> bool:
-        """A checkpoint is being written."""
-        return self._pending is not None and not self._pending[1].done()
+    def _report(self, event: str, /, **facts: object) -> None:
+        report = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
+        report(event, **facts)
 
-    async def wait(self) -> None:
-        """Until what is being written is there. Raises `CheckpointError` if that failed, or takes `checkpoint.write_timeout`."""
+    async def save(
+        self,
+        state: TrainingState,
+        hold: Callable[[], Awaitable[object]],
+        write: WriteParts,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Copy what the ranks have (`hold`), and begin to write it, as soon as the checkpoint before is written.
+
+        `write` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
+        `checkpoint.asynchronous` off it has been written when this returns. `then` is called on the event loop, once the
+        checkpoint is visible and on the disk. Raises `CheckpointError` if one takes longer than `checkpoint.write_timeout`.
+        """
+        await self._wait()
+        if not self._fingerprint:
+            run, files = self._world.threads.run, self._world.files
+            self._fingerprint = await run(fingerprint_model, self._model_path, files=files)
+        whole = RunState(
+            run_id=self._run_id,
+            config=self._config,
+            model_path=str(self._model_path),
+            model_fingerprint=self._fingerprint,
+            **msgspec.structs.asdict(state),
+        )
+        await hold()
+        self._pending = state.steps, asyncio.create_task(self._write(whole, write, then))
+        if not self._settings.asynchronous:
+            await self._wait()
+
+    async def finish(self) -> None:
+        """Wait for what is being written. Raises `CheckpointError` if the last one failed, or takes too long."""
+        await self._wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _wait(self) -> None:
         if self._pending is None:
             return
         step, writing = self._pending
-        await asyncio.wait([writing], timeout=self._timeout)
+        timeout = self._settings.write_timeout
+        await asyncio.wait([writing], timeout=timeout)
         if not writing.done():
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written within {self._timeout:g} s (checkpoint.write_timeout)"
+                f"the checkpoint of step {step} was not written within {timeout:g} s (checkpoint.write_timeout)"
             )
         self._pending = None
-        if (error := writing.result()) is not None:
-            raise error
+        writing.result()
 
-    async def save(self, state: RunState, parts: WriteParts, then: Callable[[], object] = lambda: None) -> None:
-        """Begin to write the checkpoint of `state.steps`, as soon as the one before is written.
-
-        `parts` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
-        `checkpoint.asynchronous` off it has been written when this returns. `then` is called on the event loop, once the
-        checkpoint is visible and on the disk.
-        """
-        await self.wait()
-        self._pending = state.steps, asyncio.get_running_loop().create_task(self._write(state, parts, then))
-        if not self._asynchronous:
-            await self.wait()
-
-    async def _write(self, state: RunState, parts: WriteParts, then: Callable[[], object]) -> CheckpointError | None:
-        began = self._clock.monotonic()
+    async def _write(self, state: RunState, write: WriteParts, then: Callable[[], object]) -> None:
+        clock = self._world.clock.monotonic
+        began = clock()
         try:
-            path, nbytes = await self._lane.run(self._commit, state, parts)
+            path, nbytes = await self._lane.run(self._commit, state, write)
         except Exception as error:
-            self._report("checkpoint_failed", step=state.steps, error=f"{type(error).__name__}: {error}")
-            return _failure(state.steps, error)
-        seconds = self._clock.monotonic() - began
+            reason = f"{type(error).__name__}: {error}"
+            self._report("checkpoint_failed", step=state.steps, error=reason)
+            self._failure = CheckpointError(
+                f"the checkpoint of step {state.steps} could not be written: {reason}. Those before it are intact; mend the "
+                "cause (space, rights) and resume"
+            )
+            return
+        self._failure = None
+        seconds = clock() - began
         then()
         self._report("checkpoint_written", step=state.steps, path=str(path), bytes=nbytes, seconds=seconds)
         try:
             if removed := await self._lane.run(self._checkpoints.prune):
                 self._report("checkpoints_pruned", steps=removed)
-        except (
-            OSError,
-            CheckpointError,
-        ) as error:  # the one that was written is there all the same; the next one prunes again
+        except (OSError, CheckpointError) as error:  # what was written is there all the same; the next one prunes again
             self._report("checkpoint_prune_failed", error=str(error))
-        return None
 
-    def _commit(self, state: RunState, parts: WriteParts) -> tuple[Path, int]:
+    def _commit(self, state: RunState, write: WriteParts) -> tuple[Path, int]:
         partial = self._checkpoints.begin(state.steps)
         try:
-            records = parts(partial)
+            records = write(partial)
             return self._checkpoints.commit(state, records), sum(r.size for r in records)
         except BaseException:
             with contextlib.suppress(OSError):  # else at the next start
                 self._checkpoints.abandon(state.steps)
             raise
-
-
-def _failure(step: int, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint of step {step} could not be written: {type(error).__name__}: {error}. Those before it are intact; "
-        "mend the cause (space, rights) and resume"
-    )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
 
 if TYPE_CHECKING:

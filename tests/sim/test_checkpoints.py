@@ -17,20 +17,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actors.run_dir import open_run
-from actors.saving import RECORDS, Books, Progress, Saver
 from r3async.appending import AppendFile
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, find_checkpoint
-from r3async.checkpoint.error import Unreadable
-from r3async.checkpoint.lineages import origin_of, take_lineage
+from r3async.checkpoint.manifest import Unreadable
+from r3async.checkpoint.resume import origin_of, take_lineage
+from r3async.checkpoint.state import RECORDS
 from r3async.checkpoint.tensors import Place, write_part
-from r3async.config import Config, ConfigError, config_from_dict, to_dict
-from r3async.files import read_file, replace_file
+from r3async.config import Config, ConfigError, config_from_dict
+from r3async.files import make_directory, read_file, replace_file
 from r3async.world import Files, World
 from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
 from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host, Simulation
-from tests.helpers_checkpoint import run_state, tiny_state, write_checkpoint
+from tests.helpers_checkpoint import hold_nothing, tiny_state, training_state, write_checkpoint
 from tests.sim.test_disk import Process
 
 RUN = Path("/runs/a")
@@ -89,8 +89,7 @@ async def start(world: World, known: Known, count: int, back: bool) -> None:
 
 
 async def write(world: World, known: Known, config: Config, lineage: Any, steps: range) -> None:
-    checkpoints = Checkpoints(RUN / "checkpoints", keep_last=2, files=world.files)
-    writer = CheckpointWriter(checkpoints, config.checkpoint, threads=world.threads, clock=world.clock)
+    writer = CheckpointWriter(config, "r", start_model(world.files), RUN, Events(), world=world)
     for step in steps:
         value = float(step + 1000 * lineage.number)
         known.values[lineage.number, step] = value
@@ -101,8 +100,16 @@ async def write(world: World, known: Known, config: Config, lineage: Any, steps:
         def written(step: int = step) -> None:
             known.reported = step
 
-        await writer.save(run_state(step, lineage=lineage, config=to_dict(config)), parts, written)
-    await writer.wait()
+        await writer.save(training_state(step, lineage=lineage), hold_nothing, parts, written)
+    await writer.finish()
+
+
+def start_model(files: Files) -> Path:
+    """The directory of one of which nothing but the fingerprint is taken."""
+    model = RUN / "model"
+    make_directory(model, files=files)
+    replace_file(model / "config.json", b"{}", files=files)
+    return model
 
 
 def live(simulation: Machine, process: HostProcess, main: Coroutine[Any, Any, None]) -> BaseException | None:
@@ -230,24 +237,14 @@ async def save(world: World, rows: int) -> None:
     """One start of a run, which records so many steps and makes a checkpoint of the last one."""
     config = config_from_dict({"name": "a", "steps": 10_000})
     run = await open_run(config, RUN, lambda said: None, world=world)
-    model = RUN / "model"
-    world.files.make(model)
-    replace_file(model / "config.json", b"{}", files=world.files)
     for name in RECORDS:
         record = AppendFile(run.path / name, world=world)
         for step in range(rows):
             record.append(b"%d" % step)
-    saver = Saver(config, "r", model, run.path, Events(), world=world)
-    books = await Books({}, {}, [], 0.0, 0).with_records(run.path, RECORDS, keeper=world.keeper)
-    progress = Progress(rows, rows, 4 * rows, [], (0, 0))
-
-    async def hold() -> None:
-        pass
-
-    await saver.save(
-        hold, lambda path: [write_part(path, tiny_state(rows), files=world.files)], books, progress, lambda: None
-    )
-    await saver.finish()
+    writer = CheckpointWriter(config, "r", start_model(world.files), run.path, Events(), world=world)
+    state = await training_state(rows).with_records(run.path, RECORDS, keeper=world.keeper)
+    await writer.save(state, hold_nothing, lambda path: [write_part(path, tiny_state(rows), files=world.files)])
+    await writer.finish()
     run.lock.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from r3async.buffer.groups import GroupBuffer
-from r3async.checkpoint import Checkpoints, Opened, RunState, check_same_run, open_checkpoint, restore_admission, rewind
+from r3async.checkpoint import Checkpoints, Opened, RunState, check_settings, open_checkpoint, restore_admission, rewind
 from r3async.checkpoint.tensors import Place, write_part
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learners.backend import LearnerBackend
@@ -112,7 +112,7 @@ class TinyRun:
     def go_on(self, opened: Opened) -> tuple[Any, ...]:
         """What the driver, the ranks, the learner and the conductor make of it, and what they then hold."""
         state = opened.state
-        check_same_run(state, self._config)
+        check_settings(state.config, self._config)
         record = self._directory / RECORD
         record.write_bytes(b"x" * 60)
         rewind(self._directory, state.record_bytes)

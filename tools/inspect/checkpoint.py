@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from r3async.checkpoint.directory import STATE, Checkpoints, open_checkpoint
-from r3async.checkpoint.error import CheckpointError
-from r3async.checkpoint.manifest import MANIFEST, check_file, decode_manifest
+from r3async.checkpoint.manifest import MANIFEST, CheckpointError, check_file, decode_manifest
 from r3async.checkpoint.state import RunState, decode_state
 from r3async.lineage import UNKNOWN, Lineage
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from r3async.buffer.spool_file import SPOOL, load
 from r3async.checkpoint.directory import STATE
-from r3async.checkpoint.error import CheckpointError
+from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import decode_state
 from r3async.container import Torn, map_file
 from r3async.observe.jsonl import read_objects

@@ -19,7 +19,6 @@ from actors.learning import Learning
 from actors.publishing import Publishing
 from actors.ranks import LocalLearner
 from actors.reception import Reception
-from actors.saving import Saver
 from r3async.buffer.groups import GroupBuffer
 from r3async.buffer.spool import Spool
 from r3async.checkpoint.directory import Checkpoints
@@ -482,11 +481,11 @@ def pruned_too_much(prune: Any) -> Any:
     return more
 
 
-@_mutant(Saver, "save")
+@_mutant(CheckpointWriter, "save")
 def checkpoint_forgets_who_overtook(save: Any) -> Any:
     """A checkpoint does not say which groups overtook the oldest that is not trained."""
 
-    async def forget(self: Saver, hold: Any, write: Any, books: Any, progress: Any, then: Any) -> None:
-        await save(self, hold, write, books, msgspec.structs.replace(progress, consumed_beyond=[]), then)
+    async def forget(self: CheckpointWriter, state: Any, hold: Any, write: Any, then: Any) -> None:
+        await save(self, msgspec.structs.replace(state, consumed_beyond=[]), hold, write, then)
 
     return forget

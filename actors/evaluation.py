@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from actors.fleet import RPC_SECONDS, Fleet, Generator
-from r3async.appending import AppendFile
+from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator
 from r3async.config import Config
 from r3async.world import World
+from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
 FILE = "evaluation.jsonl"

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from actors.process import ask
+from r3async.actors.process import ask
 from r3async.config import Config
-from r3async.engines.base import InstallReport
-from r3async.scheduling.health import Health, HealthState
+from r3async.rollout.engines.base import InstallReport
+from r3async.schedule.health import Health, HealthState
 from r3async.transport.keys import ClientKeys
 from r3async.weights.probe import probe_text
 from r3async.world import ActorRef
@@ -22,7 +22,7 @@ BACKOFF_MAX_SECONDS = 60.0
 
 
 class Way(msgspec.Struct, frozen=True):
-    """To the learner: where it receives, how its weights travel (see `actors.delivery`), and the keys that let generators in."""
+    """To the learner: where it receives, how its weights travel (see `delivery.py`), and the keys that let generators in."""
 
     endpoint: str
     backend: str

@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from actors.delivery import receiver
-from actors.playing import Context, GeneratorParts, Loaded, Playing
-from actors.process import NotLoaded, begin, whereabouts
+from r3async.actors.delivery import receiver
+from r3async.actors.playing import Context, GeneratorParts, Loaded, Playing
+from r3async.actors.process import NotLoaded, begin, whereabouts
 from r3async.config import config_from_dict
-from r3async.engines.base import InstallReport
-from r3async.engines.probing import sample_probe
-from r3async.observe.events import open_events
-from r3async.observe.lag import LagMeter
-from r3async.observe.timeline import Timeline
-from r3async.serving.tasks import count_tasks
+from r3async.record.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.timeline import Timeline
+from r3async.rollout.agents.tasks import count_tasks
+from r3async.rollout.engines.base import InstallReport
+from r3async.rollout.engines.probing import sample_probe
 from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
 from r3async.weights.manifest import Difference
@@ -105,7 +105,7 @@ class GeneratorActor:
         return random.Random(f"{self.config.seed}/{self.generator_id}").getrandbits(31)
 
     async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
-        """Open the way to the learner, and the one by which its weights come; see `actors.delivery`. `keys`: see
+        """Open the way to the learner, and the one by which its weights come; see `r3async.actors.delivery`. `keys`: see
         `generator_keys`."""
         loaded, world, transport = self._ready(self.loaded), self.world, self.config.transport
         weights = await world.threads.run(receiver, self.config, backend, self.generator_id, world)

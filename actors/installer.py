@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.delivery import Published, no_delivery
-from actors.fleet import RPC_SECONDS, Fleet, Generator, Way
-from actors.process import ProcessDied, RunFailed
+from r3async.actors.delivery import Published, no_delivery
+from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator, Way
+from r3async.actors.process import ProcessDied, RunFailed
 from r3async.config import Config
-from r3async.engines.base import InstallReport
-from r3async.scheduling.health import HealthState, RestartsExhausted
+from r3async.rollout.engines.base import InstallReport
+from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.weights.probe import compare_probe, compare_sampled, name_differences, probe_tolerance
 from r3async.world import ActorLost, ActorRef
 from r3async.world.real import REAL

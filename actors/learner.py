@@ -11,24 +11,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.delivery import Published
-from actors.learning import Counts, Learning, Model
-from actors.process import NotLoaded, begin, whereabouts
-from actors.publishing import Publishing
-from actors.ranks import LocalLearner, RankedLearner
-from actors.reception import Reception
-from r3async.batching.cost import cost_model
-from r3async.buffer.groups import GroupBuffer
+from r3async.actors.delivery import Published
+from r3async.actors.learning import Counts, Learning, Model
+from r3async.actors.process import NotLoaded, begin, whereabouts
+from r3async.actors.publishing import Publishing
+from r3async.actors.ranks import LocalLearner, RankedLearner
+from r3async.actors.reception import Reception
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import ConductorState
 from r3async.config import config_from_dict
-from r3async.engines.base import RoutingShape
-from r3async.files import read_file
-from r3async.lineage import FIRST, Lineage
-from r3async.observe.events import open_events
-from r3async.observe.lag import LagMeter
-from r3async.observe.timeline import Timeline
+from r3async.data.lineage import FIRST, Lineage
+from r3async.data.model_shape import RoutingShape
+from r3async.learner.batch.cost import cost_model
+from r3async.record.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.timeline import Timeline
+from r3async.schedule.groups import GroupBuffer
 from r3async.world import World
+from r3async.world.files import read_file
 
 CLOSE_SECONDS = 5.0
 
@@ -128,7 +128,7 @@ class LearnerActor:
         return {"endpoint": endpoint, "keys": keys, "newest_group": newest}
 
     async def publish_through(self, backend: str, watched: list[int] | None) -> None:
-        """By which transport versions go out, and which text is scored with each of them; see `actors.delivery`."""
+        """By which transport versions go out, and which text is scored with each of them; see `r3async.actors.delivery`."""
         model, reception = self._ready(self.model), self._ready(self.reception)
         await self._torch.run(model.backend.publish_through, backend)
         text = None if watched is None else np.asarray(watched, np.int32)
@@ -191,7 +191,7 @@ class LearnerActor:
         """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`.
 
         Returns metrics, whether there are new weights (then `write` has to be called), the groups consumed, and episode
-        previews; None if interrupted while waiting, which has no end of its own (`actors.watch`). Raises `AgeError`, without
+        previews; None if interrupted while waiting, which has no end of its own (`actors/watch.py`). Raises `AgeError`, without
         training, if a token is older than the schedule allows.
         """
         return await self._ready(self.learning).train_step(last, self._interrupted)

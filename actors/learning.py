@@ -9,25 +9,25 @@ from typing import Any
 
 import msgspec
 
-from actors.publishing import Publishing
-from actors.ranks import LocalLearner, RankedLearner
-from actors.reception import Reception
-from r3async.appending import AppendFile
-from r3async.batching.cost import Cost
-from r3async.buffer.groups import GroupBuffer
+from r3async.actors.publishing import Publishing
+from r3async.actors.ranks import LocalLearner, RankedLearner
+from r3async.actors.reception import Reception
 from r3async.checkpoint import CheckpointWriter
 from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
 from r3async.config import Config
-from r3async.episodes.loop import EpisodeTask, failed_trajectory
-from r3async.lineage import Lineage
-from r3async.observe.lag import LagMeter
-from r3async.observe.timeline import Timeline
-from r3async.observe.tracing import StepTracer
-from r3async.observe.trained import FILE as TRAINED_FILE
-from r3async.observe.trained import episode_metrics, previews, trained_step
-from r3async.records import Trajectory
-from r3async.scheduling.age import age_metrics, check_ages
+from r3async.data.lineage import Lineage
+from r3async.data.records import Trajectory
+from r3async.learner.batch.cost import Cost
+from r3async.record.lag import LagMeter
+from r3async.record.timeline import Timeline
+from r3async.record.tracing import StepTracer
+from r3async.record.trained import FILE as TRAINED_FILE
+from r3async.record.trained import episode_metrics, previews, trained_step
+from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.schedule.age import age_metrics, check_ages
+from r3async.schedule.groups import GroupBuffer
 from r3async.world import Lane, World
+from r3async.world.appending import AppendFile
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Learning:
     doing: str = field(default="between steps", init=False)
 
     def __post_init__(self) -> None:
-        from r3async.learners.trainer import Trainer  # loads torch, which this process has by now
+        from r3async.learner.trainer import Trainer  # loads torch, which this process has by now
 
         tracer = StepTracer(self.run_dir, self.config, self.events.warning, world=self.world)
         model = self.model

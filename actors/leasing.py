@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.dispatch import LeaseAnswer, LeaseCall
-from actors.process import wait_until
+from r3async.actors.dispatch import LeaseAnswer, LeaseCall
+from r3async.actors.process import wait_until
 from r3async.config import Config
-from r3async.engines.base import Engine
-from r3async.episodes.group import GroupPlayer
-from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.concurrency import Concurrency
-from r3async.scheduling.failures import EpisodeEnd
-from r3async.scheduling.pace import useful_places
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.concurrency import Concurrency
+from r3async.schedule.failures import EpisodeEnd
+from r3async.schedule.pace import useful_places
 from r3async.world import ActorRef
 
 LOOK_SECONDS = 0.25

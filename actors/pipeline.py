@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.conductor import Conductor
-from actors.generator import GeneratorActor
-from actors.learner import LearnerActor
-from actors.process import ProcessDied, RunFailed
+from r3async.actors.conductor import Conductor
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.learner import LearnerActor
+from r3async.actors.process import ProcessDied, RunFailed
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.checkpoint.state import encode_state
 from r3async.config import Config, to_dict
-from r3async.lineage import Lineage
-from r3async.observe.events import open_events
-from r3async.scheduling.watchdog import Watchdog
+from r3async.data.lineage import Lineage
+from r3async.record.events import open_events
+from r3async.schedule.watchdog import Watchdog
 from r3async.world import ActorLost, ActorRef, Placement, World
 
 STATUS_SECONDS = 2.0

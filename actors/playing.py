@@ -10,27 +10,27 @@ from typing import Any
 
 import msgspec
 
-from actors.leasing import Leasing
-from actors.process import NotLoaded
-from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
+from r3async.actors.leasing import Leasing
+from r3async.actors.process import NotLoaded
 from r3async.config import Config, EnvConfig, to_dict
-from r3async.engines.base import Engine, InstallReport
-from r3async.engines.build import build_engine
+from r3async.data.records import Trajectory
 from r3async.envs.base import EnvironmentFactory, environment_factory
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeTask, failed_trajectory
-from r3async.observe.calls import timed
-from r3async.observe.lag import LagMeter
-from r3async.observe.timeline import Timeline
-from r3async.observe.tracing import recording
-from r3async.records import Trajectory
-from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.failures import EpisodeEnd
-from r3async.serving.agents import is_agent
-from r3async.serving.evaluation import Evaluation, evaluate
-from r3async.serving.runner import Play, agent_player
-from r3async.serving.tasks import evaluated
+from r3async.record.calls import timed
+from r3async.record.lag import LagMeter
+from r3async.record.timeline import Timeline
+from r3async.record.tracing import recording
+from r3async.rollout.agents.agents import is_agent
+from r3async.rollout.agents.runner import Play, agent_player
+from r3async.rollout.agents.tasks import evaluated
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Engine, InstallReport
+from r3async.rollout.engines.build import build_engine
+from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.rollout.evaluation import Evaluation, evaluate
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.failures import EpisodeEnd
+from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
 from r3async.transport.intake import TOKEN_BYTES
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError, off_loop

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint.lock import RunLock
-from r3async.files import make_directory
 from r3async.world import ActorLost, ActorRef, World
+from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules
 
 

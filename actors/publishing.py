@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from actors.delivery import Published
-from actors.ranks import LocalLearner, RankedLearner
+from r3async.actors.delivery import Published
+from r3async.actors.ranks import LocalLearner, RankedLearner
 from r3async.config import Config
-from r3async.lineage import Lineage
-from r3async.observe.timeline import Timeline
+from r3async.data.lineage import Lineage
+from r3async.record.timeline import Timeline
 from r3async.world import Lane, World
 
 
 @dataclass
 class Publishing:
     """One copy waits at most. `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: a text that each
-    version scores (`actors.installer.probe`); None: none does."""
+    version scores (`r3async.actors.installer.probe`); None: none does."""
 
     world: World
     config: Config

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from actors.delivery import sender
-from actors.process import NotLoaded, begin
-from r3async.batching.packing import MicroBatch
+from r3async.actors.delivery import sender
+from r3async.actors.process import NotLoaded, begin
 from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
-from r3async.learners.base import LearnerError, MinibatchResult
+from r3async.learner.base import LearnerError, MinibatchResult
+from r3async.learner.batch.packing import MicroBatch
 from r3async.weights.transport import Publication, WeightSender
 from r3async.world import ActorRef, Actors, Placement, World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerState
-    from r3async.learners.backend import LearnerBackend
+    from r3async.learner.backend import LearnerBackend
 
 WRITE, CHECKPOINT = "write", "checkpoint"
 """The threads of a rank's own for `write` and `write_state`. Another one makes every other call."""
@@ -65,7 +65,7 @@ class LocalLearner:
         import torch
 
         torch.set_num_threads(config.learner.threads)
-        from r3async.learners.build import build_learner
+        from r3async.learner.build import build_learner
 
         return cls(config, build_learner(config, model_path, world.files), world)
 
@@ -83,7 +83,7 @@ class LocalLearner:
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
         """`trainer.train_share` of minibatches that have micro-batches for one data-parallel rank: this one."""
-        from r3async.learners.trainer import train_share
+        from r3async.learner.trainer import train_share
 
         return train_share(self.backend, [mine for (mine,) in minibatches], version=version, trace=trace)
 

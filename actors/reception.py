@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.process import wait_until
-from r3async.buffer.groups import GroupBuffer, largest_trajectory
-from r3async.buffer.quarantine import Quarantine
-from r3async.buffer.spool import Spool
-from r3async.buffer.validation import validate_trajectory
+from r3async.actors.process import wait_until
 from r3async.config import Config
-from r3async.engines.base import RoutingShape
-from r3async.learners.base import LearnerError
-from r3async.learners.sound import Unsound
-from r3async.lineage import Lineage
-from r3async.records import Trajectory, is_name_in
-from r3async.scheduling.admission import age_bound, most_groups, slots_of
-from r3async.scheduling.failures import By, EpisodeEnd, TaskFailures
+from r3async.data.lineage import Lineage
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Trajectory, is_name_in
+from r3async.learner.base import LearnerError
+from r3async.learner.sound import Unsound
+from r3async.schedule.admission import age_bound, most_groups, slots_of
+from r3async.schedule.failures import By, EpisodeEnd, TaskFailures
+from r3async.schedule.groups import GroupBuffer, largest_trajectory
+from r3async.schedule.quarantine import Quarantine
+from r3async.schedule.spool import Spool
+from r3async.schedule.validation import validate_trajectory
 from r3async.transport.keys import learner_keys
 from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse

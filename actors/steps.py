@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from actors.delivery import no_delivery
-from actors.fleet import RPC_SECONDS
-from actors.installer import Installer
-from actors.process import RunFailed
+from r3async.actors.delivery import no_delivery
+from r3async.actors.fleet import RPC_SECONDS
+from r3async.actors.installer import Installer
+from r3async.actors.process import RunFailed
 from r3async.checkpoint import Due, RunState
-from r3async.scheduling.updates import Updates
+from r3async.schedule.updates import Updates
 
 if TYPE_CHECKING:
-    from actors.conductor import Conductor
+    from r3async.actors.conductor import Conductor
 
 
 class Steps:

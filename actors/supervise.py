@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from actors.pipeline import STATUS_SECONDS, Pipeline, Running
-from actors.process import NotTrained, ProcessDied, RunFailed
-from actors.run_dir import RunDir, begin_again
+from r3async.actors.pipeline import STATUS_SECONDS, Pipeline, Running
+from r3async.actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.run_dir import RunDir, begin_again
 from r3async.checkpoint.directory import Report
 from r3async.config import Config
 from r3async.world import World

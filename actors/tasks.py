@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from actors.process import RunFailed
-from r3async.appending import AppendFile
+from r3async.actors.process import RunFailed
 from r3async.config import Config
-from r3async.observe.quarantine import FILE, QuarantinedTask, read_quarantine
-from r3async.scheduling.admission import slots_of
-from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.failures import By, EpisodeEnd, FailedTask, TaskFailures
+from r3async.record.quarantine import FILE, QuarantinedTask, read_quarantine
+from r3async.schedule.admission import slots_of
+from r3async.schedule.cursor import Cursor
+from r3async.schedule.failures import By, EpisodeEnd, FailedTask, TaskFailures
 from r3async.world import World
+from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
 ERROR_CHARACTERS = 500

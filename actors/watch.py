@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.fleet import RPC_SECONDS, Fleet, Generator
-from actors.process import ProcessDied, RunFailed
+from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator
+from r3async.actors.process import ProcessDied, RunFailed
 from r3async.config import Config
-from r3async.scheduling.admission import Admission
-from r3async.scheduling.health import HealthState
-from r3async.scheduling.watchdog import Stall, Watchdog
+from r3async.schedule.admission import Admission
+from r3async.schedule.health import HealthState
+from r3async.schedule.watchdog import Stall, Watchdog
 from r3async.world import ActorRef, World
 
 LOOK_SECONDS = 2.0

@@ -32,7 +32,7 @@ def tiny_model(tmp_path_factory):
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_engine(tiny_model):
     """The suite's one vLLM engine, 32 requests at once. Its tests run in the session's event loop."""
-    from r3async.engines.vllm import VllmEngine
+    from r3async.rollout.engines.vllm import VllmEngine
 
     engine = VllmEngine(str(tiny_model), dtype="float32", concurrency=32, max_model_len=512, kv_cache_gib=0.25)
     await engine.start()
@@ -64,7 +64,7 @@ def four_ranks(tmp_path_factory):
 def untrained(tmp_path_factory):
     """Directory of a small model that was hardly warmed up, for runs whose engine is scripted."""
     from r3async.config import load_config
-    from tools.init_model import init_model
+    from r3async.tools.init_model import init_model
 
     path = tmp_path_factory.mktemp("model") / "init"
     tiny = ["hidden_size=32", "expert_hidden_size=16", "layers=2", "max_warm_steps=1", "warm_reward=0.01"]
@@ -76,7 +76,7 @@ def untrained(tmp_path_factory):
 def warm_model(tmp_path_factory):
     """Directory of the quickstart's model, warmed up a little: what runs with a real engine begin with."""
     from r3async.config import load_config
-    from tools.init_model import init_model
+    from r3async.tools.init_model import init_model
 
     path = tmp_path_factory.mktemp("model") / "init"
     init_model(path, load_config("quickstart", ["model.init.warm_reward=0.05"]))
@@ -157,8 +157,8 @@ def _only_what_its_marker_says(request, monkeypatch):
         import ray
 
         monkeypatch.setattr(ray, "init", lambda *args, **kwargs: pytest.fail("it starts Ray: mark it `ray`"))
-    if request.node.get_closest_marker("engine") is None and "r3async.engines.vllm" in sys.modules:
-        from r3async.engines.vllm import VllmEngine
+    if request.node.get_closest_marker("engine") is None and "r3async.rollout.engines.vllm" in sys.modules:
+        from r3async.rollout.engines.vllm import VllmEngine
 
         if request.node.get_closest_marker("ray") is None:
             monkeypatch.setattr(VllmEngine, "start", lambda self: pytest.fail("it starts vLLM: mark it `engine`"))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from r3async.algorithms.objective import ObjectiveSums, TokenBatch, objective
 from r3async.config import AlgorithmConfig, config_from_dict
+from r3async.learner.losses.objective import ObjectiveSums, TokenBatch, objective
 
 
 def algorithm(**settings) -> AlgorithmConfig:

@@ -11,14 +11,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from r3async.batching.packing import MicroBatch, pack
 from r3async.checkpoint import Checkpoints, FileRecord, RunState
 from r3async.checkpoint.state import TrainingState
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
 from r3async.config import Config, config_from_dict
-from r3async.learners.backend import LearnerBackend
-from r3async.learners.build import build_learner
-from r3async.learners.trainer import train_minibatch
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.build import build_learner
+from r3async.learner.trainer import train_minibatch
 
 
 def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: int) -> Config:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from tools.cli import main
+from r3async.tools.cli import main
 
 
 class Said(NamedTuple):

@@ -10,16 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from r3async.algorithms.objective import ObjectiveSums
-from r3async.batching.packing import MicroBatch, pack_for_ranks
 from r3async.config import Config, RowsMode
-from r3async.engines.base import Generation
-from r3async.episodes.rows import EpisodeRows
-from r3async.learners.minibatch import agreed
-from r3async.learners.ranks import Ranks
-from r3async.learners.trainer import prepare
-from r3async.records import Trajectory
-from r3async.versions import VersionSpan
+from r3async.data.records import Trajectory
+from r3async.data.versions import VersionSpan
+from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
+from r3async.learner.losses.objective import ObjectiveSums
+from r3async.learner.minibatch import agreed
+from r3async.learner.ranks import Ranks
+from r3async.learner.trainer import prepare
+from r3async.rollout.engines.base import Generation
+from r3async.rollout.samples import EpisodeRows
 
 VERSION = 5
 """Of the learner; tokens are of versions 0..5."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3async.algorithms.objective import TokenBatch, objective
-from r3async.batching.packing import MicroBatch, pack, padding_like
 from r3async.config import Config, config_from_dict
+from r3async.learner.batch.packing import MicroBatch, pack, padding_like
+from r3async.learner.losses.objective import TokenBatch, objective
 from tests import helpers_models as hm
 from tests.helpers_learner import hf_gradients
 
@@ -42,10 +42,10 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
-    from r3async.learners.figures import result_of
-    from r3async.learners.megatron.backend import MegatronLearner
-    from r3async.learners.megatron.links import gather_weights
-    from r3async.learners.trainer import backward, begin
+    from r3async.learner.figures import result_of
+    from r3async.learner.megatron.backend import MegatronLearner
+    from r3async.learner.megatron.links import gather_weights
+    from r3async.learner.trainer import backward, begin
 
     learner = MegatronLearner.load(settings, Path(model_path))
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from r3async.config import EnvConfig
 from r3async.envs.base import EnvironmentFactory
-from r3async.serving.evaluation import Policy, evaluate_without_model
+from r3async.rollout.evaluation import Policy, evaluate_without_model
 
 
 async def mean_reward(factory: EnvironmentFactory, policy: Policy, episodes: int) -> float:

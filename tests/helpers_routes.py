@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3async.observe.routes import EngineCall, TrainedRoutes
+from r3async.record.routes import EngineCall, TrainedRoutes
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 ID = "g00000000e0000"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from r3async.buffer.groups import GroupBuffer
 from r3async.config import ScheduleConfig
-from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.scheduling.admission import Admission, most_groups, oldest_age
-from r3async.scheduling.age import check_ages, token_ages
-from r3async.scheduling.cursor import Cursor
+from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
+from r3async.schedule.admission import Admission, most_groups, oldest_age
+from r3async.schedule.age import check_ages, token_ages
+from r3async.schedule.cursor import Cursor
+from r3async.schedule.groups import GroupBuffer
 
 
 @dataclass(frozen=True)

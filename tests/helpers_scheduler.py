@@ -9,7 +9,7 @@ import msgspec
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from r3async.engines.vllm_worker import WorkerExtension
+from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}

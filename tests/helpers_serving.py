@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 import openai
 
 from r3async.config import EpisodeConfig, ServingConfig
-from r3async.engines.scripted import ScriptedEngine
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask
-from r3async.serving.server import AgentServer
+from r3async.rollout.agents.server import AgentServer
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.episode import EpisodeTask
+from r3async.tools.init_model import byte_tokenizer
 from r3async.weights.manifest import WeightManifest
-from tools.init_model import byte_tokenizer
 
 SETTINGS = EpisodeConfig(max_turns=8, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20)
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)

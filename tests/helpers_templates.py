@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from r3async.episodes.chat import ChatRenderer
-from tools.init_model import byte_tokenizer
+from r3async.rollout.chat import ChatRenderer
+from r3async.tools.init_model import byte_tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from r3async.batching.packing import MicroBatch
 from r3async.config import Config, config_from_dict
-from r3async.learners.base import MinibatchResult
-from r3async.learners.torch.backend import TorchLearner
-from r3async.learners.torch.model import Packed
-from r3async.learners.trainer import train_minibatch
-from r3async.records import Sample
+from r3async.data.records import Sample
+from r3async.learner.base import MinibatchResult
+from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.torch.model import Packed
+from r3async.learner.trainer import train_minibatch
 from tests.helpers_models import make_samples
 
 VOCAB, EXPERTS, TOP_K = 97, 8, 2

@@ -15,7 +15,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from r3async.config import TransportConfig
-from r3async.records import SCHEMA, Sample, TokenTable, Trajectory
+from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import Receiver, Sender, wire
 from r3async.transport.keys import ClientKeys, ServerKeys
 from r3async.world.zeromq import apply_client_keys

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import EngineError, Generation, GenerationRequest
-from r3async.engines.scripted import SCRIPTED_ROUTING
 from r3async.envs.base import Message, StepResult
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
-from r3async.scheduling.admission import GroupLease
-from r3async.serving.protocol import Refused
-from r3async.serving.session import Session
+from r3async.rollout.agents.protocol import Refused
+from r3async.rollout.agents.session import Session
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer
 from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tests.helpers_serving import ready
 from tests.helpers_templates import QWEN3, renderer
-from tools.init_model import byte_tokenizer
 
 TASK = EpisodeTask(0, 0, 0)
 

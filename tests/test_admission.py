@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from r3async.config import ScheduleConfig
-from r3async.scheduling.admission import Admission, oldest_age
+from r3async.schedule.admission import Admission, oldest_age
 
 
 def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **settings):

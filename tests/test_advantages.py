@@ -9,9 +9,9 @@ import statistics
 import numpy as np
 import pytest
 
-from r3async.algorithms.advantages import assign_advantages, overlong_penalty
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
-from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.learner.losses.advantages import assign_advantages, overlong_penalty
 from tests.helpers_algorithms import algorithm
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]

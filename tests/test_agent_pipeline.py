@@ -12,12 +12,12 @@ from rich.console import Console
 
 from r3async.config import EnvConfig, InitConfig, load_config
 from r3async.envs.base import environment_factory
-from r3async.episodes.chat import ChatRenderer
-from r3async.observe.metrics import read_metrics
-from r3async.observe.routes import RouteIndex
-from r3async.observe.verify import verify_routes
-from tools.init_model import OracleData, byte_tokenizer, random_model
-from tools.train import train
+from r3async.record.metrics import read_metrics
+from r3async.record.routes import RouteIndex
+from r3async.record.verify import verify_routes
+from r3async.rollout.chat import ChatRenderer
+from r3async.tools.init_model import OracleData, byte_tokenizer, random_model
+from r3async.tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 

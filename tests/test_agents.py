@@ -8,12 +8,12 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
-from r3async.episodes.calls import EpisodeError
-from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodeTask
-from r3async.scheduling.admission import GroupLease
-from r3async.serving.agents import check_environment, last_reward, make_agent
-from r3async.serving.runner import agent_player
+from r3async.rollout.agents.agents import check_environment, last_reward, make_agent
+from r3async.rollout.agents.runner import agent_player
+from r3async.rollout.calls import EpisodeError
+from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
 from tests.helpers_serving import ready, renderer, said, until
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)

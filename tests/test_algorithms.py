@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from r3async.algorithms.kl import ESTIMATORS, k1, k2, k3, reference_k3
 from r3async.config import ConfigError, load_config
+from r3async.learner.losses.kl import ESTIMATORS, k1, k2, k3, reference_k3
 
 
 def categorical(drift: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:

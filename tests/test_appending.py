@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.appending import AppendFile, Keeper, whole_bytes
 from r3async.checkpoint.resume import rewind
 from r3async.checkpoint.state import ConductorState
-from r3async.files import make_directory, replace_file
+from r3async.world.appending import AppendFile, Keeper, whole_bytes
 from r3async.world.disk import Disk, DiskFile
+from r3async.world.files import make_directory, replace_file
 from r3async.world.real import RealWorld
 
 
@@ -174,7 +174,7 @@ def test_a_kernel_that_cuts_a_write_short_leaves_no_half_record(tmp_path: Path) 
     script = """
 import resource, sys
 from pathlib import Path
-from r3async.appending import AppendFile, Keeper
+from r3async.world.appending import AppendFile, Keeper
 path, told = Path(sys.argv[1]), []
 keeper = Keeper(lambda event, **facts: told.append(event), retry_seconds=0)
 file = AppendFile(path, keeper=keeper)
@@ -195,7 +195,7 @@ def test_a_log_on_a_full_disk_raises_from_no_print(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = """
 import logging, os, resource, sys
-from r3async.streams import survive_full_disk
+from r3async.world.streams import survive_full_disk
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1), os.dup2(log, 2)
 survive_full_disk()
@@ -268,7 +268,7 @@ def test_what_waits_when_the_process_exits_is_tried_once_more(tmp_path: Path) ->
     script = """
 import resource, sys
 from pathlib import Path
-from r3async.appending import AppendFile
+from r3async.world.appending import AppendFile
 file = AppendFile(Path(sys.argv[1]))
 print(file.append(b"x" * 2000))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))

@@ -30,7 +30,7 @@ def test_every_file_and_function_of_the_walk_exists():
 
 def test_the_trainer_comes_in_the_order_of_the_walk():
     """Of the functions that the walk names there, each is defined before the next."""
-    trainer = "r3async/learners/trainer.py"
+    trainer = "r3async/learner/trainer.py"
     named = [name for file, name in walk() if file == trainer]
     text = (ROOT / trainer).read_text()
     places = [text.index(f"def {name.split('.')[-1]}(") for name in named]

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError
-from tests.helpers_models import make_samples
-from tools.bench.jobs import BenchError, progress, run_job
-from tools.bench.replay import VARIED, plan, render, summarize
-from tools.bench.replay_records import Case, LearnerJob, Report, RolloutJob, Rollouts
-from tools.bench.replay_stats import (
+from r3async.tools.bench.jobs import BenchError, progress, run_job
+from r3async.tools.bench.replay import VARIED, plan, render, summarize
+from r3async.tools.bench.replay_records import Case, LearnerJob, Report, RolloutJob, Rollouts
+from r3async.tools.bench.replay_stats import (
     compare,
     histogram,
     median_ratio_interval,
@@ -25,10 +24,11 @@ from tools.bench.replay_stats import (
     relative_error,
     step_time,
 )
+from tests.helpers_models import make_samples
 
 
 def cli(*words, cwd, timeout=120):
-    command = [sys.executable, "-m", "tools.cli", *words]
+    command = [sys.executable, "-m", "r3async.tools.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
 
 
@@ -201,7 +201,7 @@ def test_benchmarks_are_listed_and_near_names_offered(tmp_path):
 
 
 def test_routes_and_mask_are_all_that_a_bare_sample_lacks():
-    from tools.bench.replay_learner import bare, with_random_advantages
+    from r3async.tools.bench.replay_learner import bare, with_random_advantages
 
     samples = with_random_advantages(make_samples(0, [5, 7], advantages=False), seed=3)
     for sample, stripped in zip(samples, bare(samples), strict=True):

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tools.bench.conductor import Job, Report
-from tools.bench.conductor_job import simulated
-from tools.bench.fleet import Load
-from tools.cli import app
+from r3async.tools.bench.conductor import Job, Report
+from r3async.tools.bench.conductor_job import simulated
+from r3async.tools.bench.fleet import Load
+from r3async.tools.cli import app
 
 
 def test_quick_one_reports_each_size():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from typer.testing import CliRunner
 
-from tools.bench.loss import Report
-from tools.cli import app
+from r3async.tools.bench.loss import Report
+from r3async.tools.cli import app
 
 
 def test_both_forms_give_the_same_loss_and_gradient():

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from r3async.config import Config, to_toml
-from r3async.observe.timeline import Timeline
+from r3async.record.timeline import Timeline
+from r3async.tools.bench.jobs import BenchError
+from r3async.tools.bench.overlap import Plan, configure, run
+from r3async.tools.bench.overlap_predict import predict_all
 from tests.sim.test_capacity import row
-from tools.bench.jobs import BenchError
-from tools.bench.overlap import Plan, configure, run
-from tools.bench.overlap_predict import predict_all
 
 PLAN = Plan([0, 1], steps=12, settle=4, groups_per_step=2, samples_per_group=2)
 

@@ -9,9 +9,20 @@ import sys
 import numpy as np
 import pytest
 
-from r3async.batching.cost import Cost
 from r3async.config import ConfigError
-from tools.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, render, run, shape_of, sums
+from r3async.learner.batch.cost import Cost
+from r3async.tools.bench.packing import (
+    CAPS,
+    apart,
+    dealt,
+    efficiency,
+    fewest_bins,
+    lengths_like,
+    render,
+    run,
+    shape_of,
+    sums,
+)
 
 
 def test_efficiency_by_hand():
@@ -74,7 +85,7 @@ def test_what_can_not_be_measured_is_refused(tmp_path):
 
 
 def test_the_command_prints_one_object_and_a_table(tmp_path):
-    command = [sys.executable, "-m", "tools.cli", "bench", "packing", "--quick", "--seeds", "3", "--json"]
+    command = [sys.executable, "-m", "r3async.tools.cli", "bench", "packing", "--quick", "--seeds", "3", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     report = json.loads(done.stdout.splitlines()[-1])

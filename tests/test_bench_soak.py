@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from tools.bench.jobs import BenchError
-from tools.bench.soak import MIB, Growth, Sample, growth, render
-from tools.bench.soak import Report as SoakReport
+from r3async.tools.bench.jobs import BenchError
+from r3async.tools.bench.soak import MIB, Growth, Sample, growth, render
+from r3async.tools.bench.soak import Report as SoakReport
 
 
 def samples(*, slope=0.0, noise=0.5, warm_up=0.0, files=lambda i: 40, count=360):

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tools.bench.weights import PARTS, Report
-from tools.cli import app
+from r3async.tools.bench.weights import PARTS, Report
+from r3async.tools.cli import app
 
 
 @pytest.mark.usefixtures("local_ray")

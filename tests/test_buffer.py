@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from r3async.buffer.groups import GroupBuffer
-from r3async.buffer.validation import InvalidTrajectory, validate_trajectory
-from r3async.engines.base import RoutingShape
-from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
 
 ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
 

@@ -8,10 +8,8 @@ import random
 
 import pytest
 
-from r3async.observe.trained import TrainedStep
-from r3async.transport import wire
-from tests.helpers_transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
-from tools.chaos.books import (
+from r3async.record.trained import TrainedStep
+from r3async.tools.chaos.books import (
     Acknowledged,
     Began,
     Resumed,
@@ -21,7 +19,9 @@ from tools.chaos.books import (
     check_lineages,
     check_trained,
 )
-from tools.chaos.relay import Noise, Relay, flip
+from r3async.tools.chaos.relay import Noise, Relay, flip
+from r3async.transport import wire
+from tests.helpers_transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 
 
 @contextlib.contextmanager

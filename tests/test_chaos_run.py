@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from r3async.config import ConfigError
-from tools.chaos.full_disk import FullDisk
-from tools.chaos.relay import Noise
-from tools.chaos.run import chaos
+from r3async.tools.chaos.full_disk import FullDisk
+from r3async.tools.chaos.relay import Noise
+from r3async.tools.chaos.run import chaos
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

@@ -3,9 +3,9 @@
 import pytest
 
 from r3async.envs.base import Message
-from r3async.episodes.chat import ChatRenderer, Conversation, TemplateError
+from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
+from r3async.tools.init_model import byte_tokenizer
 from tests.helpers_templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer
-from tools.init_model import byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.config import to_dict
-from r3async.learners.build import build_learner
+from r3async.learner.build import build_learner
+from r3async.tools.cli import app
+from r3async.tools.export import export
 from tests import helpers_checkpoint as hc
 from tests import helpers_models as hm
 from tests.helpers_checkpoint import settings
-from tools.cli import app
-from tools.export import export
 
 
 @pytest.fixture(scope="module")

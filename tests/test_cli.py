@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.manifest import Unreadable
 from r3async.config import ConfigError
+from r3async.tools.cli import main
+from r3async.tools.train import StoppedWhileLoading, StopRequest, stop_signals
 from tests.helpers_cli import typed
-from tools.cli import main
-from tools.train import StoppedWhileLoading, StopRequest, stop_signals
 
 
 def test_presets_are_listed_and_shown(tmp_path):
-    command = [sys.executable, "-m", "tools.cli", "presets"]
+    command = [sys.executable, "-m", "r3async.tools.cli", "presets"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
     assert listed.stdout.startswith("quickstart")
     shown = typed("presets", "quickstart", cwd=tmp_path).stdout
@@ -101,7 +101,7 @@ def test_the_exit_code_of_train_says_how_it_ended(error, code, tmp_path, monkeyp
             raise error
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tools.train.train", end)
+    monkeypatch.setattr("r3async.tools.train.train", end)
     monkeypatch.setattr(sys, "argv", ["r3async", "train", "quickstart"])
     with pytest.raises(SystemExit) as ended:
         main()

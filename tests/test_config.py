@@ -70,7 +70,7 @@ def test_every_default_is_valid():
 def test_a_typo_on_the_command_line_imports_neither_torch_nor_ray_nor_vllm():
     code = (
         "import sys; sys.argv = ['r3async', 'train', 'quickstart', 'algorithm.rolout_kl.coef=1']\n"
-        "from tools.cli import main\n"
+        "from r3async.tools.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: print(end.code, sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
     )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.algorithms.correction import binary_kl, correction_mask
 from r3async.config import CorrectionConfig
+from r3async.learner.losses.correction import binary_kl, correction_mask
 from tests.helpers_algorithms import algorithm, distance, kept_tokens, make_samples, run
 
 

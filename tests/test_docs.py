@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from r3async.config import Config, load_config
-from r3async.observe.catalogue import METRICS, metric
-from tools.config_reference import METRICS_PAGE, TARGET, documentation, main, reference, shown_in, with_metrics
-from tools.presets import preset_paths
+from r3async.record.catalogue import METRICS, metric
+from r3async.tools.config_reference import METRICS_PAGE, TARGET, documentation, main, reference, shown_in, with_metrics
+from r3async.tools.presets import preset_paths
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_configuration_reference_is_up_to_date():
-    assert TARGET.read_text() == reference(), "run python -m tools.config_reference"
+    assert TARGET.read_text() == reference(), "run python -m r3async.tools.config_reference"
     assert main(["--check"]) == 0
 
 
@@ -99,7 +99,7 @@ def test_keys_that_the_pages_name_exist():
 
 def test_the_table_of_presets_is_that_of_the_files():
     text = (ROOT / "docs" / "presets.md").read_text()
-    from tools.plan import make_plan
+    from r3async.tools.plan import make_plan
 
     for name, bound in re.findall(r"^\| `(\w+)` \| .+ \| (\d+) \|$", text, re.MULTILINE):
         assert make_plan(load_config(name)).staleness_bound == int(bound), name
@@ -117,5 +117,5 @@ def test_every_claim_about_others_has_a_source():
 
 
 def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):
-    command = [sys.executable, "-m", "tools.config_reference", "--check"]
+    command = [sys.executable, "-m", "r3async.tools.config_reference", "--check"]
     assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0

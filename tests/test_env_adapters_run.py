@@ -7,18 +7,18 @@ import json
 import pytest
 from rich.console import Console
 
-from actors.process import NotTrained
+from r3async.actors.process import NotTrained
 from r3async.config import EnvConfig, EpisodeConfig, load_config
-from r3async.engines.scripted import ScriptedEngine
 from r3async.envs.base import environment_factory
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.group import GroupPlayer
-from r3async.observe.metrics import read_metrics
-from r3async.scheduling.admission import GroupLease
+from r3async.record.metrics import read_metrics
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer, init_model
+from r3async.tools.train import train
 from r3async.weights.manifest import WeightManifest
 from tests.helpers_verifiers import tasksets_in
-from tools.init_model import byte_tokenizer, init_model
-from tools.train import train
 
 SETTINGS = EpisodeConfig(max_turns=6, max_new_tokens=32, max_prompt_tokens=2048, max_total_tokens=4096, retries=1)
 LAKE = {"render_mode": "ansi", "is_slippery": False, "actions": ["left", "down", "right", "up"]}

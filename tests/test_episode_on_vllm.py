@@ -6,8 +6,8 @@ from transformers import AutoTokenizer
 
 from r3async.config import EpisodeConfig
 from r3async.envs.reverse_text import ReverseText
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from tests.helpers_engine import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import GenerationRequest
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.envs.base import Action, Message, StepResult
 from r3async.envs.reverse_text import ReverseText
-from r3async.episodes.calls import EpisodeError
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.group import GroupPlayer
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask, PromptTooLong
-from r3async.scheduling.admission import GroupLease
+from r3async.rollout.calls import EpisodeError
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask, PromptTooLong
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 from tests.helpers_scripted import scripted_logprob, scripted_routes
-from tools.init_model import byte_tokenizer
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
 SETTINGS = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)

@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Generation, GenerationRequest, RoutingShape
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import TokenTable
+from r3async.data.versions import VersionSpan
 from r3async.envs.base import Message, StepResult
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
-from r3async.episodes.rows import SampleBuilder
-from r3async.records import TokenTable
-from r3async.versions import VersionSpan
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Generation, GenerationRequest
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.samples import SampleBuilder
+from r3async.tools.init_model import byte_tokenizer
 from r3async.weights.manifest import WeightManifest
-from tools.init_model import byte_tokenizer
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 

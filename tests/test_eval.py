@@ -11,28 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import actors.generator
-from actors.dispatch import LeaseAnswer, LeaseCall
-from actors.evaluation import Evaluator
-from actors.fleet import Fleet
-from actors.generator import GeneratorActor
-from actors.playing import Context, GeneratorParts, Loaded, Playing
-from actors.process import NotLoaded, RunFailed
+import r3async.actors.generator
+from r3async.actors.dispatch import LeaseAnswer, LeaseCall
+from r3async.actors.evaluation import Evaluator
+from r3async.actors.fleet import Fleet
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.playing import Context, GeneratorParts, Loaded, Playing
+from r3async.actors.process import NotLoaded, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.base import environment_factory
-from r3async.observe.events import open_events
-from r3async.observe.lag import LagMeter
-from r3async.observe.timeline import Timeline
-from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.seeds import evaluation_seed, training_seed
-from r3async.serving.agents import check_environment
-from r3async.serving.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
-from r3async.serving.tasks import evaluation_tasks
+from r3async.record.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.timeline import Timeline
+from r3async.rollout.agents.agents import check_environment
+from r3async.rollout.agents.tasks import evaluation_tasks
+from r3async.rollout.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.seeds import evaluation_seed, training_seed
+from r3async.tools.eval import Target, check_target, describe, find_target, run_evaluation
 from r3async.weights.transport import SharedMemoryReceiver
 from r3async.world.real import REAL
 from tests.helpers_serving import ready, renderer, said
 from tests.helpers_world import StandIn
-from tools.eval import Target, check_target, describe, find_target, run_evaluation
 
 EPISODE = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, retries=0)
 REVERSE = EnvConfig(name="reverse-text", args={"letters": 4, "turns": 3})
@@ -182,7 +182,7 @@ async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_mod
     config = load_config("quickstart", ["episode.retries=0"])
     chat = renderer()
     engine = await ready(said(chat, "abcd"))
-    monkeypatch.setattr("tools.eval.ChatRenderer.from_model", lambda *a: chat)
+    monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
     target = Target(tiny_model, config)
     phases, outcomes = [], []
     values = {"episodes": 3, "seed": 0, "make_engine": lambda config, model, seed: engine}
@@ -226,7 +226,7 @@ async def played(target, monkeypatch, **values):
     """The prompts that `r3async eval` posed, and what it told the maker of its engine."""
     chat, told = renderer(), []
     engine = await ready(said(chat, "yes"))
-    monkeypatch.setattr("tools.eval.ChatRenderer.from_model", lambda *a: chat)
+    monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
 
     def make(config, model, seed):
         told.append((config, model, seed))
@@ -253,7 +253,7 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
 
 
 async def test_eval_of_a_run_with_the_scripted_engine_loads_no_other(untrained, monkeypatch):
-    monkeypatch.setitem(sys.modules, "r3async.engines.vllm", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "r3async.rollout.engines.vllm", None)  # importing it fails
     scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]
     result = await run_evaluation(Target(untrained, load_config("quickstart", scripted)), episodes=3, seed=0)
     assert (result.episodes, result.tokens_mean > 0) == (3, True)
@@ -511,7 +511,7 @@ async def test_training_data_is_the_same_with_and_without_evaluation_and_no_eval
 
 
 async def test_a_generator_that_stops_gives_its_evaluations_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.generator, "begin", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.generator, "begin", lambda *args: None)
     config = load_config("quickstart", [])
     never = asyncio.Event()
     engine, chat = await ready([[1]], pace=never.wait), renderer()

@@ -7,27 +7,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.batching.packing import pack
-from r3async.buffer.groups import GroupBuffer
-from r3async.buffer.validation import validate_trajectory
 from r3async.config import EpisodeConfig
-from r3async.engines.base import EngineError, RoutingShape
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.data.model_shape import RoutingShape
 from r3async.envs.base import Message, StepResult
-from r3async.episodes.calls import EngineAborted, EpisodeError
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.group import GroupPlayer, engine_failed
-from r3async.episodes.loop import EpisodeTask, failed_trajectory
-from r3async.learners.torch.backend import TorchLearner
-from r3async.learners.trainer import prepare, train_minibatch
-from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.age import age_metrics, check_ages
-from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.failures import FEWEST, RECENT, EpisodeEnd, FailedTask, TaskFailures
+from r3async.learner.batch.packing import pack
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import prepare, train_minibatch
+from r3async.rollout.calls import EngineAborted, EpisodeError
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import EngineError
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.rollout.group import GroupPlayer, engine_failed
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.age import age_metrics, check_ages
+from r3async.schedule.cursor import Cursor
+from r3async.schedule.failures import FEWEST, RECENT, EpisodeEnd, FailedTask, TaskFailures
+from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.validation import validate_trajectory
+from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.weights.manifest import WeightManifest
 from tests import helpers_torch as ht
-from tools.init_model import byte_tokenizer
 
 LIMITS = EpisodeConfig(max_turns=1, max_new_tokens=8, retries=1)
 

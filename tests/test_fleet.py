@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.conductor import Conductor
-from actors.delivery import Published, choose_backend
-from actors.dispatch import Dispatch, LeaseAnswer, LeaseCall
-from actors.fleet import Fleet, Way
-from actors.installer import Installer
-from actors.process import NotLoaded, ProcessDied, RunFailed
+from r3async.actors.conductor import Conductor
+from r3async.actors.delivery import Published, choose_backend
+from r3async.actors.dispatch import Dispatch, LeaseAnswer, LeaseCall
+from r3async.actors.fleet import Fleet, Way
+from r3async.actors.installer import Installer
+from r3async.actors.process import NotLoaded, ProcessDied, RunFailed
 from r3async.config import load_config, to_dict
-from r3async.engines.base import InstallReport
+from r3async.rollout.engines.base import InstallReport
 from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.transport import Publication
@@ -320,7 +320,7 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("actors.installer.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("r3async.actors.installer.LOOK_SECONDS", 0.01)
 
 
 async def until(condition):
@@ -395,7 +395,7 @@ async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(ins
 async def test_a_stopped_generator_is_not_given_up_by_the_clock_and_one_that_is_heard_is(
     installer, fleet, handles, monkeypatch
 ):
-    monkeypatch.setattr("actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
+    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
     handles["generator-0"].may_install.clear()
     await fall_silent(fleet, "generator-0")
     assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
@@ -438,7 +438,7 @@ async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_suc
 
 
 async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
+    monkeypatch.setattr("r3async.actors.conductor.begin", lambda *args: None)
     conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
     conductor.dispatch = Dispatch(conductor.admission, fleet, lambda: False)

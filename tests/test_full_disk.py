@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError
-from r3async.observe.stacks import dump_stacks
-from r3async.serving.runner import _write_private
+from r3async.rollout.agents.runner import _write_private
+from r3async.tools.chaos.full_disk import FullDisk
 from r3async.world.real import REAL
-from tools.chaos.full_disk import FullDisk
+from r3async.world.stacks import dump_stacks
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def fill(directory: Path) -> Path:
 def test_a_run_on_a_full_disk_is_refused_at_once_with_path_free_bytes_and_what_is_needed(small_disk):
     fill(small_disk)
     runs = small_disk / "runs"
-    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(runs), "name=x"]
+    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(runs), "name=x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "400"})
     assert done.returncode == 2
     assert f"the disk of {runs} is full: 0 bytes are free, and a run needs 1,048,576" in done.stderr
@@ -46,7 +46,16 @@ def test_a_run_on_a_full_disk_is_refused_at_once_with_path_free_bytes_and_what_i
 def test_a_disk_that_fills_up_while_the_model_is_made_is_named_too(small_disk):
     (small_disk / "ballast").write_bytes(bytes(18 * 2**20))
     words = ["name=x", "model.init.hidden_size=256", "model.init.max_warm_steps=1", "model.init.warm_reward=0.01"]
-    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(small_disk / "runs"), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "r3async.tools.cli",
+        "train",
+        "quickstart",
+        "--runs",
+        str(small_disk / "runs"),
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"COLUMNS": "400"})
     assert done.returncode == 2, done.stderr
     assert f"the disk of {small_disk / 'runs' / 'x'} is full: " in done.stderr

@@ -1,12 +1,12 @@
-"""A few of the mutations that `python -m tools.fuzz` makes a million of; R3ASYNC_FUZZ=N makes N messages here."""
+"""A few of the mutations that `python -m r3async.tools.fuzz` makes a million of; R3ASYNC_FUZZ=N makes N messages here."""
 
 from __future__ import annotations
 
 import os
 
-from tools.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
-from tools.fuzz.receiver import fuzz_receiver
-from tools.fuzz.spool import fuzz_spool
+from r3async.tools.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
+from r3async.tools.fuzz.receiver import fuzz_receiver
+from r3async.tools.fuzz.spool import fuzz_spool
 
 COUNT = int(os.environ.get("R3ASYNC_FUZZ", "6000"))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from r3async.scheduling.health import Health, HealthState, RestartsExhausted
+from r3async.schedule.health import Health, HealthState, RestartsExhausted
 
 
 class Clock:

@@ -7,7 +7,14 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["tools.cli", "tools.train", "actors.pipeline", "actors.conductor", "actors.generator"]
+    "module",
+    [
+        "r3async.tools.cli",
+        "r3async.tools.train",
+        "r3async.actors.pipeline",
+        "r3async.actors.conductor",
+        "r3async.actors.generator",
+    ],
 )
 def test_who_does_not_compute_does_not_load_torch(module):
     script = (

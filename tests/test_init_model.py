@@ -5,8 +5,8 @@ import json
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.episodes.chat import ChatRenderer
-from tools.init_model import byte_tokenizer, init_model
+from r3async.rollout.chat import ChatRenderer
+from r3async.tools.init_model import byte_tokenizer, init_model
 
 SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0.05", "env.args.turns=2"]
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from r3async.config import config_from_dict, to_toml
-from r3async.observe.routes import RouteFile
+from r3async.record.routes import RouteFile
+from r3async.tools.cli import app
+from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.inspect.routes import roles
+from r3async.tools.inspect.run import find_run
 from tests.helpers_routes import ID, LAYERS, call, episode
-from tools.cli import app
-from tools.init_model import byte_tokenizer
-from tools.inspect.routes import roles
-from tools.inspect.run import find_run
 
 END = 257
 QUIET = {"routing": {"trace": "all"}}
@@ -344,7 +344,7 @@ def test_a_run_is_found_by_directory_before_name(tmp_path, monkeypatch) -> None:
 
 
 def test_a_terminal_gets_colour(tmp_path) -> None:
-    from tools.inspect.routes import show_routes
+    from r3async.tools.inspect.routes import show_routes
 
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
     show_routes(write_run(tmp_path), console)

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.buffer.spool_file import SPOOL
 from r3async.config import config_from_dict, to_toml
-from r3async.observe.metrics import MetricsWriter
-from r3async.observe.routes import RouteFile
-from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.record.metrics import MetricsWriter
+from r3async.record.routes import RouteFile
+from r3async.schedule.spool_file import SPOOL
+from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.inspect.export import export
+from r3async.tools.inspect.run import InspectError
+from r3async.tools.inspect.show import short_routes
+from r3async.tools.inspect.sources import read_spool, read_traces
+from r3async.tools.inspect.trajectories import Filter, Seen, of_trained, of_trajectory
 from r3async.transport.wire import encode_trajectory
 from tests.helpers_routes import ID, TOKENS, episode, experts
 from tests.test_inspect import inspect
-from tools.init_model import byte_tokenizer
-from tools.inspect.export import export
-from tools.inspect.run import InspectError
-from tools.inspect.show import short_routes
-from tools.inspect.sources import read_spool, read_traces
-from tools.inspect.trajectories import Filter, Seen, of_trained, of_trajectory
 
 MASK = np.asarray([t >= 10 for t in TOKENS])
 

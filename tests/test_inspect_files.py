@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.buffer.spool_file import SPOOL
 from r3async.checkpoint import Checkpoints
 from r3async.checkpoint.directory import STATE
-from r3async.records import TokenTable
+from r3async.data.records import TokenTable
+from r3async.schedule.spool_file import SPOOL
+from r3async.tools.inspect.checkpoint import describe, look
+from r3async.tools.inspect.wire import describe_message
 from r3async.transport.wire import Deliver, Welcome, encode_control, encode_trajectory
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_inspect import inspect
 from tests.test_inspect_data import made, write_spool
-from tools.inspect.checkpoint import describe, look
-from tools.inspect.wire import describe_message
 
 # --- messages
 

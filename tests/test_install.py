@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.doctor import UNWANTED
+from r3async.tools.doctor import UNWANTED
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 60.0

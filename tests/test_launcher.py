@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from r3async.tools.submit.launch import NOT_FOUND, command_of, entrypoint
 from tests.helpers_cluster import BARE, bare_environment, beside_python
-from tools.submit.launch import NOT_FOUND, command_of, entrypoint
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -49,7 +49,7 @@ def test_a_job_prefers_the_python_of_the_clusters_ray_and_keeps_words_and_exit_c
     show = "import sys; print(sys.argv[1:]); sys.exit(7)"
     words = ["-c", show, "name=a b", "x='$HOME'"]
     mine = python(tmp_path / "python-of-ray", f'echo "by ray"; exec {sys.executable} "$@"')
-    done = shell(entrypoint(words, needs="import tools.cli"), tmp_path, ray=f'"{mine}"')
+    done = shell(entrypoint(words, needs="import r3async.tools.cli"), tmp_path, ray=f'"{mine}"')
     assert done.returncode == 7, done.stderr
     assert done.stdout.splitlines() == ["by ray", str(words[2:])]
 
@@ -58,7 +58,9 @@ def test_a_job_prefers_the_python_of_the_clusters_ray_and_keeps_words_and_exit_c
 def test_a_job_takes_the_submitters_python_where_that_of_ray_lacks_r3async(tmp_path, ray):
     if ray == "bare":
         ray = python(tmp_path / "bare", "echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1")
-    done = shell(entrypoint(["-c", "import sys; print(sys.executable)"], needs="import tools.cli"), tmp_path, ray=ray)
+    done = shell(
+        entrypoint(["-c", "import sys; print(sys.executable)"], needs="import r3async.tools.cli"), tmp_path, ray=ray
+    )
     assert (done.returncode, done.stdout.strip()) == (0, sys.executable), done.stderr
 
 
@@ -66,7 +68,7 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
     bare = python(
         tmp_path / "bare", "echo Traceback; echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1"
     )
-    line = entrypoint(["-m", "tools.cli"], needs="import no_such_module", submitter="/gone/.venv/bin/python")
+    line = entrypoint(["-m", "r3async.tools.cli"], needs="import no_such_module", submitter="/gone/.venv/bin/python")
     done = shell(line, tmp_path, ray=str(bare))
     assert done.returncode == NOT_FOUND
     assert f"{bare}: ModuleNotFoundError: No module named 'tools'" in done.stderr
@@ -77,8 +79,8 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
 
 
 def test_a_jobs_command_is_shown_without_the_search_before_it():
-    assert command_of(entrypoint(["-m", "tools.cli", "train", "quickstart", "name=a b"])) == (
-        "-m tools.cli train quickstart 'name=a b'"
+    assert command_of(entrypoint(["-m", "r3async.tools.cli", "train", "quickstart", "name=a b"])) == (
+        "-m r3async.tools.cli train quickstart 'name=a b'"
     )
     assert command_of("r3async train quickstart") == "r3async train quickstart"
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-import actors.conductor
-from actors.conductor import Conductor
-from actors.dispatch import LeaseAnswer, LeaseCall
-from actors.leasing import HEARTBEAT_SECONDS, Leasing
+import r3async.actors.conductor
+from r3async.actors.conductor import Conductor
+from r3async.actors.dispatch import LeaseAnswer, LeaseCall
+from r3async.actors.leasing import HEARTBEAT_SECONDS, Leasing
 from r3async.config import load_config, to_dict
-from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.failures import EpisodeEnd
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.failures import EpisodeEnd
 from r3async.world.real import REAL
 from tests.helpers_world import Clock, StandIn
 
@@ -35,7 +35,7 @@ class Lacks(StandIn):
 @pytest.fixture
 def conductor(tmp_path, monkeypatch) -> Conductor:
     """Of two generators with weights, and one slot."""
-    monkeypatch.setattr(actors.conductor, "begin", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.conductor, "begin", lambda *args: None)
     settings = ["schedule.groups_per_step=1", "schedule.samples_per_group=2", "schedule.max_staleness=0", "steps=9"]
     made = Conductor(
         REAL,

@@ -11,15 +11,15 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from actors.conductor import Conductor
-from actors.fleet import Fleet, Way
-from actors.installer import Installer
-from actors.process import ProcessDied, RunFailed
+from r3async.actors.conductor import Conductor
+from r3async.actors.fleet import Fleet, Way
+from r3async.actors.installer import Installer
+from r3async.actors.process import ProcessDied, RunFailed
 from r3async.config import load_config, to_dict
+from r3async.tools.train import train
 from r3async.world.real import REAL
 from tests.helpers_world import StandIn
 from tests.test_fleet import Events, Generator, published
-from tools.train import train
 
 
 def run(untrained, root, pipeline, *overrides):
@@ -104,7 +104,7 @@ class Silent(StandIn):
 
 @pytest.mark.parametrize("slow", ["learner", "generator"])
 async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
-    monkeypatch.setattr("actors.conductor.begin", lambda *args: None)
+    monkeypatch.setattr("r3async.actors.conductor.begin", lambda *args: None)
     config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
     learner = Silent("start") if slow == "learner" else Silent()
     generator = Silent("start") if slow == "generator" else Generator()
@@ -114,7 +114,7 @@ async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_
 
 
 async def test_weights_that_are_not_installed_in_time_end_the_run_and_name_the_setting(monkeypatch):
-    monkeypatch.setattr("actors.installer.RPC_SECONDS", 0.05)
+    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
     installer = Installer(config, fleet.events, fleet, Way("", ""), None, published(0))

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.reception import Reception
-from r3async.buffer.groups import GroupBuffer
-from r3async.buffer.spool import Spool
+from r3async.actors.reception import Reception
 from r3async.config import BufferConfig, config_from_dict
-from r3async.engines.base import RoutingShape
-from r3async.lineage import Lineage
-from r3async.observe.events import open_events, read_events
-from r3async.records import Sample, TokenTable, Trajectory, trajectory_name
+from r3async.data.lineage import Lineage
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Sample, TokenTable, Trajectory, trajectory_name
+from r3async.record.events import open_events, read_events
+from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.spool import Spool
 from r3async.transport import wire
 from r3async.transport.keys import ClientKeys
 from r3async.world.real import REAL

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from tools.tail.live import LiveView, describe_step
+from r3async.tools.tail.live import LiveView, describe_step
 
 ROW = {
     "step": 3,

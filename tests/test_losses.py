@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.algorithms.policy_loss import POLICY_LOSSES, LossInputs, PolicyLoss, needs_old_logprobs, policy_loss
 from r3async.config import POLICY_LOSSES as NAMES
 from r3async.config import AlgorithmConfig, ConfigError, config_from_dict, load_config
+from r3async.learner.losses.policy_loss import POLICY_LOSSES, LossInputs, PolicyLoss, needs_old_logprobs, policy_loss
 from tests.helpers_algorithms import algorithm, distance, make_samples, run
 
 

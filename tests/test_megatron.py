@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.algorithms.objective import ObjectiveSums
-from r3async.batching.packing import collate, pack
 from r3async.config import Config
-from r3async.learners.backend import LearnerBackend
-from r3async.learners.base import LearnerError
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.trainer import train_minibatch
-from r3async.records import Sample
+from r3async.data.records import Sample
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import collate, pack
+from r3async.learner.losses.objective import ObjectiveSums
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.trainer import train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_learner import (
     LENGTHS,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.learners.attention import plan_buckets
-from r3async.learners.base import LearnerError
-from r3async.learners.logprobs import token_logprobs
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.megatron.hf import read_qwen3
-from r3async.learners.megatron.modules import TorchRMSNorm
-from r3async.learners.optimizer import MasterAdamW
+from r3async.learner.attention import plan_buckets
+from r3async.learner.base import LearnerError
+from r3async.learner.logprobs import token_logprobs
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.megatron.hf import read_qwen3
+from r3async.learner.megatron.modules import TorchRMSNorm
+from r3async.learner.optimizer import MasterAdamW
 from tests import helpers_models as hm
 from tests.helpers_learner import (
     settings,

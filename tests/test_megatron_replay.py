@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.batching.packing import collate
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.trainer import train_minibatch
-from r3async.records import Sample
-from r3async.routing import RoutingError
+from r3async.data.records import Sample
+from r3async.data.routes import RoutingError
+from r3async.learner.batch.packing import collate
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.trainer import train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_learner import (
     LENGTHS,

@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from r3async.algorithms.objective import ObjectiveSums, objective
-from r3async.algorithms.policy_loss import POLICY_LOSSES
-from r3async.algorithms.reduction import REDUCTIONS, loss_weights
-from r3async.algorithms.trust_region import TrustRegion
-from r3async.batching.packing import pack
 from r3async.config import AlgorithmConfig, RolloutKLConfig, config_from_dict
-from r3async.learners.minibatch import agreed
+from r3async.learner.batch.packing import pack
+from r3async.learner.losses.objective import ObjectiveSums, objective
+from r3async.learner.losses.policy_loss import POLICY_LOSSES
+from r3async.learner.losses.reduction import REDUCTIONS, loss_weights
+from r3async.learner.losses.trust_region import TrustRegion
+from r3async.learner.minibatch import agreed
 from tests import helpers_models as hm
 from tests.helpers_algorithms import Tokens, algorithm, batch_of, by_hand, distance, kept_tokens, make_samples, run
 from tests.helpers_learner import replace_columns

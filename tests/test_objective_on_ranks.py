@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3async.algorithms.objective import objective
-from r3async.algorithms.reduction import REDUCTIONS, loss_weights
 from r3async.config import POLICY_LOSSES, config_from_dict
+from r3async.learner.losses.objective import objective
+from r3async.learner.losses.reduction import REDUCTIONS, loss_weights
 from tests import helpers_models as hm
 from tests.helpers_algorithms import algorithm, batch_of, make_samples
 from tests.helpers_parity import LENGTHS, gradients_of_rank

@@ -16,17 +16,17 @@ import pytest
 import structlog
 from rich.console import Console
 
-from r3async.appending import Keeper
 from r3async.config import Config, to_toml
-from r3async.observe.catalogue import METRICS
-from r3async.observe.charts import CHARTS, describe_charts
-from r3async.observe.events import format_event, open_events, read_events
-from r3async.observe.follow import FollowedRun
-from r3async.observe.history import counted, history_of
-from r3async.observe.maps import MAX_COLUMNS, describe_maps
-from r3async.observe.metrics import MetricsWriter, read_metrics
-from r3async.observe.report import write_report
-from r3async.observe.summary import format_number, format_percent, format_seconds, format_summary, summarize
+from r3async.record.catalogue import METRICS
+from r3async.record.events import format_event, open_events, read_events
+from r3async.record.metrics import MetricsWriter, read_metrics
+from r3async.views.charts import CHARTS, describe_charts
+from r3async.views.follow import FollowedRun
+from r3async.views.history import counted, history_of
+from r3async.views.maps import MAX_COLUMNS, describe_maps
+from r3async.views.report import write_report
+from r3async.views.summary import format_number, format_percent, format_seconds, format_summary, summarize
+from r3async.world.appending import Keeper
 
 # --- events
 
@@ -76,7 +76,7 @@ def test_structlog_is_configured_for_nobody_else(tmp_path: Path) -> None:
 
 def test_processes_append_whole_lines(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from r3async.observe.events import open_events\n"
+        "import sys; from pathlib import Path; from r3async.record.events import open_events\n"
         "e = open_events(Path(sys.argv[1]), sys.argv[2])\n"
         "for i in range(500): e.info('tick', index=i, filler='x' * (i * 37 % 3000))"
     )

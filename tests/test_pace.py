@@ -6,10 +6,10 @@ import time
 import pytest
 
 from r3async.config import ScheduleConfig
-from r3async.observe.lag import SAMPLES, LagMeter
-from r3async.scheduling.concurrency import Concurrency
-from r3async.scheduling.cursor import Cursor
-from r3async.scheduling.pace import IdleShare, Pace, StepPace, useful_places
+from r3async.record.lag import SAMPLES, LagMeter
+from r3async.schedule.concurrency import Concurrency
+from r3async.schedule.cursor import Cursor
+from r3async.schedule.pace import IdleShare, Pace, StepPace, useful_places
 
 
 def steps(count, *, waited=0.0, idle=0.0, finished=8, trained=8, seconds=10.0):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.batching.packing import PackingError, collate, pack, pack_for_ranks, padding_like
-from r3async.records import Sample
+from r3async.data.records import Sample
+from r3async.learner.batch.packing import PackingError, collate, pack, pack_for_ranks, padding_like
 from tests.test_records import EXTRA, make_table
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.batching.packing import PackingError, aligned, collate, pack_for_ranks, padding_like
-from r3async.records import SCHEMA, Column, Sample, TokenTable
+from r3async.data.records import SCHEMA, Column, Sample, TokenTable
+from r3async.learner.batch.packing import PackingError, aligned, collate, pack_for_ranks, padding_like
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.test_wire import as_bytes, make_table, make_trajectory
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from r3async.batching.packing import collate, pack
-from r3async.learners.base import LearnerError
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.trainer import train_minibatch
-from r3async.observe.routes import merge_traces
-from r3async.routing import RoutingError
+from r3async.data.routes import RoutingError
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import collate, pack
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.trainer import train_minibatch
+from r3async.record.routes import merge_traces
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns
 from tests.helpers_parity import LENGTHS, batch, config, of_rank

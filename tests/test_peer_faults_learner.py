@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.batching.packing import collate, pack, padding_like
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.replay import RoutingReplay
-from r3async.learners.trainer import backward, begin
-from r3async.records import Sample
+from r3async.data.records import Sample
+from r3async.learner.batch.packing import collate, pack, padding_like
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.replay import RoutingReplay
+from r3async.learner.trainer import backward, begin
 from tests import helpers_models as hm
 from tests.helpers_learner import LENGTHS, gradients, logits, replace_columns, with_routes
 from tests.helpers_parity import config
@@ -151,8 +151,8 @@ def test_routers_of_multi_token_prediction_are_not_replayed(model_path):
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import build_module
 
-    from r3async.learners.megatron.modules import layer_spec
-    from r3async.learners.megatron.replay import attach
+    from r3async.learner.megatron.modules import layer_spec
+    from r3async.learner.megatron.replay import attach
 
     learner = MegatronLearner.load(config(), model_path)
     model = learner.model

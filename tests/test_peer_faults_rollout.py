@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.batching.packing import MicroBatch, pack
-from r3async.buffer.validation import validate_trajectory
-from r3async.engines.base import Generation, RoutingShape
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.engines.vllm import VllmEngine
-from r3async.episodes.rows import SampleBuilder
-from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.data.versions import VersionSpan
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.rollout.engines.base import Generation
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.samples import SampleBuilder
+from r3async.schedule.validation import validate_trajectory
 from r3async.transport.wire import decode_trajectory, encode_trajectory
-from r3async.versions import VersionSpan
 from tests.helpers_engine import prompt, request
 from tests.test_wire import make_trajectory
 

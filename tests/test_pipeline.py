@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
-from r3async.observe.catalogue import METRICS
-from r3async.observe.metrics import read_metrics
-from r3async.observe.routes import RouteIndex
-from r3async.observe.summary import summarize
-from r3async.observe.verify import verify_routes
-from tools.inspect.routes import print_verification, show_routes
-from tools.train import train
+from r3async.record.catalogue import METRICS
+from r3async.record.metrics import read_metrics
+from r3async.record.routes import RouteIndex
+from r3async.record.verify import verify_routes
+from r3async.tools.inspect.routes import print_verification, show_routes
+from r3async.tools.train import train
+from r3async.views.summary import summarize
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
-from r3async.model_shape import read_shape
-from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.model_shape import read_shape
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.tools.memory import CHUNK_ELEMENTS, GIB, layer_values, rank_memory
+from r3async.tools.plan import describe, make_plan, wire_bytes
+from r3async.tools.shapes import INIT_VOCABULARY, PUBLISHED, check_trained, shape_of
 from r3async.transport.wire import encode_trajectory
-from tools.memory import CHUNK_ELEMENTS, GIB, layer_values, rank_memory
-from tools.plan import describe, make_plan, wire_bytes
-from tools.shapes import INIT_VOCABULARY, PUBLISHED, check_trained, shape_of
 
 MOE = read_shape(PUBLISHED["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
 
@@ -43,7 +43,7 @@ def test_parameters_are_those_that_transformers_makes(tiny_model):
 
 
 def test_an_initial_model_has_the_vocabulary_that_the_plan_says():
-    from tools.init_model import byte_tokenizer
+    from r3async.tools.init_model import byte_tokenizer
 
     assert -(-len(byte_tokenizer()) // 8) * 8 == INIT_VOCABULARY
 
@@ -52,9 +52,9 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
     """Every byte of weights and optimizer, in both precisions, and activations in one of them to within a tenth."""
     import torch
 
-    from r3async.batching.packing import collate
-    from r3async.learners.logprobs import CHUNK_ELEMENTS as LEARNERS
-    from r3async.learners.megatron.backend import MegatronLearner
+    from r3async.learner.batch.packing import collate
+    from r3async.learner.logprobs import CHUNK_ELEMENTS as LEARNERS
+    from r3async.learner.megatron.backend import MegatronLearner
 
     assert CHUNK_ELEMENTS == LEARNERS
     for dtype in ("float32", "bfloat16"):
@@ -117,7 +117,7 @@ def refuses(learner):
 
 @pytest.mark.parametrize(("layers", "top_k", "experts"), [(48, 8, 128), (4, 2, 300)])
 def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, experts):
-    from r3async.engines.base import RoutingShape
+    from r3async.data.model_shape import RoutingShape
 
     routes = np.tile(np.arange(top_k, dtype=np.uint8 if experts <= 256 else np.uint16), (1000, layers, 1))
     table = TokenTable.of_tokens(np.arange(1000)).with_columns(
@@ -188,7 +188,7 @@ def test_a_plan_counts_processes_slots_and_bytes():
 def test_a_dry_run_prints_its_plan_and_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; sys.argv = ['r3async', 'train', 'moe_30b_r3', '--dry-run', '--json']\n"
-        "from tools.cli import main\n"
+        "from r3async.tools.cli import main\n"
         "try: main()\n"
         "finally: print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )

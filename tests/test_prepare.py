@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.ranks import LocalLearner
-from r3async.batching.packing import pack_for_ranks
+from r3async.actors.ranks import LocalLearner
 from r3async.config import ConfigError, config_from_dict
-from r3async.learners.base import MinibatchResult
-from r3async.learners.build import build_learner
-from r3async.learners.figures import combined
-from r3async.learners.trainer import divide, prepare, train_minibatch
-from r3async.records import Sample, TokenTable, Trajectory, Turn
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.learner.base import MinibatchResult
+from r3async.learner.batch.packing import pack_for_ranks
+from r3async.learner.build import build_learner
+from r3async.learner.figures import combined
+from r3async.learner.trainer import divide, prepare, train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_parity import batch
 from tests.test_buffer import make_trajectory

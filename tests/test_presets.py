@@ -8,15 +8,15 @@ import tomllib
 import pytest
 from rich.console import Console
 
-from actors.process import NotTrained
+from r3async.actors.process import NotTrained
 from r3async.config import load_config
-from r3async.observe.metrics import read_metrics
+from r3async.record.metrics import read_metrics
+from r3async.tools.init_model import init_model
+from r3async.tools.plan import make_plan
+from r3async.tools.presets import list_presets, preset_paths, read_header, show_preset
+from r3async.tools.submit.commands import app as submit
+from r3async.tools.train import train
 from tests.sim.test_presets_run import PRESETS
-from tools.init_model import init_model
-from tools.plan import make_plan
-from tools.presets import list_presets, preset_paths, read_header, show_preset
-from tools.submit.commands import app as submit
-from tools.train import train
 
 PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "stepwise_search"} | {
     *("moe_30b_r3", "moe_235b_r3", "dense_7b")

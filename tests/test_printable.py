@@ -18,18 +18,18 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from r3async.envs.base import EnvironmentFailed
-from r3async.observe.events import open_events
-from r3async.observe.follow import FollowedRun
-from r3async.printable import printable, printable_log
+from r3async.record.events import open_events
+from r3async.tools import cli
+from r3async.tools.submit import commands as submit_commands
+from r3async.tools.submit import jobs as submit
+from r3async.tools.tail.app import TailApp
+from r3async.tools.tail.lines import print_lines
+from r3async.tools.tail.live import LiveView
+from r3async.tools.terminal import Terminal, safe
 from r3async.transport.wire import Welcome, encode_control
+from r3async.views.follow import FollowedRun
+from r3async.world.printable import printable, printable_log
 from tests.test_tail import screen, write_run
-from tools import cli
-from tools.submit import commands as submit_commands
-from tools.submit import jobs as submit
-from tools.tail.app import TailApp
-from tools.tail.lines import print_lines
-from tools.tail.live import LiveView
-from tools.terminal import Terminal, safe
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rdone\u202egnp.exe\x08\x7f\ud800"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\ud800-\udfff]")

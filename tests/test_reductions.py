@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from r3async.algorithms.reduction import REDUCTIONS, loss_weights
+from r3async.learner.losses.reduction import REDUCTIONS, loss_weights
 
 masks_strategy = st.lists(st.lists(st.booleans(), max_size=6), max_size=6)
 

@@ -12,21 +12,21 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.config import config_from_dict, to_toml
-from r3async.observe.catalogue import BOOKKEEPING, METRICS
-from r3async.observe.charts import CHARTS, describe_more
-from r3async.observe.events import open_events
-from r3async.observe.metrics import MetricsWriter
-from r3async.observe.report import write_report
-from r3async.observe.report_drift import describe_ages, drift_table
-from r3async.observe.report_episodes import spread
-from r3async.observe.report_timeline import describe_timeline, waits
-from r3async.observe.routes import RouteFile
-from r3async.observe.timeline import FILE, Span, Timeline, busy_shares, read_timeline
+from r3async.record.catalogue import BOOKKEEPING, METRICS
+from r3async.record.events import open_events
+from r3async.record.metrics import MetricsWriter
+from r3async.record.routes import RouteFile
+from r3async.record.timeline import FILE, Span, Timeline, busy_shares, read_timeline
+from r3async.tools.cli import app
+from r3async.tools.init_model import byte_tokenizer
+from r3async.views.charts import CHARTS, describe_more
+from r3async.views.report import write_report
+from r3async.views.report_drift import describe_ages, drift_table
+from r3async.views.report_episodes import spread
+from r3async.views.report_timeline import describe_timeline, waits
 from r3async.world.real import REAL
 from tests.helpers_browser import browse, find_chromium
 from tests.helpers_routes import episode
-from tools.cli import app
-from tools.init_model import byte_tokenizer
 
 
 def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: object) -> Path:

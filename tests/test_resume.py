@@ -15,7 +15,7 @@ from r3async.checkpoint import (
 from r3async.checkpoint.resume import fingerprint_model, rewind
 from r3async.checkpoint.state import decode_state, encode_state
 from r3async.config import CheckpointConfig, ConfigError, ScheduleConfig, config_from_dict, to_dict
-from r3async.scheduling.admission import Admission
+from r3async.schedule.admission import Admission
 from tests.helpers_checkpoint import run_state
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from r3async.checkpoint import Checkpoints
 from r3async.config import load_config
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.metrics import read_metrics
-from tools.train import train
+from r3async.record.events import read_events
+from r3async.record.jsonl import read_objects
+from r3async.record.metrics import read_metrics
+from r3async.tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     exact = ["schedule.max_staleness=0", "steps=20", "learner.dtype=float32", "checkpoint.every_steps=4"]
     straight, _ = run(untrained, tmp_path, "straight", *exact)
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(tmp_path)]
+    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(tmp_path)]
     with (tmp_path / "screen").open("w") as screen:
         driver = subprocess.Popen([*command, *settings(untrained, "killed", *exact)], stdout=screen, stderr=screen)
     try:

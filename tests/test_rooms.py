@@ -36,10 +36,10 @@ def test_no_import_goes_up(copy):
 @pytest.mark.parametrize(
     ("room", "planted"),
     [
-        ("r3async/algorithms/policy_loss.py", "from actors.conductor import Conductor"),
-        ("r3async/transport/sender.py", "from r3async.buffer.groups import GroupBuffer"),
-        ("r3async/world/disk.py", "import r3async.observe.metrics"),
-        ("actors/conductor.py", "import tools.cli"),
+        ("r3async/learner/losses/policy_loss.py", "from r3async.actors.conductor import Conductor"),
+        ("r3async/transport/sender.py", "from r3async.schedule.groups import GroupBuffer"),
+        ("r3async/world/disk.py", "import r3async.record.metrics"),
+        ("actors/conductor.py", "import r3async.tools.cli"),
     ],
 )
 def test_an_import_that_goes_up_is_named(copy, room, planted):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.batching.packing import collate, pack
 from r3async.config import ConfigError, config_from_dict
-from r3async.learners.build import build_learner
-from r3async.learners.trainer import train_minibatch
+from r3async.learner.batch.packing import collate, pack
+from r3async.learner.build import build_learner
+from r3async.learner.trainer import train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_learner import fully_recorded
 from tests.helpers_parity import LENGTHS, gradients_of_rank

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Generation, GenerationRequest, RoutingShape
+from r3async.data.model_shape import RoutingShape
+from r3async.data.versions import VersionSpan
 from r3async.envs.base import Message
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
-from r3async.episodes.rows import EpisodeRows
-from r3async.versions import VersionSpan
+from r3async.rollout.engines.base import Generation, GenerationRequest
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.samples import EpisodeRows
 from tests.helpers_templates import QWEN3, renderer
 from tests.test_rows import Told, answers, histories, templates
 

@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.batching.packing import aligned, pack
 from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
-from r3async.engines.base import GenerationRequest
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.data.records import Sample, TokenTable
+from r3async.data.routes import RoutingError
 from r3async.envs.reverse_text import ReverseText
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.group import GroupPlayer
-from r3async.learners.base import MinibatchResult, RouteTrace
-from r3async.learners.replay import RoutingReplay
-from r3async.observe.jsonl import read_objects
-from r3async.observe.routes import (
+from r3async.learner.base import MinibatchResult, RouteTrace
+from r3async.learner.batch.packing import aligned, pack
+from r3async.learner.replay import RoutingReplay
+from r3async.record.jsonl import read_objects
+from r3async.record.routes import (
     EngineCall,
     RouteFile,
     RouteFileError,
@@ -34,11 +32,14 @@ from r3async.observe.routes import (
     parse_id,
     scan,
 )
-from r3async.observe.tracing import LOAD_EVERY, StepTracer, recording
-from r3async.observe.verify import verify_routes
-from r3async.records import Sample, TokenTable
-from r3async.routing import RoutingError
-from r3async.scheduling.admission import GroupLease
+from r3async.record.tracing import LOAD_EVERY, StepTracer, recording
+from r3async.record.verify import verify_routes
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer
 from r3async.world.real import REAL
 from tests.helpers_routes import (
     EXPERTS,
@@ -47,7 +48,6 @@ from tests.helpers_routes import (
     episode,
     experts,
 )
-from tools.init_model import byte_tokenizer
 
 
 def traced(mode: str = "all", **routing) -> Config:

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from r3async.observe.routes import EngineCall, RouteFileError, TrainedRoutes
-from r3async.observe.verify import compare_routes, engine_rows
-from r3async.records import UNSAMPLED_VERSION
+from r3async.data.records import UNSAMPLED_VERSION
+from r3async.record.routes import EngineCall, RouteFileError, TrainedRoutes
+from r3async.record.verify import compare_routes, engine_rows
 from tests.helpers_routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.routing import RoutingError, RoutingTrace, route_dtype, validate_rows
+from r3async.data.routes import RoutingError, RoutingTrace, route_dtype, validate_rows
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 

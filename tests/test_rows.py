@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Generation, GenerationRequest, RoutingShape
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Trajectory
+from r3async.data.versions import VersionSpan
 from r3async.envs.base import Message, StepResult
-from r3async.episodes.calls import EpisodeError
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
-from r3async.episodes.rows import EpisodeRows, PrefixBroken, common_prefix
-from r3async.records import Trajectory
-from r3async.versions import VersionSpan
+from r3async.rollout.calls import EpisodeError
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Generation, GenerationRequest
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.samples import EpisodeRows, PrefixBroken, common_prefix
+from r3async.tools.init_model import byte_tokenizer
 from tests.helpers_templates import DEEPSEEK_R1, FAMILIES, QWEN3, Family, renderer
-from tools.init_model import byte_tokenizer
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 LIMITS = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)

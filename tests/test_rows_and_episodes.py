@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.algorithms.policy_loss import LossInputs, PolicyLoss
-from r3async.batching.packing import pack
 from r3async.config import POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
-from r3async.learners.base import LearnerError
-from r3async.learners.minibatch import agreed
-from r3async.learners.trainer import prepare
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import pack
+from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
+from r3async.learner.minibatch import agreed
+from r3async.learner.trainer import prepare
 from tests.helpers_algorithms import distance
 from tests.helpers_layouts import VERSION, Leaves, Outcome, Said, leaves_of, played, trained, with_logprobs
 

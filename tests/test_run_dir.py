@@ -11,25 +11,25 @@ import time
 
 import pytest
 
-from actors.conductor import Conductor
-from actors.generator import GeneratorActor
-from actors.learner import LearnerActor
-from actors.ranks import RankActor
-from actors.run_dir import begin_again
-from r3async.appending import AppendFile
-from r3async.buffer.spool import Spool
+from r3async.actors.conductor import Conductor
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.learner import LearnerActor
+from r3async.actors.ranks import RankActor
+from r3async.actors.run_dir import begin_again
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import BufferConfig, ConfigError, load_config, to_dict
-from r3async.lineage import Lineage
-from r3async.observe.events import read_events
+from r3async.data.lineage import Lineage
+from r3async.record.events import read_events
+from r3async.schedule.spool import Spool
+from r3async.tools.capacity import full_disk_is_named
+from r3async.tools.run_dir import open_run
+from r3async.tools.train import train
 from r3async.transport.wire import encode_trajectory
+from r3async.world.appending import AppendFile
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_buffer import make_trajectory
-from tools.capacity import full_disk_is_named
-from tools.run_dir import open_run
-from tools.train import train
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_to_begin_anew_keeps_the_old_one_under_another_name(tmp_path, model, sai
 
 
 def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monkeypatch):
-    monkeypatch.setattr("actors.run_dir.LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("r3async.actors.run_dir.LOCK_SECONDS", 0.2)
     running = open_run(configured(model), "quickstart", said.append, tmp_path)
     with pytest.raises(ConfigError, match="is in use by another process"):
         open_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)
@@ -385,7 +385,7 @@ def test_every_actor_holds_the_lock_of_the_run_it_writes_to(tmp_path):
     script = """
 import sys
 from pathlib import Path
-from actors.process import begin
+from r3async.actors.process import begin
 from r3async.world.real import REAL
 lock = begin(REAL, Path(sys.argv[1]), "learner-rank-0")
 sys.stdin.read()

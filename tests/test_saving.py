@@ -7,18 +7,18 @@ import zlib
 import msgspec
 import pytest
 
-from r3async.appending import AppendFile
-from r3async.buffer.groups import GroupBuffer
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import ConductorState
 from r3async.checkpoint.tensors import write_part
 from r3async.config import load_config
-from r3async.observe.events import open_events, read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.metrics import read_metrics
-from r3async.observe.steps import StepBook
-from r3async.observe.trained import FILE, trained_step
+from r3async.record.events import open_events, read_events
+from r3async.record.jsonl import read_objects
+from r3async.record.metrics import read_metrics
+from r3async.record.steps import StepBook
+from r3async.record.trained import FILE, trained_step
+from r3async.schedule.groups import GroupBuffer
 from r3async.transport import Ledger
+from r3async.world.appending import AppendFile
 from r3async.world.disk import Disk
 from r3async.world.real import REAL, RealWorld
 from tests.helpers_checkpoint import hold_nothing, tiny_state, training_state

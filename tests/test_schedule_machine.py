@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from r3async.buffer.groups import GroupBuffer
-from r3async.scheduling.admission import Admission
-from r3async.scheduling.age import AgeError
-from r3async.scheduling.window import Consumed
+from r3async.data.window import Consumed
+from r3async.schedule.admission import Admission
+from r3async.schedule.age import AgeError
+from r3async.schedule.groups import GroupBuffer
 from tests.helpers_schedule import Run, Shape
 
 PLAYERS = ["p0", "p1", "p2"]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.engines.base import Engine, EngineError, GenerationRequest, RoutingShape
-from r3async.engines.build import LETTERS, build_engine
-from r3async.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.routing import validate_rows
-from r3async.versions import expand
+from r3async.data.model_shape import RoutingShape
+from r3async.data.routes import validate_rows
+from r3async.data.versions import expand
+from r3async.rollout.engines.base import Engine, EngineError, GenerationRequest
+from r3async.rollout.engines.build import LETTERS, build_engine
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.weights.manifest import WeightManifest
 from tests.helpers_scripted import scripted_logprob, scripted_routes
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.ranks import LocalLearner
-from r3async.batching.packing import MicroBatch
+from r3async.actors.ranks import LocalLearner
 from r3async.checkpoint.tensors import LearnerParts, write_part
 from r3async.config import ConfigError, load_config
-from r3async.engines.probing import sample_probe
-from r3async.engines.scripted import DIGEST, ScriptedEngine
-from r3async.learners.backend import LearnerBackend
-from r3async.learners.base import LearnerError
-from r3async.learners.build import build_learner
-from r3async.learners.trainer import train_minibatch
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.build import build_learner
+from r3async.learner.trainer import train_minibatch
+from r3async.rollout.engines.probing import sample_probe
+from r3async.rollout.engines.scripted import DIGEST, ScriptedEngine
 from r3async.weights.probe import compare_probe, compare_sampled
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config

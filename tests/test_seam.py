@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import lint_seam
-from tools.lint_seam import EXEMPT, ROOT, Defaults, check, check_source
+from r3async.tools import lint_seam
+from r3async.tools.lint_seam import EXEMPT, ROOT, Defaults, check, check_source
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +64,10 @@ PLANTED = {
     "import signal": "signal",
     "import subprocess": "subprocess",
     "from r3async.world.real import REAL\nREAL.files": "REAL",
-    "from r3async.observe.events import open_events\nopen_events(1, 'learner')": "open_events(...) with the real world",
-    "from r3async.buffer.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
+    "from r3async.record.events import open_events\nopen_events(1, 'learner')": "open_events(...) with the real world",
+    "from r3async.schedule.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import Checkpoints\nCheckpoints(1)": "Checkpoints(...) with the real files",
-    "from r3async.observe.lag import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
+    "from r3async.record.lag import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
     "from r3async import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
 }
 
@@ -83,8 +83,8 @@ import numpy as np
 if TYPE_CHECKING:
     import ray
 
-from r3async.observe.lag import LagMeter
-from r3async.observe.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.events import open_events
 from r3async.world import World
 from r3async.world.real import REAL
 
@@ -138,12 +138,12 @@ def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: P
     assert [str(each) for each in check(tmp_path)] == [
         "actors/new.py:3: `time.monotonic` passes the seam by: use world.clock"
     ]
-    (tmp_path / "r3async/files.py").unlink()
-    with pytest.raises(ValueError, match=r"no file is r3async/files\.py"):
+    (tmp_path / "r3async/world/files.py").unlink()
+    with pytest.raises(ValueError, match=r"no file is r3async/world/files\.py"):
         check(tmp_path)
 
 
 def test_the_command_is_part_of_lint() -> None:
-    assert "-m tools.lint_seam" in (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
-    done = subprocess.run([sys.executable, "-m", "tools.lint_seam"], cwd=ROOT, capture_output=True, timeout=60)
+    assert "-m r3async.tools.lint_seam" in (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    done = subprocess.run([sys.executable, "-m", "r3async.tools.lint_seam"], cwd=ROOT, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"")

@@ -26,14 +26,14 @@ from r3async.config import (
 )
 from r3async.envs.pool import pooled
 from r3async.envs.variables import passed_on
-from r3async.episodes.loop import EpisodeTask
-from r3async.serving.agents import check_environment, make_agent
+from r3async.rollout.agents.agents import check_environment, make_agent
+from r3async.rollout.episode import EpisodeTask
+from r3async.tools.cli import app
+from r3async.tools.eval import find_target
+from r3async.tools.submit.jobs import make_package
 from r3async.weights.publish import VersionFolder, WeightError
 from r3async.world.real import REAL
 from tests.helpers_serving import TASK, client_of, ready, renderer, said, serving, user
-from tools.cli import app
-from tools.eval import find_target
-from tools.submit.jobs import make_package
 
 PLANTED = "planted-5b1d0c7fa2e94863"
 

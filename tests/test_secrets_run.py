@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from r3async.config import EnvConfig, ServingConfig, load_config
-from r3async.observe.report import write_report
+from r3async.tools.train import train
+from r3async.views.report import write_report
 from tests.test_resume_run import settings
-from tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 
 from r3async.config import EpisodeConfig
-from r3async.engines.scripted import SCRIPTED_ROUTING
 from r3async.envs.base import Message
-from r3async.observe.routes import EngineCall, TrainedRoutes, parse_id
-from r3async.observe.verify import engine_rows
-from r3async.serving.protocol import Refused
-from r3async.serving.session import Session
+from r3async.record.routes import EngineCall, TrainedRoutes, parse_id
+from r3async.record.verify import engine_rows
+from r3async.rollout.agents.protocol import Refused
+from r3async.rollout.agents.session import Session
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tests.helpers_serving import HERMES, TASK, merging_renderer, ready
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.serving.session import Session
+from r3async.rollout.agents.session import Session
 from tests.helpers_serving import SETTINGS, TASK, client_of, ready, renderer, said, serving, talking, user
 
 LIMIT = 10.0

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodeTask
-from r3async.serving.runner import agent_player
+from r3async.rollout.agents.runner import agent_player
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.episode import EpisodeTask
 from tests.helpers_engine import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, ObserveConfig, config_from_dict, load_config, to_toml
-from r3async.observe import sink_backends
-from r3async.observe.prometheus import metric_name, serve_metrics
-from r3async.observe.sinks import Sink, SinkSet, check_sinks, open_sinks
+from r3async.record import sink_backends
+from r3async.record.prometheus import metric_name, serve_metrics
+from r3async.record.sinks import Sink, SinkSet, check_sinks, open_sinks
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
 
@@ -192,7 +192,7 @@ def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_
 ACTOR = """
 import sys, time
 from pathlib import Path
-from actors.process import begin
+from r3async.actors.process import begin
 from r3async.world.real import REAL
 lock = begin(REAL, Path(sys.argv[1]), "generator-0")
 figures = [{"engine/running": 3, "odd": "text"}]
@@ -254,7 +254,7 @@ def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
 
 
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
-    from tools.train import Outlets
+    from r3async.tools.train import Outlets
 
     said = []
     with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, said.append) as outlets:

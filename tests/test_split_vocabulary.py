@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3async.learners.logprobs import split_vocabulary, token_logprobs, whole_vocabulary
+from r3async.learner.logprobs import split_vocabulary, token_logprobs, whole_vocabulary
 
 VOCABULARY, TOKENS = 11, 7
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3async.buffer.spool import Spool
-from r3async.buffer.spool_file import SPOOL
 from r3async.config import BufferConfig, TransportConfig
-from r3async.container import Container
-from r3async.records import SCHEMA, Trajectory
-from r3async.scheduling.window import Consumed
+from r3async.data.container import Container
+from r3async.data.records import SCHEMA, Trajectory
+from r3async.data.window import Consumed
+from r3async.schedule.spool import Spool
+from r3async.schedule.spool_file import SPOOL
 from r3async.transport import Ledger, Refuse, encode_trajectory, wire
 from r3async.world import disk
 from tests.helpers_transport import (
@@ -398,7 +398,7 @@ async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_th
 LEARNER = """
 import asyncio, sys
 from pathlib import Path
-from r3async.buffer.spool import Spool
+from r3async.schedule.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
 from r3async.transport import Receiver
 from tests.helpers_transport import SERVER_KEYS

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from r3async.config import load_config
 from r3async.envs.base import Message, StepResult
-from r3async.observe.metrics import read_metrics
-from tools.train import train
+from r3async.record.metrics import read_metrics
+from r3async.tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

@@ -2,8 +2,8 @@
 
 import json
 
-from r3async.observe.metrics import read_metrics
-from r3async.observe.steps import StepBook
+from r3async.record.metrics import read_metrics
+from r3async.record.steps import StepBook
 
 
 def make(tmp_path, reports):

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.config import ConfigError, load_config
+from r3async.tools.cluster import check_fit, describe_fit, read_nodes
+from r3async.tools.plan import make_plan
+from r3async.tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
+from r3async.tools.submit.launch import command_of
 from tests.helpers_cli import typed
-from tools.cluster import check_fit, describe_fit, read_nodes
-from tools.plan import make_plan
-from tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
-from tools.submit.launch import command_of
 
 
 def cli(*words, cwd, env=None, timeout=120):
-    command = [sys.executable, "-m", "tools.cli", *words]
+    command = [sys.executable, "-m", "r3async.tools.cli", *words]
     environment = {**os.environ, **(env or {})}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
@@ -36,7 +36,7 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
     made = package(tmp_path, "steps=3", "model.path=base model", "env.args={letters = 5}")
     model = f"'model.path={tmp_path}/base model'"
     words = f"'model.path=base model' 'env.args={{letters = 5}}' {model}"
-    assert command_of(made.entrypoint) == f"-m tools.cli train quickstart steps=3 {words}"
+    assert command_of(made.entrypoint) == f"-m r3async.tools.cli train quickstart steps=3 {words}"
     variables = made.runtime_env["env_vars"]
     assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
     assert (
@@ -53,7 +53,7 @@ def test_a_longer_grace_is_a_longer_wait_before_the_kill():
 def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):
     """Its growth would change the package's name between upload and start: such a job never started."""
     code = (
-        "from tools.submit.jobs import make_package; from r3async.config import load_config; import pathlib, sys\n"
+        "from r3async.tools.submit.jobs import make_package; from r3async.config import load_config; import pathlib, sys\n"
         f"made = make_package(load_config('quickstart'), 'quickstart', directory=pathlib.Path({str(tmp_path)!r}))\n"
         "print(made.runtime_env['excludes'])"
     )
@@ -81,7 +81,7 @@ def test_a_configuration_file_must_be_in_the_folder(tmp_path):
         package(folder, preset=str(outside))
     inside = folder / "mine.toml"
     inside.write_text('extends = "quickstart"\n')
-    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m tools.cli train mine.toml"
+    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m r3async.tools.cli train mine.toml"
 
 
 def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):
@@ -166,13 +166,13 @@ class NoAgentYet:
 
 
 def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr("tools.submit.jobs.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("r3async.tools.submit.jobs.time.sleep", lambda seconds: None)
     jobs, said = Jobs.__new__(Jobs), []
     jobs.address, jobs._client = "http://there", NoAgentYet()
     assert jobs.submit(Package("true", {}), say=said.append) == "job-1"
     assert said == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
     jobs._client = NoAgentYet(after=10**9)
-    monkeypatch.setattr("tools.submit.jobs.AGENT_SECONDS", 0.01)
+    monkeypatch.setattr("r3async.tools.submit.jobs.AGENT_SECONDS", 0.01)
     with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
         jobs.submit(Package("true", {}))
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors import pipeline as pipelines
-from actors import supervise as driver
-from actors.pipeline import Pipeline, Running
-from actors.process import NotTrained, ProcessDied, RunFailed
-from actors.supervise import supervise
+from r3async.actors import pipeline as pipelines
+from r3async.actors import supervise as driver
+from r3async.actors.pipeline import Pipeline, Running
+from r3async.actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.supervise import supervise
 from r3async.config import load_config
-from r3async.observe.events import read_events
+from r3async.record.events import read_events
 from r3async.world import ActorLost
 from tests.helpers_world import Clock, Outside, StandIn
 

@@ -13,17 +13,17 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.config import Config, to_toml
-from r3async.observe.catalogue import METRICS
-from r3async.observe.charts import CHARTS
-from r3async.observe.events import open_events
-from r3async.observe.follow import Columns, FollowedFile, FollowedRun
-from r3async.observe.summary import summarize
-from r3async.scheduling.admission import age_bound
-from tools.cli import app
-from tools.tail import view
-from tools.tail.app import TailApp
-from tools.tail.draw import BARS, bar, plot, spark, thin
-from tools.tail.lines import FAILED, SILENT, print_lines
+from r3async.record.catalogue import METRICS
+from r3async.record.events import open_events
+from r3async.schedule.admission import age_bound
+from r3async.tools.cli import app
+from r3async.tools.tail import view
+from r3async.tools.tail.app import TailApp
+from r3async.tools.tail.draw import BARS, bar, plot, spark, thin
+from r3async.tools.tail.lines import FAILED, SILENT, print_lines
+from r3async.views.charts import CHARTS
+from r3async.views.follow import Columns, FollowedFile, FollowedRun
+from r3async.views.summary import summarize
 
 
 def append(path: Path, *objects: dict) -> None:

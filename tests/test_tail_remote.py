@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.observe.follow import FollowedRun
+from r3async.tools.tail.lines import RemoteError
+from r3async.tools.tail.remote import RemoteRun
+from r3async.views.follow import FollowedRun
 from tests.test_tail import append, row, write_run
-from tools.tail.lines import RemoteError
-from tools.tail.remote import RemoteRun
 
 
 class Cluster:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from r3async.engines.base import GenerationRequest
-from r3async.engines.scripted import ScriptedEngine
-from r3async.observe.calls import timed
-from r3async.observe.timeline import Timeline, read_timeline
+from r3async.record.calls import timed
+from r3async.record.timeline import Timeline, read_timeline
+from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines.scripted import ScriptedEngine
 
 
 def request(name: str, prompt: int) -> GenerationRequest:

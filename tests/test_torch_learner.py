@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.batching.packing import aligned, collate, pack, padding_like
-from r3async.learners.backend import LearnerBackend
-from r3async.learners.base import LearnerError
-from r3async.learners.torch.backend import TorchLearner
-from r3async.learners.trainer import train_minibatch
-from r3async.records import Sample
-from r3async.routing import RoutingError
+from r3async.data.records import Sample
+from r3async.data.routes import RoutingError
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import aligned, collate, pack, padding_like
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import train_minibatch
 from tests import helpers_torch as ht
 from tests.helpers_models import make_samples
 from tests.helpers_torch import replace_columns, settings

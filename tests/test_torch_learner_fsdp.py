@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 
-from r3async.batching.packing import MicroBatch, collate, pack, padding_like
-from r3async.learners.base import LearnerError
-from r3async.learners.torch.backend import TorchLearner
-from r3async.learners.trainer import train_minibatch
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import MicroBatch, collate, pack, padding_like
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import train_minibatch
 from tests import helpers_torch as ht
 from tests.helpers_torch import settings
 

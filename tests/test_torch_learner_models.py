@@ -11,11 +11,11 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from r3async.batching.packing import collate, pack
-from r3async.engines.base import RoutingShape
-from r3async.learners.base import LearnerError
-from r3async.learners.torch.backend import TorchLearner
-from r3async.learners.trainer import train_minibatch
+from r3async.data.model_shape import RoutingShape
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import collate, pack
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import train_minibatch
 from tests import helpers_torch as ht
 from tests.helpers_torch import SHARED, settings
 
@@ -109,7 +109,7 @@ def test_what_would_be_trained_wrongly_is_refused_at_start(tmp_path, config, mes
 
 
 def test_the_engines_geometry_has_to_be_the_models(models, monkeypatch):
-    from r3async.learners.torch import model
+    from r3async.learner.torch import model
 
     monkeypatch.setattr(
         model, "moe_geometry", lambda config: (RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS), [0, 1])

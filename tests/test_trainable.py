@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.playing import Context, Loaded, Playing
-from r3async.buffer.quarantine import Quarantine
-from r3async.buffer.validation import InvalidTrajectory, check_trajectory, validate_trajectory
+from r3async.actors.playing import Context, Loaded, Playing
 from r3async.config import config_from_dict
-from r3async.learners.sound import sound
-from r3async.learners.trainer import prepare
-from r3async.observe.events import open_events
-from r3async.observe.lag import LagMeter
-from r3async.observe.timeline import Timeline
-from r3async.records import Sample, Trajectory, Turn
+from r3async.data.records import Sample, Trajectory, Turn
+from r3async.learner.sound import sound
+from r3async.learner.trainer import prepare
+from r3async.record.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.timeline import Timeline
+from r3async.schedule.quarantine import Quarantine
+from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.wire import encode_trajectory
 from r3async.weights.transport import SharedMemoryReceiver
 from r3async.world.real import REAL

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.records import SCHEMA, Column, Trajectory
+from r3async.data.records import SCHEMA, Column, Trajectory
 from r3async.transport import Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
 from r3async.transport import intake as intake_module
 from r3async.transport import sender as sender_module

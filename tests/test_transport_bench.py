@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from typer.testing import CliRunner
 
-from tools.bench.transport import render as render_transport
-from tools.bench.transport import run as run_transport
-from tools.bench.wire import Report
-from tools.bench.wire import run as run_wire
-from tools.cli import app
+from r3async.tools.bench.transport import render as render_transport
+from r3async.tools.bench.transport import run as run_transport
+from r3async.tools.bench.wire import Report
+from r3async.tools.bench.wire import run as run_wire
+from r3async.tools.cli import app
 
 
 def test_bytes_per_token_stay_within_their_budget():

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from zmq.utils import z85
 
 from r3async.config import TransportConfig, config_from_dict
-from r3async.records import SCHEMA
+from r3async.data.records import SCHEMA
+from r3async.tools.cli import app
 from r3async.transport import TransportError, TransportRefused, wire
 from r3async.transport.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
 from r3async.world import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
@@ -33,7 +34,6 @@ from tests.helpers_transport import (
     until,
     wire_size,
 )
-from tools.cli import app
 
 SETTINGS = TransportConfig(ack_timeout=0.3)
 

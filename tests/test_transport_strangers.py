@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
-from r3async.records import SCHEMA, Trajectory, is_name_in, trajectory_name
+from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
+from r3async.schedule.spool import Spool
 from r3async.transport import Receiver, wire
 from r3async.transport.wire import PIECE, WireError, cut, joined
 from tests.helpers_transport import (

@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from r3async.algorithms.trust_region import ERROR_LIMIT, TrustRegion
 from r3async.config import RolloutKLConfig
+from r3async.learner.losses.trust_region import ERROR_LIMIT, TrustRegion
 
 TARGET = 0.02
 

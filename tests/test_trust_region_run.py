@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from actors.learner import LearnerActor
-from actors.ranks import LocalLearner
-from r3async.batching.packing import MicroBatch, pack
+from r3async.actors.learner import LearnerActor
+from r3async.actors.ranks import LocalLearner
 from r3async.config import Config, config_from_dict, to_dict
-from r3async.learners.build import build_learner
-from r3async.learners.trainer import train_minibatch
-from r3async.observe.events import read_events
-from r3async.records import Sample, Trajectory, Turn
+from r3async.data.records import Sample, Trajectory, Turn
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.build import build_learner
+from r3async.learner.trainer import train_minibatch
+from r3async.record.events import read_events
 from r3async.world.real import REAL
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns
@@ -240,7 +240,7 @@ def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
 
 
 def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.learner.begin", lambda *args: None)  # or the suite would write there
+    monkeypatch.setattr("r3async.actors.learner.begin", lambda *args: None)  # or the suite would write there
     config = settings()
     plain = to_dict(config)
     plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0

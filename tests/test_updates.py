@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.config import ConfigError
-from r3async.observe.catalogue import METRICS
-from r3async.observe.events import open_events
-from r3async.observe.follow import FollowedRun
-from r3async.observe.metrics import MetricsWriter
-from r3async.observe.summary import format_summary, summarize
-from r3async.scheduling.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
-from tools import cli
-from tools.tail.live import describe_step
-from tools.tail.view import overview
+from r3async.record.catalogue import METRICS
+from r3async.record.events import open_events
+from r3async.record.metrics import MetricsWriter
+from r3async.schedule.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
+from r3async.tools import cli
+from r3async.tools.tail.live import describe_step
+from r3async.tools.tail.view import overview
+from r3async.views.follow import FollowedRun
+from r3async.views.summary import format_summary, summarize
 
 
 def step(updates: int = 1, **changes: float) -> dict[str, Any]:

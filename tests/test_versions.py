@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.versions import SpanRecorder, VersionSpan, expand
+from r3async.data.versions import SpanRecorder, VersionSpan, expand
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=6), st.integers(0, 4))

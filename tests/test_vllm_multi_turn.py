@@ -14,13 +14,14 @@ import pytest
 import pytest_asyncio
 
 from r3async.config import EpisodeConfig
-from r3async.engines.base import Generation
-from r3async.engines.vllm import VllmEngine
+from r3async.data.versions import expand
 from r3async.envs.base import Message, StepResult
-from r3async.episodes.chat import ChatRenderer
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
-from r3async.episodes.rows import EpisodeRows, SampleBuilder
-from r3async.versions import expand
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Generation
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.samples import EpisodeRows, SampleBuilder
+from r3async.tools.init_model import byte_tokenizer
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import (
     TOLERANCE,
@@ -33,7 +34,6 @@ from tests.helpers_engine import (
     same_sets,
     sampled,
 )
-from tools.init_model import byte_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 

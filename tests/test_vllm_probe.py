@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.engines.probing import sample_probe
-from r3async.engines.vllm import VllmEngine
-from r3async.learners.torch.backend import TorchLearner
+from r3async.learner.torch.backend import TorchLearner
+from r3async.rollout.engines.probing import sample_probe
+from r3async.rollout.engines.vllm import VllmEngine
 from r3async.weights.probe import compare_probe, compare_sampled, probe_text
 from r3async.weights.publish import Publisher
 from tests import helpers_torch as ht

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from r3async.engines.base import EngineError
-from r3async.engines.vllm import VllmEngine
-from r3async.engines.vllm_update import _confirm
-from r3async.versions import VersionSpan, expand
+from r3async.data.versions import VersionSpan, expand
+from r3async.rollout.engines.base import EngineError
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engines.vllm_update import _confirm
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled

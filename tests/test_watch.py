@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.fleet import Fleet
-from actors.process import ProcessDied, RunFailed
-from actors.watch import Watch
+from r3async.actors.fleet import Fleet
+from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.watch import Watch
 from r3async.config import ScheduleConfig, load_config
-from r3async.scheduling.admission import Admission
-from r3async.scheduling.watchdog import Stall
+from r3async.schedule.admission import Admission
+from r3async.schedule.watchdog import Stall
 from r3async.world.real import REAL
 from tests.helpers_world import Clock, Outside, StandIn
 
@@ -269,7 +269,7 @@ async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once
 
 
 async def test_one_that_does_not_hear_is_killed_as_a_process(run, monkeypatch):
-    monkeypatch.setattr("actors.watch.KILL_SECONDS", -1)
+    monkeypatch.setattr("r3async.actors.watch.KILL_SECONDS", -1)
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True), (21, "far")]
 
@@ -316,7 +316,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
 
 
 async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
-    monkeypatch.setattr("actors.watch.DUMP_SECONDS", 0.01)
+    monkeypatch.setattr("r3async.actors.watch.DUMP_SECONDS", 0.01)
     run.handles[0].deaf = run.handles[1].deaf = True
     run.first.host = "near"
     assert await run.watch._dump("why") == ["generator-0", "generator-1"]
@@ -326,7 +326,7 @@ async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from actors.process import begin
+from r3async.actors.process import begin
 from r3async.world.real import REAL
 def held_up():
     Path(sys.argv[1], "ready").touch()

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from actors.process import RunFailed
+from r3async.actors.process import RunFailed
 from r3async.config import load_config
-from r3async.observe.metrics import read_metrics
-from tools.train import train
+from r3async.record.metrics import read_metrics
+from r3async.tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from actors.delivery import choose_backend
+from r3async.actors.delivery import choose_backend
 from r3async.config import load_config
-from r3async.engines import vllm_worker
-from r3async.engines.vllm_sender import nccl_carrier, read, serve
-from r3async.engines.vllm_update import _verify
-from r3async.engines.vllm_worker import WorkerExtension
+from r3async.rollout.engines import vllm_worker
+from r3async.rollout.engines.vllm_sender import nccl_carrier, read, serve
+from r3async.rollout.engines.vllm_update import _verify
+from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import (
     Links,

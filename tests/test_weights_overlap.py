@@ -10,27 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import actors.conductor
-import actors.learning
-from actors.conductor import Conductor
-from actors.delivery import Published
-from actors.fleet import Way
-from actors.installer import Installer
-from actors.learning import Counts, Learning, Model
-from actors.process import RunFailed
-from actors.publishing import Publishing
-from actors.ranks import LocalLearner
-from actors.steps import Steps
-from r3async.batching.cost import Cost
-from r3async.buffer.groups import GroupBuffer
+import r3async.actors.conductor
+import r3async.actors.learning
+from r3async.actors.conductor import Conductor
+from r3async.actors.delivery import Published
+from r3async.actors.fleet import Way
+from r3async.actors.installer import Installer
+from r3async.actors.learning import Counts, Learning, Model
+from r3async.actors.process import RunFailed
+from r3async.actors.publishing import Publishing
+from r3async.actors.ranks import LocalLearner
+from r3async.actors.steps import Steps
 from r3async.config import load_config, to_dict
-from r3async.learners.base import LearnerError
-from r3async.learners.trainer import TrainedGroups, Trainer
-from r3async.lineage import Lineage
-from r3async.observe.events import open_events
-from r3async.observe.lag import LagMeter
-from r3async.observe.metrics import read_metrics
-from r3async.observe.timeline import Timeline
+from r3async.data.lineage import Lineage
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.cost import Cost
+from r3async.learner.trainer import TrainedGroups, Trainer
+from r3async.record.events import open_events
+from r3async.record.lag import LagMeter
+from r3async.record.metrics import read_metrics
+from r3async.record.timeline import Timeline
+from r3async.schedule.groups import GroupBuffer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.transport import Publication
 from r3async.world.real import REAL
@@ -128,13 +128,13 @@ def learner(tmp_path, monkeypatch):
     torch_lane, writer = REAL.threads.lane("torch"), REAL.threads.lane("writer")
     model = Model(backend, torch_lane, Cost(), Counts(), GroupBuffer(1))
     publishing = Publishing(REAL, settings, lineage, timeline, backend, torch_lane, writer, None)
-    monkeypatch.setattr(actors.learning, "check_ages", lambda *args: None)
-    monkeypatch.setattr(actors.learning, "age_metrics", lambda *args: {})
+    monkeypatch.setattr(r3async.actors.learning, "check_ages", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.learning, "age_metrics", lambda *args: {})
     monkeypatch.setattr(
         Trainer, "step", lambda self, number, version, groups: TrainedGroups({"optimizer/skipped": 0}, groups, [])
     )
-    monkeypatch.setattr(actors.learning, "episode_metrics", lambda trajectories: {})
-    monkeypatch.setattr(actors.learning, "trained_step", lambda *args: {})
+    monkeypatch.setattr(r3async.actors.learning, "episode_metrics", lambda trajectories: {})
+    monkeypatch.setattr(r3async.actors.learning, "trained_step", lambda *args: {})
     parts = (settings, tmp_path, lineage, events, timeline, lag, None, model, Nothing(), publishing)
     return Learning(REAL, *parts)
 
@@ -210,7 +210,7 @@ class RemoteLearner(StandIn):
 
 @pytest.fixture
 def conductor(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.conductor, "begin", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.conductor, "begin", lambda *args: None)
     settings = load_config("quickstart", ["steps=5"])
     return Conductor(REAL, "run", to_dict(settings), str(tmp_path), StandIn(), {})
 

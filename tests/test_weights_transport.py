@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.delivery import ObjectStoreReceiver, ObjectStoreSender
+from r3async.actors.delivery import ObjectStoreReceiver, ObjectStoreSender
 from r3async.weights.publish import EncodedWeights, WeightError, read_verified, verify
 from tests.test_weights import tensors
 

@@ -14,7 +14,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3async.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.data.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
 from r3async.transport import codec, wire
 from r3async.transport.wire import WireError, decode_control, decode_trajectory, encode_trajectory
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from actors.process import NotLoaded
+from r3async.actors.process import NotLoaded
 from r3async.world import ActorLost, ActorRef, Placement, World
 from r3async.world.real import REAL
 

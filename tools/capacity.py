@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from r3async.config import ConfigError
-from r3async.files import FULL
+from r3async.world.files import FULL
 
 NEEDED_BYTES = 2**20
 """For the configuration, logs and records of the first steps; models and checkpoints come on top."""

@@ -10,13 +10,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from r3async.config import ConfigError, load_command
-from r3async.printable import printable
+from r3async.tools.bench.commands import app as bench
+from r3async.tools.inspect.command import app as inspect
+from r3async.tools.submit.commands import app as submit
+from r3async.tools.submit.commands import cluster
+from r3async.tools.terminal import Terminal
+from r3async.world.printable import printable
 from r3async.world.processes import find_user_modules
-from tools.bench.commands import app as bench
-from tools.inspect.command import app as inspect
-from tools.submit.commands import app as submit
-from tools.submit.commands import cluster
-from tools.terminal import Terminal
 
 UNTRAINED = 4
 """Exit code of a run that made all its steps, and none of them an update."""
@@ -51,12 +51,12 @@ def train(
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
     config = load_command(preset, overrides or [])
     if dry_run:
-        from tools.plan import print_plan
+        from r3async.tools.plan import print_plan
 
         print_plan(config, json)
         return
-    from r3async.streams import files_survive_full_disk
-    from tools.train import train as run
+    from r3async.tools.train import train as run
+    from r3async.world.streams import files_survive_full_disk
 
     files_survive_full_disk()
     run(config, preset, root=runs)
@@ -65,7 +65,7 @@ def train(
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
     """List the presets with what each is for, or show one with what it comes to."""
-    from tools.presets import list_presets, show_preset
+    from r3async.tools.presets import list_presets, show_preset
 
     typer.echo(list_presets() if name is None else show_preset(name))
 
@@ -98,7 +98,7 @@ def evaluate(
     """Play fixed tasks with a trained model; print the mean reward and its standard error."""
     if policy not in ("model", "oracle", "random"):
         _fail(f"--policy {policy!r} must be model, oracle or random", 2)
-    from tools.eval import eval_command
+    from r3async.tools.eval import eval_command
 
     eval_command(
         target,
@@ -122,7 +122,7 @@ def export(
 ) -> None:
     """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
     from r3async.checkpoint import CheckpointError
-    from tools.export import export as write
+    from r3async.tools.export import export as write
 
     named = Path("runs") / source
     path = Path(source) if Path(source).exists() or not named.exists() else named
@@ -151,7 +151,7 @@ def chaos(
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
     """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
-    from tools.chaos.command import chaos_command
+    from r3async.tools.chaos.command import chaos_command
 
     raise typer.Exit(
         chaos_command(
@@ -196,7 +196,7 @@ def simulate(
 ) -> None:
     """Run the whole system in virtual time, with faults, each run from a seed. Exit 1 at the first that breaks an invariant."""
     if capacity or published or calibrate is not None:
-        from tools.simulate.capacity_command import Settings, capacity_command, numbers, published_command
+        from r3async.tools.simulate.capacity_command import Settings, capacity_command, numbers, published_command
 
         if published:
             return published_command(json=json, say=typer.echo, note=_note)
@@ -223,7 +223,7 @@ def simulate(
         raise ConfigError(
             f"`{settings[0]}`: a preset is simulated with --capacity; without it, runs are drawn from seeds"
         )
-    from tools.simulate.command import simulate_command
+    from r3async.tools.simulate.command import simulate_command
 
     raise typer.Exit(
         simulate_command(
@@ -250,8 +250,8 @@ def tail(
     job: Annotated[str | None, typer.Option(help="the job that trains (--address)", show_default="the newest")] = None,
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
-    from tools.inspect.run import InspectError, find_run
-    from tools.tail.lines import RemoteError, tail_here, tail_remote
+    from r3async.tools.inspect.run import InspectError, find_run
+    from r3async.tools.tail.lines import RemoteError, tail_here, tail_remote
 
     try:
         if address:
@@ -271,8 +271,8 @@ def report(
     ] = None,
 ) -> None:
     """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
-    from tools.inspect.run import InspectError
-    from tools.report import report as write
+    from r3async.tools.inspect.run import InspectError
+    from r3async.tools.report import report as write
 
     try:
         typer.echo(write(runs or ["latest"], output))
@@ -283,7 +283,7 @@ def report(
 @app.command()
 def doctor() -> None:
     """Print versions, what works here, what does not, and the remedy."""
-    from tools.doctor import run_doctor
+    from r3async.tools.doctor import run_doctor
 
     raise typer.Exit(run_doctor())
 
@@ -296,7 +296,7 @@ def init_model(
 ) -> None:
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
     config = load_command(preset, overrides or [])
-    from tools.init_model import init_model as make
+    from r3async.tools.init_model import init_model as make
 
     make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
@@ -310,7 +310,7 @@ def keys(
     ] = None,
 ) -> None:
     """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
-    from tools.keys import make_keys
+    from r3async.tools.keys import make_keys
 
     try:
         make_keys(directory, name or [], typer.echo)

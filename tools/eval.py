@@ -11,17 +11,17 @@ from typing import Any, Literal
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from actors.process import RunFailed
+from r3async.actors.process import RunFailed
 from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
 from r3async.config.read import checked, parse_override, refuse_spoken
-from r3async.engines.base import Engine
-from r3async.engines.build import build_engine
 from r3async.envs.base import environment_factory
-from r3async.episodes.chat import ChatRenderer, TemplateError
-from r3async.serving.agents import OUTSIDE, is_agent, make_agent
-from r3async.serving.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model
-from r3async.serving.tasks import evaluated
-from tools.terminal import Terminal
+from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
+from r3async.rollout.agents.tasks import evaluated
+from r3async.rollout.chat import ChatRenderer, TemplateError
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.engines.build import build_engine
+from r3async.rollout.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model
+from r3async.tools.terminal import Terminal
 
 STOP_SECONDS = 30.0
 
@@ -43,7 +43,7 @@ def find_target(
 
     A model directory is played with the defaults, or with a `preset`. Raises `ConfigError` for what is neither.
     """
-    from tools.inspect.run import InspectError, find_run
+    from r3async.tools.inspect.run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and not any(text.startswith("env.name") for text in overrides):

@@ -1,4 +1,4 @@
-"""`python -m tools.lint_seam`: the rooms that also run in a simulation touch the outside through their `World` alone.
+"""`python -m r3async.tools.lint_seam`: the rooms that also run in a simulation touch the outside through their `World` alone.
 
 Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and chance, with file and line. It reads the
 source, so what it cannot know from that it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's.
@@ -13,29 +13,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 ROOMS = (
     "actors/*.py",
-    "r3async/appending.py",
-    "r3async/files.py",
-    "r3async/buffer/*.py",
+    "r3async/data/window.py",
+    "r3async/world/appending.py",
+    "r3async/world/files.py",
     "r3async/checkpoint/*.py",
-    "r3async/episodes/group.py",
-    "r3async/episodes/loop.py",
-    "r3async/episodes/rows.py",
-    "r3async/learners/scripted.py",
-    "r3async/observe/events.py",
-    "r3async/observe/jsonl.py",
-    "r3async/observe/lag.py",
-    "r3async/observe/metrics.py",
-    "r3async/observe/quarantine.py",
-    "r3async/observe/routes.py",
-    "r3async/observe/steps.py",
-    "r3async/observe/timeline.py",
-    "r3async/observe/tracing.py",
-    "r3async/observe/trained.py",
-    "r3async/scheduling/*.py",
+    "r3async/rollout/group.py",
+    "r3async/rollout/episode.py",
+    "r3async/rollout/samples.py",
+    "r3async/learner/scripted.py",
+    "r3async/record/events.py",
+    "r3async/record/jsonl.py",
+    "r3async/record/lag.py",
+    "r3async/record/metrics.py",
+    "r3async/record/quarantine.py",
+    "r3async/record/routes.py",
+    "r3async/record/steps.py",
+    "r3async/record/timeline.py",
+    "r3async/record/tracing.py",
+    "r3async/record/trained.py",
+    "r3async/schedule/*.py",
     "r3async/transport/*.py",
 )
 """Whatever matches is held to the rule, also a file that is new."""
@@ -200,7 +200,8 @@ def _is_real(node: ast.expr) -> bool:
 
 
 def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name.replace("actors.", "r3async.actors.", 1) if path.startswith("actors/") else name
 
 
 class _Reader(ast.NodeVisitor):

@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config
-from r3async.model_shape import ModelShape
+from r3async.data.model_shape import ModelShape
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**25

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.buffer.groups import HEADER_BYTES, largest_buffer
 from r3async.config import Config, ConfigError
-from r3async.engines.base import RoutingShape
-from r3async.model_shape import ModelShape
-from r3async.records import SCHEMA
-from r3async.scheduling.admission import age_bound, slots_of
-from tools.memory import GIB, WIDTH, EngineMemory, RankMemory, engine_memory, rank_memory
-from tools.shapes import check_trained, shape_of
+from r3async.data.model_shape import ModelShape, RoutingShape
+from r3async.data.records import SCHEMA
+from r3async.schedule.admission import age_bound, slots_of
+from r3async.schedule.groups import HEADER_BYTES, largest_buffer
+from r3async.tools.memory import GIB, WIDTH, EngineMemory, RankMemory, engine_memory, rank_memory
+from r3async.tools.shapes import check_trained, shape_of
 
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
@@ -83,7 +82,7 @@ def wire_bytes(routing: RoutingShape | None) -> int:
 
 def make_plan(config: Config) -> Plan:
     """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what can not run."""
-    from r3async.serving.agents import check_environment
+    from r3async.rollout.agents.agents import check_environment
 
     check_environment(config)
     shape, source = shape_of(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import find_config, load_config, preset_directory
-from tools.plan import describe, make_plan
+from r3async.tools.plan import describe, make_plan
 
 FIRST = "quickstart"
 LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from actors import run_dir
+from r3async.actors import run_dir
 from r3async.checkpoint.directory import Report, silent
 from r3async.config import Config
 
@@ -17,7 +17,7 @@ from r3async.config import Config
 def open_run(
     config: Config, preset: str, say: Callable[[str], object], root: Path = Path("runs"), report: Report = silent
 ) -> run_dir.RunDir:
-    """`runs/NAME`, see `actors.run_dir.open_run`; `runs/latest` points at it."""
+    """`runs/NAME`, see `r3async.actors.run_dir.open_run`; `runs/latest` points at it."""
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = asyncio.run(run_dir.open_run(config, root / name, say, report))
     try:

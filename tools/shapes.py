@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, ConfigError, LearnerConfig
-from r3async.model_shape import ModelShape, ShapeError, read_shape
+from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 
 _QWEN3_MOE = {
     "model_type": "qwen3_moe",

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config, ConfigError, to_dict
+from r3async.tools.capacity import check_capacity, full_disk_is_named
+from r3async.tools.run_dir import open_run
+from r3async.tools.tail.live import LiveView
+from r3async.tools.terminal import Terminal
 from r3async.world.real import REAL
-from tools.capacity import check_capacity, full_disk_is_named
-from tools.run_dir import open_run
-from tools.tail.live import LiveView
-from tools.terminal import Terminal
 
 if TYPE_CHECKING:
-    from actors.pipeline import Pipeline
+    from r3async.actors.pipeline import Pipeline
     from r3async.checkpoint.directory import Report
 
 
@@ -31,8 +31,8 @@ class Outlets:
     """Where the driver hands each step's row on to: sinks, and its own Prometheus endpoint. Never waits but at the end."""
 
     def __init__(self, config: Config, run_dir: Path, say: Callable[[str], object]):
-        from r3async.observe.prometheus import serve_metrics
-        from r3async.observe.sinks import open_sinks
+        from r3async.record.prometheus import serve_metrics
+        from r3async.record.sinks import open_sinks
 
         self._sinks = open_sinks(config.observe, run_dir, to_dict(config), say)
         self._run_dir = run_dir
@@ -94,7 +94,7 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
 
 
 class Front:
-    """The terminal, the outlets and the signals: what a run's driver knows of the person; see `actors.supervise.Person`."""
+    """The terminal, the outlets and the signals: what a run's driver knows of the person; see `supervise.Person`."""
 
     def __init__(self, view: LiveView, outlets: Outlets, request: StopRequest):
         self.view, self.outlets, self.request = view, outlets, request
@@ -150,10 +150,10 @@ def train(
 def _train(
     config: Config, preset: str, view: LiveView, root: Path, pipeline: type[Pipeline] | None, request: StopRequest
 ) -> Path:
-    from actors.pipeline import Pipeline
-    from actors.supervise import supervise
-    from r3async.observe.sinks import check_sinks
-    from r3async.serving.agents import check_environment
+    from r3async.actors.pipeline import Pipeline
+    from r3async.actors.supervise import supervise
+    from r3async.record.sinks import check_sinks
+    from r3async.rollout.agents.agents import check_environment
 
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
@@ -190,7 +190,7 @@ def _reporter(view: LiveView) -> Report:
 
 
 def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
-    from tools.init_model import init_model
+    from r3async.tools.init_model import init_model
 
     directory = run_dir / "init"
     init_model(directory, config, progress=view.phase)
@@ -198,8 +198,8 @@ def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
 
 
 def _report(run_dir: Path, view: LiveView) -> None:
-    from r3async.observe.report import write_report
-    from r3async.observe.summary import format_summary, summarize
+    from r3async.views.report import write_report
+    from r3async.views.summary import format_summary, summarize
 
     if not (run_dir / "metrics.jsonl").exists():
         return

@@ -29,8 +29,8 @@ from r3async.checkpoint.manifest import (
 )
 from r3async.checkpoint.state import RunState, decode_state, encode_state
 from r3async.config import Config
-from r3async.files import make_directory, read_file
 from r3async.world import Files
+from r3async.world.files import make_directory, read_file
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from r3async.appending import whole_bytes
 from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
 from r3async.config import HIDDEN, Config, flat, to_dict
-from r3async.files import read_file, replace_file
-from r3async.lineage import Lineage, Start
-from r3async.scheduling.admission import Admission
+from r3async.data.lineage import Lineage, Start
+from r3async.schedule.admission import Admission
 from r3async.world import Files
+from r3async.world.appending import whole_bytes
+from r3async.world.files import read_file, replace_file
 from r3async.world.real import REAL
 
 LINEAGES = "lineages.json"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import msgspec
 
-from r3async.appending import Keeper
 from r3async.checkpoint.manifest import CheckpointError
-from r3async.lineage import Lineage
+from r3async.data.lineage import Lineage
+from r3async.world.appending import Keeper
 
 STATE_SCHEMA = 2
 """Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
@@ -76,6 +76,13 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("`record_bytes` are lengths, and never negative")
         if any(group <= self.consumed for group in self.consumed_beyond):
             raise ValueError(f"`consumed_beyond` names a group before {self.consumed}, or that group itself")
+
+
+class TrustRegionState(TypedDict):
+    """`coef`: of the KL term. `error`: of the last step; None before the first."""
+
+    coef: float
+    error: float | None
 
 
 class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=True):

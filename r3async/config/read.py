@@ -187,9 +187,8 @@ def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset_directory() -> Path:
-    """Where the presets are: beside the code in a checkout, inside the package when installed from a wheel."""
-    packaged = Path(__file__).parent.parent / "presets"
-    return packaged if packaged.is_dir() else Path(__file__).parent.parent.parent / "configs"
+    """Where the presets are: in the package, which in a checkout is a link to `configs/`."""
+    return Path(__file__).parent.parent / "presets"
 
 
 def find_config(name_or_path: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.envs.base import Action, Message, StepResult
-from r3async.streams import survive_full_disk
+from r3async.world.streams import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from r3async.records import Trajectory
+from r3async.data.records import Trajectory
 from r3async.transport.capacity import Capacity
 from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import off_loop
@@ -45,7 +45,7 @@ class Kept(Protocol):
 
 
 class Store(Protocol):
-    """What makes trajectories durable (`r3async.buffer.spool.Spool`)."""
+    """What makes trajectories durable (`r3async.schedule.spool.Spool`)."""
 
     memory_bytes: int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from r3async.scheduling.window import Consumed
+from r3async.data.window import Consumed
 
 
 class Ledger:

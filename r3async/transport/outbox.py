@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from r3async.records import Trajectory
+from r3async.data.records import Trajectory
 from r3async.transport.wire import Frame
 
 MOST = 256

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3async.config import TransportConfig, in_url
-from r3async.records import SCHEMA, Trajectory
+from r3async.data.records import SCHEMA, Trajectory
 from r3async.transport.capacity import OPEN, Capacity
 from r3async.transport.intake import Arrival, Intake, Outcome, Refuse, Store
 from r3async.transport.keys import ServerKeys

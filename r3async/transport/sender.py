@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from r3async.config import TransportConfig
-from r3async.records import SCHEMA, Trajectory
+from r3async.data.records import SCHEMA, Trajectory
 from r3async.transport.keys import ClientKeys
 from r3async.transport.outbox import Outbox, Pending
 from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportError, TransportRefused, Turns

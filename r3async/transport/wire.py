@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from r3async.records import SCHEMA, Column, Schema, TokenTable, Trajectory, dtype_name
+from r3async.data.records import SCHEMA, Column, Schema, TokenTable, Trajectory, dtype_name
 from r3async.transport.codec import (
     WireError,
     checksum,

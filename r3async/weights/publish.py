@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Self
 
 import xxhash
 
-from r3async.files import make_directory, write_aside
-from r3async.tensorfile import dtype_name, encode_header, tensor_bytes
+from r3async.data.tensorfile import dtype_name, encode_header, tensor_bytes
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.world import Files, World
+from r3async.world.files import make_directory, write_aside
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:

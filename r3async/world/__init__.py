@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
-    from r3async.appending import Keeper
+    from r3async.world.appending import Keeper
 
 P = ParamSpec("P")
 R = TypeVar("R")

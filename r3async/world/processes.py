@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from r3async.observe.prometheus import Endpoint
+    from r3async.record.prometheus import Endpoint
 
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable that tells an actor where the person's own modules are: where the run was started."""
@@ -53,7 +53,7 @@ class SystemProcesses:
         return socket.gethostname()
 
     def redirect_output(self, log: Path) -> None:
-        from r3async.streams import survive_full_disk
+        from r3async.world.streams import survive_full_disk
 
         sys.stdout.flush()
         sys.stderr.flush()
@@ -67,7 +67,7 @@ class SystemProcesses:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
     def serve_figures(self, role: str, run_dir: Path) -> None:
-        from r3async.observe.prometheus import serve_actor
+        from r3async.record.prometheus import serve_actor
 
         self._endpoint = self._endpoint or serve_actor(role, run_dir)
 
@@ -90,7 +90,7 @@ class SystemProcesses:
         return end
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
-        from r3async.observe.stacks import dump_stacks
+        from r3async.world.stacks import dump_stacks
 
         return dump_stacks(path, reason)
 

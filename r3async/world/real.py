@@ -15,7 +15,7 @@ from r3async.world.ray import RayActors
 from r3async.world.threads import SystemThreads
 
 if TYPE_CHECKING:
-    from r3async.appending import Keeper
+    from r3async.world.appending import Keeper
 
 
 EXIT_SECONDS = 1.0
@@ -40,7 +40,7 @@ class RealWorld:
 
     @cached_property
     def keeper(self) -> Keeper:
-        from r3async.appending import Keeper
+        from r3async.world.appending import Keeper
 
         keeper = Keeper(world=self)
         atexit.register(_finish, keeper)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3async.config import TransportConfig
-from r3async.records import Trajectory
-from r3async.scheduling.window import Consumed
+from r3async.data.records import Trajectory
+from r3async.data.window import Consumed
 from r3async.transport import Ledger, Receiver, Sender, decode_trajectory, wire
 from r3async.world import World
 from r3async.world.simulated.delays import draw

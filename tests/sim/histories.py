@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r3async.records import trajectory_name
-from tools.simulate.history import (
+from r3async.data.records import trajectory_name
+from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
     Began,
@@ -27,7 +27,7 @@ from tools.simulate.history import (
     Trained,
     Unlinked,
 )
-from tools.simulate.known import Rules
+from r3async.tools.simulate.known import Rules
 
 RULES = Rules(
     steps=4,

@@ -1,5 +1,5 @@
-"""What passed between generators and learner of a whole run, simulated, and its records: `tools.chaos.books` finds nothing wrong
-with a learner as it is, whatever is killed, and finds out each that is wrong. On Ray: `test_chaos_run.py`."""
+"""What passed between generators and learner of a whole run, simulated, and its records: `tools/chaos/books.py` finds nothing
+wrong with a learner as it is, whatever is killed, and finds out each that is wrong. On Ray: `test_chaos_run.py`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
+from r3async.tools.chaos.actors import FAULTS, Notebook, chaos_directory
+from r3async.tools.chaos.books import Acknowledged
+from r3async.tools.chaos.run import Rehearsal, look_into
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, joined
 from r3async.world.simulated.world import EPOCH
 from tests.sim.whole import SMALL, Simulated
-from tools.chaos.actors import FAULTS, Notebook, chaos_directory
-from tools.chaos.books import Acknowledged
-from tools.chaos.run import Rehearsal, look_into
 
 SETTINGS = [
     "generator.concurrency=16",
@@ -32,7 +32,7 @@ SETTINGS = [
     "schedule.window=3",
     "episode.retries=30",
     "episode.max_new_tokens=12",
-    "env.name=tools.simulate.environment:Errand",
+    "env.name=r3async.tools.simulate.environment:Errand",
     "env.args={ turns = 2, seconds = 1.0, tail = 10, failing = 50 }",
     "episode.max_turns=2",
 ]

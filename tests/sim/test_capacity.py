@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from r3async.config import load_config
-from r3async.observe.timeline import Span
-from tools.simulate.calibrate import CalibrationError, engine_speed, fit, learner_speed, measured, turns_of
-from tools.simulate.capacity import best, lines, picture, sweep
-from tools.simulate.estimate import HARDWARE, estimate
-from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed
+from r3async.record.timeline import Span
+from r3async.tools.simulate.calibrate import CalibrationError, engine_speed, fit, learner_speed, measured, turns_of
+from r3async.tools.simulate.capacity import best, lines, picture, sweep
+from r3async.tools.simulate.estimate import HARDWARE, estimate
+from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed
 
 
 def call(

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from r3async.config import ConfigError, load_config, to_toml
-from r3async.observe.timeline import Timeline
+from r3async.record.timeline import Timeline
+from r3async.tools.cli import app
 from tests.sim.test_capacity import row
-from tools.cli import app
 
 
 def simulate(*words: str) -> Result:

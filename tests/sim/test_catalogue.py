@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from actors.process import NotTrained
-from r3async.observe.catalogue import METRICS, metric
-from r3async.observe.metrics import read_metrics
+from r3async.actors.process import NotTrained
+from r3async.record.catalogue import METRICS, metric
+from r3async.record.metrics import read_metrics
 
 
 def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> None:

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actors.run_dir import open_run
-from r3async.appending import AppendFile
+from r3async.actors.run_dir import open_run
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, find_checkpoint
 from r3async.checkpoint.manifest import Unreadable
 from r3async.checkpoint.resume import origin_of, take_lineage
 from r3async.checkpoint.state import RECORDS
 from r3async.checkpoint.tensors import Place, write_part
 from r3async.config import Config, ConfigError, config_from_dict
-from r3async.files import make_directory, read_file, replace_file
 from r3async.world import Files, World
+from r3async.world.appending import AppendFile
+from r3async.world.files import make_directory, read_file, replace_file
 from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
 from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess

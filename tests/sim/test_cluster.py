@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.scheduling.admission import oldest_age
-from tools.simulate.cluster import predict
-from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
+from r3async.schedule.admission import oldest_age
+from r3async.tools.simulate.cluster import predict
+from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
 ONE = Model(
     generators=1,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.appending import AppendFile, Keeper
-from r3async.files import make_directory, replace_file
+from r3async.world.appending import AppendFile, Keeper
 from r3async.world.disk import Disk
+from r3async.world.files import make_directory, replace_file
 from r3async.world.real import RealWorld
 from r3async.world.simulated.disk import SimulatedDisk, SimulatedFiles
 

@@ -8,7 +8,7 @@ import errno
 import pytest
 
 from r3async.envs.base import Action, Message, StepResult
-from r3async.observe.metrics import read_metrics
+from r3async.record.metrics import read_metrics
 
 STEPS = 6
 SILENCE = ["supervise.silence_seconds=2", f"steps={STEPS}"]

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from r3async.records import trajectory_name
-from tests.sim.histories import RULES, Writer, good, pair, playing
-from tools.simulate.branches import Branch, leads_to, same_weights
-from tools.simulate.history import (
+from r3async.data.records import trajectory_name
+from r3async.tools.simulate.branches import Branch, leads_to, same_weights
+from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
     Began,
@@ -32,8 +31,9 @@ from tools.simulate.history import (
     Trained,
     Unlinked,
 )
-from tools.simulate.invariants import RULES as ALL
-from tools.simulate.invariants import Checker, Rules, Violated
+from r3async.tools.simulate.invariants import RULES as ALL
+from r3async.tools.simulate.invariants import Checker, Rules, Violated
+from tests.sim.histories import RULES, Writer, good, pair, playing
 
 
 def see(events: Sequence[Event], rules: Rules = RULES) -> Checker:

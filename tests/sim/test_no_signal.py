@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.process import NotTrained, RunFailed
-from r3async.algorithms.policy_loss import LossInputs, PolicyLoss
+from r3async.actors.process import NotTrained, RunFailed
 from r3async.checkpoint import Checkpoints
-from r3async.engines.scripted import DIGEST
 from r3async.envs.base import Action, Message, StepResult
-from r3async.observe.metrics import read_metrics
-from r3async.observe.summary import NOT_TRAINED, summarize
+from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
+from r3async.record.metrics import read_metrics
+from r3async.rollout.engines.scripted import DIGEST
+from r3async.views.summary import NOT_TRAINED, summarize
 from tests.test_resume_run import events
 
 HERE = "tests.sim.test_no_signal"

@@ -6,10 +6,10 @@ import contextlib
 
 import pytest
 
-from actors.process import NotTrained
+from r3async.actors.process import NotTrained
 from r3async.config import load_config
-from r3async.observe.metrics import read_metrics
-from tools.plan import make_plan
+from r3async.record.metrics import read_metrics
+from r3async.tools.plan import make_plan
 
 CHANCE = contextlib.suppress(NotTrained)
 """Whether a script finds a reward in a few steps is left to chance, and is not what is tested."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.simulate.published import CASES, calibrated_token, markdown, reproduce, seconds_of
+from r3async.tools.simulate.published import CASES, calibrated_token, markdown, reproduce, seconds_of
 
 
 def test_a_case_is_calibrated_on_its_first_point_alone_and_predicts_the_others() -> None:

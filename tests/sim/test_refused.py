@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from actors.learner import LearnerActor
-from actors.process import RunFailed
-from actors.reception import Reception
+from r3async.actors.learner import LearnerActor
+from r3async.actors.process import RunFailed
+from r3async.actors.reception import Reception
 from r3async.envs.base import Action, Message, StepResult
-from r3async.observe.quarantine import read_quarantine
+from r3async.record.quarantine import read_quarantine
+from r3async.tools.inspect.look import describe_rest
 from r3async.transport import Refuse
 from tests.sim.whole import Simulated
 from tests.test_resume_run import check_books, events
-from tools.inspect.look import describe_rest
 
 SIZE, BAD, SAMPLES = 12, 5, 8
 SEEDS = pytest.mark.parametrize("seed", range(3))

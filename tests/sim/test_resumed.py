@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from r3async.checkpoint import Checkpoints, open_checkpoint
-from r3async.engines.scripted import DIGEST
-from r3async.observe.metrics import read_metrics
+from r3async.record.metrics import read_metrics
+from r3async.rollout.engines.scripted import DIGEST
 from tests.sim.whole import Machine
 from tests.test_resume_run import check_books, events, trained
 

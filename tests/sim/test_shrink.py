@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from tools.simulate.faults import Fault, draw_faults
-from tools.simulate.shrink import Case, shrink
-from tools.simulate.workload import draw_workload
+from r3async.tools.simulate.faults import Fault, draw_faults
+from r3async.tools.simulate.shrink import Case, shrink
+from r3async.tools.simulate.workload import draw_workload
 
 
 def big() -> Case:

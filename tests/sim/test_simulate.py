@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tools.simulate.command import read_case, write_case
-from tools.simulate.mutants import MUTANTS
-from tools.simulate.run import draw_case, model_here
-from tools.simulate.search import quiet_logs, run_case, search
-from tools.simulate.shrink import Case
+from r3async.tools.simulate.command import read_case, write_case
+from r3async.tools.simulate.mutants import MUTANTS
+from r3async.tools.simulate.run import draw_case, model_here
+from r3async.tools.simulate.search import quiet_logs, run_case, search
+from r3async.tools.simulate.shrink import Case
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 SEEDS = 150
@@ -60,8 +60,8 @@ def test_every_mutant_says_what_is_wrong_and_takes_it_back():
 
 
 DIGESTS = """
-from tools.simulate.run import draw_case, model_here
-from tools.simulate.search import quiet_logs, run_case
+from r3async.tools.simulate.run import draw_case, model_here
+from r3async.tools.simulate.search import quiet_logs, run_case
 with quiet_logs(), model_here():
     found = [run_case(draw_case(seed))[0].digest for seed in (1, 4, 8, 12)]
 print(" ".join(found))

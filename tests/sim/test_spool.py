@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig
+from r3async.schedule.spool import Spool
 from r3async.transport.wire import encode_trajectory
 from r3async.world.real import RealWorld
 from r3async.world.simulated.disk import SimulatedDisk

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.observe.timeline import Span, read_timeline
+from r3async.record.timeline import Span, read_timeline
+from r3async.tools.simulate import history
+from r3async.tools.simulate.faults import Fault
+from r3async.tools.simulate.history import Leased, Passed, Slots
+from r3async.tools.simulate.shrink import Case
+from r3async.tools.simulate.story import _TELL, tell, write_story, write_trace
+from r3async.tools.simulate.workload import Workload
 from tests.sim.histories import good
-from tools.simulate import history
-from tools.simulate.faults import Fault
-from tools.simulate.history import Leased, Passed, Slots
-from tools.simulate.shrink import Case
-from tools.simulate.story import _TELL, tell, write_story, write_trace
-from tools.simulate.workload import Workload
 
 
 def test_every_event_that_a_person_wants_to_read_has_words():

@@ -10,8 +10,8 @@ import msgspec
 
 from r3async.config import config_from_dict, to_dict
 from r3async.envs.base import Action, environment_factory
-from tools.simulate.faults import SHAPES, Fault, draw_faults, quiet_after
-from tools.simulate.workload import Workload, draw_workload
+from r3async.tools.simulate.faults import SHAPES, Fault, draw_faults, quiet_after
+from r3async.tools.simulate.workload import Workload, draw_workload
 
 SEEDS = range(300)
 
@@ -58,7 +58,7 @@ def test_faults_of_every_kind_are_drawn_in_order_and_end():
 def test_an_errand_poses_the_task_of_its_seed_and_rewards_the_answers():
     factory = environment_factory(
         config_from_dict(
-            {"env": {"name": "tools.simulate.environment:Errand", "args": {"turns": 2, "seconds": 0.0}}}
+            {"env": {"name": "r3async.tools.simulate.environment:Errand", "args": {"turns": 2, "seconds": 0.0}}}
         ).env
     )
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.playing import GeneratorParts
-from actors.process import RunFailed
-from r3async.engines.base import EngineError
-from r3async.engines.build import build_engine
-from r3async.engines.scripted import ScriptedEngine
-from r3async.observe.metrics import read_metrics
+from r3async.actors.playing import GeneratorParts
+from r3async.actors.process import RunFailed
+from r3async.record.metrics import read_metrics
+from r3async.rollout.engines.base import EngineError
+from r3async.rollout.engines.build import build_engine
+from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.weights.manifest import Difference
 from tests.sim.whole import Player, Simulated, renderer
 

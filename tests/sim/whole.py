@@ -9,20 +9,20 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
-from actors.generator import GeneratorActor
-from actors.pipeline import Pipeline
-from actors.playing import GeneratorParts
-from actors.run_dir import open_run
-from actors.supervise import supervise
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.pipeline import Pipeline
+from r3async.actors.playing import GeneratorParts
+from r3async.actors.run_dir import open_run
+from r3async.actors.supervise import supervise
 from r3async.config import load_config
 from r3async.envs.base import Action, Message, StepResult
-from r3async.episodes.chat import ChatRenderer
-from r3async.files import make_directory
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.metrics import read_metrics
-from r3async.observe.trained import FILE as TRAINED
+from r3async.record.events import read_events
+from r3async.record.jsonl import read_objects
+from r3async.record.metrics import read_metrics
+from r3async.record.trained import FILE as TRAINED
+from r3async.rollout.chat import ChatRenderer
 from r3async.world import Files
+from r3async.world.files import make_directory
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host, Simulation
 

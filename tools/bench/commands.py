@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from r3async.config import ConfigError
-from tools.bench.jobs import BenchError, say_on_stderr
+from r3async.tools.bench.jobs import BenchError, say_on_stderr
 
 app = typer.Typer(
     add_completion=False, help="Measure a part of r3async: `bench NAME --json`. Without a name: the list."
@@ -47,7 +47,7 @@ def replay(
     pairs: Annotated[int | None, typer.Option(help="pairs of timed steps; 0 times none", show_default="24")] = None,
 ) -> None:
     """What routing replay costs (step time, bytes) and buys (log-probs and gradients nearer to the engine's)."""
-    from tools.bench.replay import plan, render, run
+    from r3async.tools.bench.replay import plan, render, run
 
     planned = plan(_seeds(seeds), quick=quick, table=table, models=model or [], pairs=pairs)
     try:
@@ -64,7 +64,7 @@ def loss(
     quick: Annotated[bool, typer.Option("--quick", help="few tokens and a small vocabulary")] = False,
 ) -> None:
     """Memory and time of the loss's log-probs, by chunks, against all logits at once."""
-    from tools.bench.loss import render, run
+    from r3async.tools.bench.loss import render, run
 
     try:
         report = run(quick, say_on_stderr)
@@ -84,7 +84,7 @@ def packing(
     ] = "Qwen3-30B-A3B",
 ) -> None:
     """How well samples are divided into micro-batches and among ranks, on four distributions of lengths."""
-    from tools.bench.packing import render, run
+    from r3async.tools.bench.packing import render, run
 
     report = run(_seeds(seeds), quick=quick, model=model)
     typer.echo(msgspec.json.encode(report) if json else render(report))
@@ -95,7 +95,7 @@ def wire(
     json: Json = False, quick: Annotated[bool, typer.Option("--quick", help="few tokens and repeats")] = False
 ) -> None:
     """Bytes and microseconds per token of the wire format, against lists of numbers and pickle."""
-    from tools.bench.wire import render, run
+    from r3async.tools.bench.wire import render, run
 
     report = run(quick)
     typer.echo(msgspec.json.encode(report) if json else render(report))
@@ -108,7 +108,7 @@ def transport(
     rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
 ) -> None:
     """Throughput of the whole path against raw ZeroMQ, event-loop lag of both ends, memory."""
-    from tools.bench.transport import render, run
+    from r3async.tools.bench.transport import render, run
 
     try:
         report = run(quick=quick, rounds=rounds, say=say_on_stderr)
@@ -131,7 +131,7 @@ def weights(
     backend: Annotated[str, typer.Option(help="auto, shared_memory, object_store or nccl")] = "auto",
 ) -> None:
     """What an update of the weights costs learner and engine, in a real run: copy, write, transfer, load, pause."""
-    from tools.bench.weights import WeightsJob, render, run
+    from r3async.tools.bench.weights import WeightsJob, render, run
 
     job = WeightsJob(updates, layers, hidden_size, experts, expert_hidden_size, dtype, on_update, backend)
     try:
@@ -153,8 +153,8 @@ def conductor(
     quick: Annotated[bool, typer.Option("--quick", help="a small simulated fleet: the path, not the figures")] = False,
 ) -> None:
     """Processor time and messages of the conductor a group, for fleets of several sizes."""
-    from tools.bench.conductor import WAYS, render, run
-    from tools.bench.fleet import Load
+    from r3async.tools.bench.conductor import WAYS, render, run
+    from r3async.tools.bench.fleet import Load
 
     load = Load(0, places, episode_seconds=episode, seconds=seconds)
     sizes, ways = _seeds(generators), [way for way in WAYS if only in ("", way)]
@@ -179,7 +179,7 @@ def soak(
     """Whether anything grows in a long run: memory and open files of every process, and the spool. Exit 1 if it does."""
     import tempfile
 
-    from tools.bench.soak import render, run
+    from r3async.tools.bench.soak import render, run
 
     with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
         directory = keep or Path(scratch)
@@ -211,7 +211,7 @@ def overlap(
     ] = None,
 ) -> None:
     """What asynchrony buys with slow tools: steps a second, idle shares, ages and reward, by the bound on staleness."""
-    from tools.bench.overlap import Plan, print_table, run
+    from r3async.tools.bench.overlap import Plan, print_table, run
 
     plan = Plan(_seeds(staleness), steps=steps, window=window, latency_median=median, latency_sigma=sigma)
     if quick:

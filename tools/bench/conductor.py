@@ -1,7 +1,7 @@
 """`bench conductor`: processor time and messages of the conductor a group, for fleets of several sizes.
 
 The conductor is a run's own, and generators ask it with a run's own code; their episodes, and the learner's steps, only take time
-(`tools.bench.fleet`). Measured in two ways. `simulated`: one process, in virtual time, where the processor time is that of the
+(`fleet.py`). Measured in two ways. `simulated`: one process, in virtual time, where the processor time is that of the
 conductor's callbacks: its own Python, whatever the size. `ray`: real processes and real calls, where it is that of the
 conductor's process, Ray's share included.
 """
@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from tools.bench.fleet import Load
-from tools.bench.jobs import BenchError, Say, run_job
+from r3async.tools.bench.fleet import Load
+from r3async.tools.bench.jobs import BenchError, Say, run_job
 
 TIMEOUT = 600.0
 
@@ -90,7 +90,7 @@ def measure(job: Job, say: Say) -> Measured:
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         directory = Path(scratch)
         (directory / "job.json").write_bytes(msgspec.json.encode(job))
-        run_job("tools.bench.conductor_job", directory, timeout=TIMEOUT, say=say)
+        run_job("r3async.tools.bench.conductor_job", directory, timeout=TIMEOUT, say=say)
         measured = msgspec.json.decode((directory / "done.json").read_bytes(), type=Measured)
     if not measured.groups:
         raise BenchError(f"{job.load.generators} generators played no group in {measured.seconds:.0f} s")

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import psutil
 
-from actors.conductor import Conductor
+from r3async.actors.conductor import Conductor
 from r3async.config import load_config, to_dict
+from r3async.tools.bench.conductor import Job, Measured
+from r3async.tools.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
+from r3async.tools.bench.jobs import job_main, progress
 from r3async.world import ActorRef, Placement, World
 from r3async.world.simulated.delays import Delays
 from r3async.world.simulated.loop import PROCESS, Handle, Timer, VirtualLoop
 from r3async.world.simulated.world import Simulation
-from tools.bench.conductor import Job, Measured
-from tools.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
-from tools.bench.jobs import job_main, progress
 
 STATUS_SECONDS = 0.5
 """Between two questions of the driver, as in a run."""

@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
-from actors.delivery import Published
-from actors.leasing import Leasing
-from actors.process import whereabouts
+from r3async.actors.delivery import Published
+from r3async.actors.leasing import Leasing
+from r3async.actors.process import whereabouts
 from r3async.config import Config, config_from_dict
-from r3async.engines.base import InstallReport
-from r3async.engines.scripted import SCRIPTED_ROUTING
-from r3async.observe.lag import LagMeter
-from r3async.scheduling.admission import GroupLease
-from r3async.scheduling.failures import EpisodeEnd
-from r3async.scheduling.window import Consumed
+from r3async.data.window import Consumed
+from r3async.record.lag import LagMeter
+from r3async.rollout.engines.base import InstallReport
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.failures import EpisodeEnd
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.transport import Publication
 from r3async.world import ActorRef, World

@@ -8,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from tools.bench.jobs import Say, run_job
+from r3async.tools.bench.jobs import Say, run_job
 
 TIMEOUT = 600.0
 
@@ -56,7 +56,7 @@ def run(quick: bool, say: Say) -> Report:
             job = LossJob(form, *sizes)
             (directory / "job.json").write_bytes(msgspec.json.encode(job))
             say(f"{form}: {job.tokens} tokens, vocabulary of {job.vocab_size:,}")
-            run_job("tools.bench.loss_job", directory, timeout=TIMEOUT, say=say)
+            run_job("r3async.tools.bench.loss_job", directory, timeout=TIMEOUT, say=say)
             done[form] = msgspec.json.decode((directory / "done.json").read_bytes(), type=LossDone)
     naive, chunked = done["naive"], done["chunked"]
     return Report(

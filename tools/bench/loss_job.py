@@ -10,9 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from r3async.learners.logprobs import token_logprobs, whole_vocabulary
-from tools.bench.jobs import job_main, progress
-from tools.bench.loss import LossDone, LossJob
+from r3async.learner.logprobs import token_logprobs, whole_vocabulary
+from r3async.tools.bench.jobs import job_main, progress
+from r3async.tools.bench.loss import LossDone, LossJob
 
 
 def naive(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from r3async.config import Config, config_from_dict, load_config, to_dict
-from r3async.observe.metrics import read_metrics
-from r3async.scheduling.admission import age_bound
-from tools.bench.jobs import BenchError, Say, run_job
-from tools.bench.overlap_predict import CALIBRATED_ON, Prediction, predict_all
+from r3async.record.metrics import read_metrics
+from r3async.schedule.admission import age_bound
+from r3async.tools.bench.jobs import BenchError, Say, run_job
+from r3async.tools.bench.overlap_predict import CALIBRATED_ON, Prediction, predict_all
 
 JOB_TIMEOUT = 1200.0
 
@@ -91,7 +91,7 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
     config = to_dict(load_config("quickstart"))
     tokens = plan.turns * (plan.observation + 4 * plan.letters + 8) + 16
     config["steps"], config["seed"], config["name"] = plan.steps, plan.seed, "run"
-    config["env"] |= {"name": "tools.bench.overlap_env:SlowTools", "args": env}
+    config["env"] |= {"name": "r3async.tools.bench.overlap_env:SlowTools", "args": env}
     config["model"]["path"] = str(model or "")
     config["model"]["init"] |= {"warm_reward": plan.warm_reward}
     config["episode"] |= {
@@ -126,7 +126,7 @@ def run(plan: Plan, say: Say, *, keep: Path | None = None, predicting: bool = Fa
 
 
 def _runs(plan: Plan, place: Path, say: Say) -> list[Run]:
-    from tools.init_model import init_model
+    from r3async.tools.init_model import init_model
 
     model = place / "model"
     if not model.is_dir():
@@ -152,7 +152,7 @@ def _make(directory: Path, config: Config, say: Say) -> None:
     directory.mkdir(parents=True)
     (directory / "config.json").write_bytes(msgspec.json.encode(to_dict(config)))
     say(f"S = {config.schedule.max_staleness}: {config.steps} steps")
-    run_job("tools.bench.overlap_job", directory, timeout=JOB_TIMEOUT, say=say)
+    run_job("r3async.tools.bench.overlap_job", directory, timeout=JOB_TIMEOUT, say=say)
 
 
 def _predicted(plan: Plan, runs: Sequence[Run], place: Path) -> Prediction:

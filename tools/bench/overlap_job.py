@@ -8,12 +8,12 @@ import msgspec
 from rich.console import Console
 
 from r3async.config import config_from_dict
-from tools.bench.jobs import job_main
+from r3async.tools.bench.jobs import job_main
 
 
 def main(directory: Path) -> None:
     """Train as `config.json` says; the run is `DIRECTORY/run`."""
-    from tools.train import train
+    from r3async.tools.train import train
 
     config = config_from_dict(msgspec.json.decode((directory / "config.json").read_bytes()))
     with (directory / "console.txt").open("w") as file:

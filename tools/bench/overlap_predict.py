@@ -9,9 +9,9 @@ from statistics import fmean
 import msgspec
 
 from r3async.config import Config
-from tools.simulate.calibrate import calibrate
-from tools.simulate.cluster import predict
-from tools.simulate.model import Model
+from r3async.tools.simulate.calibrate import calibrate
+from r3async.tools.simulate.cluster import predict
+from r3async.tools.simulate.model import Model
 
 CALIBRATED_ON = 1
 """`max_staleness` of the run whose durations are taken."""

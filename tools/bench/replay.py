@@ -20,8 +20,8 @@ from statistics import fmean, median
 import msgspec
 
 from r3async.config import ConfigError
-from tools.bench.jobs import Say, run_job
-from tools.bench.replay_records import (
+from r3async.tools.bench.jobs import Say, run_job
+from r3async.tools.bench.replay_records import (
     Branches,
     Case,
     LearnerDone,
@@ -32,7 +32,7 @@ from tools.bench.replay_records import (
     Rollouts,
     Summary,
 )
-from tools.bench.replay_stats import StepTime, ratio
+from r3async.tools.bench.replay_stats import StepTime, ratio
 
 ROLLOUT_TIMEOUT = 600.0
 LEARNER_TIMEOUT = 2400.0
@@ -169,8 +169,8 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
     learner_job = msgspec.structs.replace(case.learner_job, model=model)
     (directory / "rollouts.json").write_bytes(msgspec.json.encode(rollout_job))
     (directory / "learner.json").write_bytes(msgspec.json.encode(learner_job))
-    run_job("tools.bench.replay_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
-    run_job("tools.bench.replay_learner", directory, timeout=LEARNER_TIMEOUT, say=say)
+    run_job("r3async.tools.bench.replay_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
+    run_job("r3async.tools.bench.replay_learner", directory, timeout=LEARNER_TIMEOUT, say=say)
     rollouts = msgspec.json.decode((directory / "rollouts-done.json").read_bytes(), type=Rollouts)
     learner = msgspec.json.decode((directory / "learner-done.json").read_bytes(), type=LearnerDone)
     measured = Case(
@@ -191,8 +191,8 @@ def measure_branches(rollout_job: RolloutJob, directory: Path, say: Say) -> Bran
     learner_job = LearnerJob(model=str(directory / "moved"), seed=rollout_job.seed)
     (directory / "rollouts.json").write_bytes(msgspec.json.encode(rollout_job))
     (directory / "learner.json").write_bytes(msgspec.json.encode(learner_job))
-    run_job("tools.bench.replay_branch_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
-    run_job("tools.bench.replay_branches", directory, timeout=LEARNER_TIMEOUT, say=say)
+    run_job("r3async.tools.bench.replay_branch_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
+    run_job("r3async.tools.bench.replay_branches", directory, timeout=LEARNER_TIMEOUT, say=say)
     return msgspec.json.decode((directory / "branches-done.json").read_bytes(), type=Branches)
 
 

@@ -1,8 +1,8 @@
 """The engine's part of `bench replay`'s branches: two turns with an update between them, of which the second branches off.
 
-`python -m tools.bench.replay_branch_rollouts DIRECTORY` reads `rollouts.json` (a `RolloutJob` with `random`) there. It makes
-the model and a moved one (`directory/moved`), and writes `first.bin` (turns of the first weights), `own.bin` (branches with the
-routes of their own call) and `inherited.bin` (the same branches with what the first turn recorded of the common prefix).
+`python -m r3async.tools.bench.replay_branch_rollouts DIRECTORY` reads `rollouts.json` (a `RolloutJob` with `random`) there. It
+makes the model and a moved one (`directory/moved`), and writes `first.bin` (turns of the first weights), `own.bin` (branches
+with the routes of their own call) and `inherited.bin` (the same branches with what the first turn recorded of the common prefix).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from r3async.engines.base import GenerationRequest
-from r3async.engines.vllm import VllmEngine
-from r3async.episodes.rows import EpisodeRows
-from r3async.records import Sample, Trajectory
+from r3async.data.records import Sample, Trajectory
+from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.samples import EpisodeRows
+from r3async.tools.bench.jobs import job_main, progress
+from r3async.tools.bench.replay_records import RolloutJob
+from r3async.tools.bench.replay_rollouts import make_random_model, model_config
 from r3async.transport.wire import encode_trajectory
-from tools.bench.jobs import job_main, progress
-from tools.bench.replay_records import RolloutJob
-from tools.bench.replay_rollouts import make_random_model, model_config
 
 MOVED = 0.02
 """Standard deviation of what is added to each weight, as a share of its matrix's own: about one version's drift."""

@@ -1,6 +1,6 @@
 """The learner's part of `bench replay`'s branches: what it thinks of a branch, whose prefix has one call's routes or another's.
 
-`python -m tools.bench.replay_branches DIRECTORY` reads `learner.json` (a `LearnerJob` of the moved model) there and what
+`python -m r3async.tools.bench.replay_branches DIRECTORY` reads `learner.json` (a `LearnerJob` of the moved model) there and what
 `replay_branch_rollouts` wrote, and writes `branches-done.json` (a `Branches`).
 """
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from r3async.batching.packing import pack
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.records import Sample
-from tools.bench.jobs import job_main, progress
-from tools.bench.replay_learner import learner_of
-from tools.bench.replay_records import Branches, LearnerJob
-from tools.bench.replay_rollouts import read_samples
+from r3async.data.records import Sample
+from r3async.learner.batch.packing import pack
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.tools.bench.jobs import job_main, progress
+from r3async.tools.bench.replay_learner import learner_of
+from r3async.tools.bench.replay_records import Branches, LearnerJob
+from r3async.tools.bench.replay_rollouts import read_samples
 
 DTYPE = "float32"
 """Of the learner, as of the engine: with the same weights and routes they then agree, and what is left is the routes' doing."""

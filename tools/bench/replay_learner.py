@@ -1,6 +1,6 @@
 """The learner's part of `bench replay`: what the learner thinks of the samples, its gradients, and its steps' time.
 
-`python -m tools.bench.replay_learner DIRECTORY` reads `learner.json` (a `LearnerJob`) there and writes
+`python -m r3async.tools.bench.replay_learner DIRECTORY` reads `learner.json` (a `LearnerJob`) there and writes
 `learner-done.json` (a `LearnerDone`). A process of its own: Megatron's CPU shim changes `torch.cuda` process-wide.
 """
 
@@ -17,16 +17,16 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from r3async.batching.packing import pack
 from r3async.config import Config, config_from_dict
-from r3async.learners.megatron.backend import MegatronLearner
-from r3async.learners.replay import MicroBatchRoutes
-from r3async.learners.trainer import train_minibatch
-from r3async.records import Sample
-from tools.bench.jobs import BenchError, job_main, progress
-from tools.bench.replay_records import LearnerDone, LearnerJob
-from tools.bench.replay_rollouts import read_samples
-from tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
+from r3async.data.records import Sample
+from r3async.learner.batch.packing import pack
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.replay import MicroBatchRoutes
+from r3async.learner.trainer import train_minibatch
+from r3async.tools.bench.jobs import BenchError, job_main, progress
+from r3async.tools.bench.replay_records import LearnerDone, LearnerJob
+from r3async.tools.bench.replay_rollouts import read_samples
+from r3async.tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
 
 INSIDE_STEPS = 3
 """Steps of each kind in which the time inside of the routes is taken."""

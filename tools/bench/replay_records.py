@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tools.bench.replay_stats import Comparison, StepTime
+from r3async.tools.bench.replay_stats import Comparison, StepTime
 
 
 class RandomModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """The engine's part of `bench replay`: make the model if need be, and sample from it with vLLM.
 
-`python -m tools.bench.replay_rollouts DIRECTORY` reads `rollouts.json` (a `RolloutJob`) there and writes `samples.bin`
+`python -m r3async.tools.bench.replay_rollouts DIRECTORY` reads `rollouts.json` (a `RolloutJob`) there and writes `samples.bin`
 and `rollouts-done.json` (a `Rollouts`). A process of its own, because the learner replaces parts of `torch.cuda`.
 """
 
@@ -16,21 +16,21 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig, InitConfig, load_config
-from r3async.engines.base import Engine, GenerationRequest, RoutingShape
-from r3async.episodes.loop import EpisodePlayer, EpisodeTask
-from r3async.episodes.rows import SampleBuilder
-from r3async.model_shape import moe_geometry
-from r3async.records import Sample, Trajectory, Turn
+from r3async.data.model_shape import RoutingShape, moe_geometry
+from r3async.data.records import Sample, Trajectory, Turn
+from r3async.rollout.engines.base import Engine, GenerationRequest
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.samples import SampleBuilder
+from r3async.tools.bench.jobs import job_main, progress
+from r3async.tools.bench.replay_records import RandomModel, RolloutJob, Rollouts
 from r3async.transport.wire import decode_trajectory, encode_trajectory
-from tools.bench.jobs import job_main, progress
-from tools.bench.replay_records import RandomModel, RolloutJob, Rollouts
 
 
 def make_random_model(path: Path, shape: RandomModel) -> None:
     """Write the model and a byte-level tokenizer to `path`; equal shapes give equal weights."""
     import torch
 
-    from tools.init_model import byte_tokenizer, random_model
+    from r3async.tools.init_model import byte_tokenizer, random_model
 
     init = InitConfig(
         seed=shape.seed,
@@ -83,7 +83,7 @@ async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig
     from transformers import AutoTokenizer
 
     from r3async.envs.base import environment_factory
-    from r3async.episodes.chat import ChatRenderer
+    from r3async.rollout.chat import ChatRenderer
 
     factory = environment_factory(load_config(job.episodes).env)
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(job.model))
@@ -98,7 +98,7 @@ async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig
 
 
 async def sample(job: RolloutJob, directory: Path) -> list[Trajectory]:
-    from r3async.engines.vllm import VllmEngine
+    from r3async.rollout.engines.vllm import VllmEngine
 
     settings = load_config(job.episodes).episode if job.episodes else None
     engine = VllmEngine(

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from tools.bench.jobs import BenchError, Say
+from r3async.record.events import read_events
+from r3async.record.jsonl import read_objects
+from r3async.tools.bench.jobs import BenchError, Say
 
 SAMPLE_SECONDS = 5.0
 WARM = 0.25
@@ -97,8 +97,8 @@ def growth(samples: Sequence[Sample]) -> Growth:
 def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
     """A run with the scripted engine for so many minutes. Raises `BenchError` if it does not go on for so long."""
     from r3async.config import load_config
-    from tools.chaos.kills import Kills
-    from tools.chaos.run import make_model, settings
+    from r3async.tools.chaos.kills import Kills
+    from r3async.tools.chaos.run import make_model, settings
 
     chosen = [
         *settings(Kills, 0, "scripted"),
@@ -113,7 +113,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
     chosen.append(make_model("quickstart", chosen, directory / "init", say))
     config = load_config("quickstart", chosen)
     run_dir = directory / "soak"
-    command = [sys.executable, "-m", "tools.cli", "train", "quickstart", "--runs", str(directory), *chosen]
+    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(directory), *chosen]
     samples: dict[str, list[Sample]] = defaultdict(list)
     spool_most = 0
     with (directory / "soak.log").open("w") as log:
@@ -164,7 +164,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
 
 def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
     """By role: the driver, and the actors that said they had started, as far as they live; environments' processes too."""
-    from tools.chaos.sabotage import actor_process, environment_workers
+    from r3async.tools.chaos.sabotage import actor_process, environment_workers
 
     found = {"driver": psutil.Process(driver)}
     for event in read_events(run_dir / "events.jsonl"):

@@ -23,15 +23,15 @@ import msgspec
 import numpy as np
 import zmq
 
-from r3async.buffer.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
-from r3async.records import Trajectory
+from r3async.data.records import Trajectory
+from r3async.schedule.spool import Spool
+from r3async.tools.bench.jobs import BenchError, Say, run_job
+from r3async.tools.bench.transport_job import LIMIT, Keys, SenderDone, TransportJob
+from r3async.tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 from r3async.transport import Receiver, encode_trajectory
 from r3async.transport.keys import ClientKeys, new_keys
 from r3async.world.zeromq import apply_server_keys
-from tools.bench.jobs import BenchError, Say, run_job
-from tools.bench.transport_job import LIMIT, Keys, SenderDone, TransportJob
-from tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
 MOVED = 600_000_000
@@ -134,7 +134,7 @@ def _measure(path: str, nbytes: int, actual: int, count: int, scratch: Path, say
 
 async def _generator(job: TransportJob, directory: Path, say: Say) -> None:
     (directory / "job.json").write_bytes(msgspec.json.encode(job))
-    await asyncio.to_thread(run_job, "tools.bench.transport_job", directory, timeout=LIMIT + 30, say=say)
+    await asyncio.to_thread(run_job, "r3async.tools.bench.transport_job", directory, timeout=LIMIT + 30, say=say)
 
 
 async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> SenderDone:

@@ -10,11 +10,11 @@ import msgspec
 import zmq
 
 from r3async.config import TransportConfig
+from r3async.tools.bench.jobs import job_main, progress
+from r3async.tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 from r3async.transport import Sender, encode_trajectory
 from r3async.transport.keys import ClientKeys
 from r3async.world.zeromq import apply_client_keys
-from tools.bench.jobs import job_main, progress
-from tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
 
 LIMIT = 240.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from r3async.records import Trajectory
-from tools.bench.wire import sampled_trajectory
+from r3async.data.records import Trajectory
+from r3async.tools.bench.wire import sampled_trajectory
 
 TICK = 0.001
 ROUTES = (48, 8)

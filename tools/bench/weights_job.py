@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from tools.bench.jobs import job_main, progress
-from tools.bench.weights import WARM_UP, WeightsJob
+from r3async.tools.bench.jobs import job_main, progress
+from r3async.tools.bench.weights import WARM_UP, WeightsJob
 
 
 def main(directory: Path) -> None:
     from r3async.config import load_config
-    from tools.train import train
+    from r3async.tools.train import train
 
     job = msgspec.json.decode((directory / "job.json").read_bytes(), type=WeightsJob)
     progress(directory, f"a run of {job.updates} steps")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
+from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 TURNS = 8

@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-from actors.generator import GeneratorActor
-from actors.learner import LearnerActor
-from actors.pipeline import Pipeline, Running
-from r3async.appending import AppendFile
-from r3async.buffer.groups import GroupBuffer
-from r3async.observe.trained import checksum
-from r3async.records import Trajectory
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.learner import LearnerActor
+from r3async.actors.pipeline import Pipeline, Running
+from r3async.data.records import Trajectory
+from r3async.record.trained import checksum
+from r3async.schedule.groups import GroupBuffer
+from r3async.tools.chaos.books import Acknowledged, Passed, Sent
+from r3async.tools.chaos.relay import Direction, Noise, Relay
 from r3async.transport import Ledger
 from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
-from tools.chaos.books import Acknowledged, Passed, Sent
-from tools.chaos.relay import Direction, Noise, Relay
+from r3async.world.appending import AppendFile
 
 LATE_SECONDS = 2.0
 """By which the learner that acknowledges too early writes too late."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import ConfigError
-from tools.chaos.actors import FAULTS
-from tools.chaos.run import Report, chaos
-from tools.chaos.scenarios import SCENARIOS
+from r3async.tools.chaos.actors import FAULTS
+from r3async.tools.chaos.run import Report, chaos
+from r3async.tools.chaos.scenarios import SCENARIOS
 
 SHOWN = 10
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import psutil
 
-from r3async.observe.events import read_events
-from tools.chaos.sabotage import Role, Saboteur
+from r3async.record.events import read_events
+from r3async.tools.chaos.sabotage import Role, Saboteur
 
 STEPS_PER_FAULT = 2
 ASLEEP_SECONDS = 8.0

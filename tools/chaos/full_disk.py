@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from r3async.config import ConfigError
-from r3async.observe.events import read_events
-from r3async.observe.metrics import read_metrics
-from tools.chaos.sabotage import Saboteur
+from r3async.record.events import read_events
+from r3async.record.metrics import read_metrics
+from r3async.tools.chaos.sabotage import Saboteur
 
 MEGABYTES = 20
 FILLS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tools.chaos.sabotage import Role, Saboteur
+from r3async.tools.chaos.sabotage import Role, Saboteur
 
 SHARES: dict[Role, int] = {"generator": 4, "environment": 4, "learner": 1, "conductor": 1}
 """Of the kills. Losing a learner or a conductor restarts the whole run, which takes ten times as long as the others."""

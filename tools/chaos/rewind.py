@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.trained import FILE
-from tools.chaos.sabotage import Role, Saboteur
+from r3async.record.events import read_events
+from r3async.record.jsonl import read_objects
+from r3async.record.trained import FILE
+from r3async.tools.chaos.sabotage import Role, Saboteur
 
 EVERY = 5
 """Steps from one checkpoint to the next."""

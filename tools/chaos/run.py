@@ -16,11 +16,11 @@ import msgspec
 from rich.console import Console
 
 from r3async.config import Config, load_config
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.trained import FILE, TrainedStep
-from r3async.scheduling.admission import slots_of
-from tools.chaos.books import (
+from r3async.record.events import read_events
+from r3async.record.jsonl import read_objects
+from r3async.record.trained import FILE, TrainedStep
+from r3async.schedule.admission import slots_of
+from r3async.tools.chaos.books import (
     Acknowledged,
     Began,
     Passed,
@@ -31,9 +31,9 @@ from tools.chaos.books import (
     check_lineages,
     check_trained,
 )
-from tools.chaos.relay import Noise
-from tools.chaos.sabotage import Role, Saboteur
-from tools.chaos.scenarios import SCENARIOS
+from r3async.tools.chaos.relay import Noise
+from r3async.tools.chaos.sabotage import Role, Saboteur
+from r3async.tools.chaos.scenarios import SCENARIOS
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ def settings(scenario: type[Saboteur], kills: int, engine: str) -> list[str]:
         "schedule.samples_per_group=4",
         "episode.retries=30",
         "episode.max_new_tokens=12",
-        "env.name=tools.chaos.environment:Unsteady",
+        "env.name=r3async.tools.chaos.environment:Unsteady",
     ]
     if engine == "vllm":
         return [*common, *scenario.settings]
@@ -95,7 +95,7 @@ def settings(scenario: type[Saboteur], kills: int, engine: str) -> list[str]:
 
 def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callable[[str], object]) -> str:
     """Make and warm up the model that these settings ask for, while nothing fails yet. Returns the setting that names it."""
-    from tools.init_model import init_model
+    from r3async.tools.init_model import init_model
 
     calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen).env.name.endswith(":Unsteady") else []
     init_model(directory, load_config(preset, [*chosen, *calm]), progress=say)
@@ -142,8 +142,8 @@ class Rehearsal:
     console: Console
 
     def run(self, kind: type[Saboteur], faults: int, noise: Noise, roles: Sequence[Role]) -> Report:
-        from tools.chaos.actors import chaos_directory, chaos_pipeline
-        from tools.train import train
+        from r3async.tools.chaos.actors import chaos_directory, chaos_pipeline
+        from r3async.tools.train import train
 
         config = load_config(self.preset, self.chosen)
         run_dir = self.root / config.name
@@ -167,8 +167,8 @@ class Rehearsal:
 
 def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
     """What a run that has ended left behind."""
-    from r3async.observe.metrics import read_metrics
-    from tools.chaos.actors import chaos_directory
+    from r3async.record.metrics import read_metrics
+    from r3async.tools.chaos.actors import chaos_directory
 
     schedule = config.schedule
     steps = [msgspec.convert(line, TrainedStep) for line in read_objects(run_dir / FILE)]

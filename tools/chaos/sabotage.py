@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 
 import psutil
 
-from r3async.observe.events import read_events
-from r3async.observe.jsonl import read_objects
-from r3async.observe.trained import FILE
+from r3async.record.events import read_events
+from r3async.record.jsonl import read_objects
+from r3async.record.trained import FILE
 
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tools.chaos.frozen import Frozen
-from tools.chaos.full_disk import FullDisk
-from tools.chaos.kills import Kills
-from tools.chaos.rewind import FirstCheckpoint, Rewind
-from tools.chaos.sabotage import Saboteur
+from r3async.tools.chaos.frozen import Frozen
+from r3async.tools.chaos.full_disk import FullDisk
+from r3async.tools.chaos.kills import Kills
+from r3async.tools.chaos.rewind import FirstCheckpoint, Rewind
+from r3async.tools.chaos.sabotage import Saboteur
 
 SCENARIOS: dict[str, type[Saboteur]] = {
     "first-checkpoint": FirstCheckpoint,

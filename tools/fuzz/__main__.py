@@ -1,4 +1,4 @@
-"""`python -m tools.fuzz`."""
+"""`python -m r3async.tools.fuzz`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-import tools.fuzz
-from tools.fuzz.checkpoints import fuzz_checkpoints
-from tools.fuzz.common import Report
-from tools.fuzz.receiver import fuzz_receiver
-from tools.fuzz.spool import fuzz_spool
+import r3async.tools.fuzz
+from r3async.tools.fuzz.checkpoints import fuzz_checkpoints
+from r3async.tools.fuzz.common import Report
+from r3async.tools.fuzz.receiver import fuzz_receiver
+from r3async.tools.fuzz.spool import fuzz_spool
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.fuzz", description=(tools.fuzz.__doc__ or "").splitlines()[0]
+        prog="python -m r3async.tools.fuzz", description=(r3async.tools.fuzz.__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=100_000)

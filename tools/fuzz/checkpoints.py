@@ -15,8 +15,8 @@ from typing import Any
 from r3async.checkpoint import CheckpointError, Opened, resume_from
 from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.manifest import MANIFEST
-from tools.fuzz.common import WARM, Report, mutate_bytes, resident
-from tools.fuzz.tiny_run import TinyRun
+from r3async.tools.fuzz.common import WARM, Report, mutate_bytes, resident
+from r3async.tools.fuzz.tiny_run import TinyRun
 
 Files = dict[str, bytes | None]
 """By name. None: a directory has its place."""

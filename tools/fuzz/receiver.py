@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3async.config import TransportConfig
-from r3async.records import SCHEMA, Trajectory
+from r3async.data.records import SCHEMA, Trajectory
+from r3async.tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 from r3async.transport import Receiver, wire
 from r3async.transport.keys import new_keys
 from r3async.transport.sockets import NoSocket
 from r3async.world import OnMessage
 from r3async.world.real import RealWorld
-from tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 
 
 def mutate_control(chance: random.Random, frame: bytes) -> bytes:

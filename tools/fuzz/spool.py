@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from r3async.buffer.spool import Spool
-from r3async.buffer.spool_file import SPOOL
 from r3async.config import BufferConfig
+from r3async.schedule.spool import Spool
+from r3async.schedule.spool_file import SPOOL
+from r3async.tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 from r3async.transport import wire
-from tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 
 
 async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from r3async.buffer.groups import GroupBuffer
 from r3async.checkpoint import Checkpoints, Opened, RunState, check_settings, open_checkpoint, restore_admission, rewind
 from r3async.checkpoint.tensors import Place, write_part
 from r3async.config import Config, config_from_dict, to_dict
-from r3async.learners.backend import LearnerBackend
-from r3async.learners.optimizer import MasterAdamW
-from r3async.learners.ranks import Ranks
-from r3async.learners.replay import RoutingReplay
-from r3async.learners.state import Held
-from r3async.scheduling.admission import Admission
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.ranks import Ranks
+from r3async.learner.replay import RoutingReplay
+from r3async.learner.state import Held
+from r3async.schedule.admission import Admission
+from r3async.schedule.groups import GroupBuffer
 
 RECORD = "metrics.jsonl"
 

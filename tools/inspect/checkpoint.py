@@ -13,7 +13,7 @@ import msgspec
 from r3async.checkpoint.directory import STATE, Checkpoints, open_checkpoint
 from r3async.checkpoint.manifest import MANIFEST, CheckpointError, check_file, decode_manifest
 from r3async.checkpoint.state import RunState, decode_state
-from r3async.lineage import UNKNOWN, Lineage
+from r3async.data.lineage import UNKNOWN, Lineage
 
 MAX_HEADER = 100 * 2**20
 """What safetensors allows."""

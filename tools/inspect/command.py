@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tools.terminal import Terminal, WithDefault
+from r3async.tools.terminal import Terminal, WithDefault
 
 if TYPE_CHECKING:
-    from tools.inspect.look import Inspection
+    from r3async.tools.inspect.look import Inspection
 
 MOVED = {
     "--routes": "routes [RUN]",
@@ -61,9 +61,9 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
 @contextmanager
 def _answering(target: str) -> Iterator[Inspection]:
     """What could not be read is told on stderr at the end, and makes exit code 2."""
-    from r3async.observe.routes import RouteFileError
-    from tools.inspect.look import Inspection
-    from tools.inspect.run import InspectError
+    from r3async.record.routes import RouteFileError
+    from r3async.tools.inspect.look import Inspection
+    from r3async.tools.inspect.run import InspectError
 
     problems: list[str] = []
     try:
@@ -105,7 +105,7 @@ def trajectories(
 ) -> None:
     """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
     with _answering(target) as inspection:
-        from tools.inspect.trajectories import Filter
+        from r3async.tools.inspect.trajectories import Filter
 
         keep = Filter(reward_below, age_above, turns, trajectory, step)
         inspection.trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)

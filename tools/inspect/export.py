@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from r3async.records import SCHEMA
-from tools.inspect.run import InspectError
-from tools.inspect.trajectories import Seen
+from r3async.data.records import SCHEMA
+from r3async.tools.inspect.run import InspectError
+from r3async.tools.inspect.trajectories import Seen
 
 ROWS_AT_ONCE = 64
 TRACED = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}

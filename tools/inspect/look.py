@@ -8,17 +8,25 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from r3async.observe.jsonl import read_objects
-from r3async.observe.quarantine import describe_quarantine
-from r3async.observe.tokens import RunTokenizer
-from tools.inspect import checkpoint as checkpoints
-from tools.inspect.export import export as write_file
-from tools.inspect.routes import describe_kept, print_verification, show_routes
-from tools.inspect.run import InspectError, find_file, find_run, is_checkpoint
-from tools.inspect.show import print_list, print_tokens, printer, write_json
-from tools.inspect.sources import newest_sampled, newest_version, read_run, read_spool, run_of, sources_of, spool_files
-from tools.inspect.trajectories import Filter, Seen, tokens_of
-from tools.inspect.wire import describe_message, read_messages
+from r3async.record.jsonl import read_objects
+from r3async.record.quarantine import describe_quarantine
+from r3async.tools.inspect import checkpoint as checkpoints
+from r3async.tools.inspect.export import export as write_file
+from r3async.tools.inspect.routes import describe_kept, print_verification, show_routes
+from r3async.tools.inspect.run import InspectError, find_file, find_run, is_checkpoint
+from r3async.tools.inspect.show import print_list, print_tokens, printer, write_json
+from r3async.tools.inspect.sources import (
+    newest_sampled,
+    newest_version,
+    read_run,
+    read_spool,
+    run_of,
+    sources_of,
+    spool_files,
+)
+from r3async.tools.inspect.trajectories import Filter, Seen, tokens_of
+from r3async.tools.inspect.wire import describe_message, read_messages
+from r3async.views.tokens import RunTokenizer
 
 LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
 

@@ -10,13 +10,13 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from r3async.observe.routes import Entry, RouteIndex, TrainedRoutes, load
-from r3async.observe.settings import read_run_config
-from r3async.observe.summary import format_percent
-from r3async.observe.tokens import RunTokenizer, roles
-from r3async.observe.verify import engine_rows, same_experts, verify_routes
-from tools.inspect.run import InspectError, fitted, nearest
-from tools.inspect.show import printer, write_json
+from r3async.record.routes import Entry, RouteIndex, TrainedRoutes, load
+from r3async.record.settings import read_run_config
+from r3async.record.verify import engine_rows, same_experts, verify_routes
+from r3async.tools.inspect.run import InspectError, fitted, nearest
+from r3async.tools.inspect.show import printer, write_json
+from r3async.views.summary import format_percent
+from r3async.views.tokens import RunTokenizer, roles
 
 TEXT_CELLS = 12
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from r3async.observe.summary import format_number
-from r3async.printable import printable
-from tools.inspect.run import fitted
-from tools.inspect.trajectories import Seen, SeenToken, tokens_of
+from r3async.tools.inspect.run import fitted
+from r3async.tools.inspect.trajectories import Seen, SeenToken, tokens_of
+from r3async.views.summary import format_number
+from r3async.world.printable import printable
 
 LIST_HEADS = (
     "trajectory",

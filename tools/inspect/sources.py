@@ -6,21 +6,21 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from r3async.buffer.spool_file import SPOOL, load
 from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import decode_state
-from r3async.container import Torn, map_file
-from r3async.observe.jsonl import read_objects
-from r3async.observe.metrics import read_metrics
-from r3async.observe.routes import RouteFileError, RouteIndex, TrainedRoutes
-from r3async.observe.routes import load as load_route
-from r3async.observe.settings import read_run_config
-from r3async.observe.verify import engine_rows
-from r3async.records import SCHEMA
+from r3async.data.container import Torn, map_file
+from r3async.data.records import SCHEMA
+from r3async.record.jsonl import read_objects
+from r3async.record.metrics import read_metrics
+from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
+from r3async.record.routes import load as load_route
+from r3async.record.settings import read_run_config
+from r3async.record.verify import engine_rows
+from r3async.schedule.spool_file import SPOOL, load
+from r3async.tools.inspect.run import is_run
+from r3async.tools.inspect.trajectories import Seen, of_episode, of_trained, of_trajectory
 from r3async.transport.wire import WireError
-from tools.inspect.run import is_run
-from tools.inspect.trajectories import Seen, of_episode, of_trained, of_trajectory
 
 Problem = Callable[[str], object]
 

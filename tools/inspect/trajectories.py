@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from r3async.observe.routes import TrainedRoutes, parse_id
-from r3async.records import Trajectory, Turn
+from r3async.data.records import Trajectory, Turn
+from r3async.record.routes import TrainedRoutes, parse_id
 
 Source = Literal["spool", "trace", "episode"]
 """`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`. `episode`: trained, of which

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from r3async.buffer.spool_file import SPOOL
-from r3async.container import Torn, map_file
-from r3async.records import SCHEMA
+from r3async.data.container import Torn, map_file
+from r3async.data.records import SCHEMA
+from r3async.schedule.spool_file import SPOOL
+from r3async.tools.inspect.run import InspectError
 from r3async.transport.codec import checksum
 from r3async.transport.wire import (
     Frame,
@@ -18,7 +19,6 @@ from r3async.transport.wire import (
     decode_trajectory,
     read_header,
 )
-from tools.inspect.run import InspectError
 
 MAX_SHOWN = 200
 """Characters of a control message's field."""

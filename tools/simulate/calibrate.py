@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from r3async.config import Config
-from r3async.observe.metrics import read_metrics
-from r3async.observe.timeline import Span, read_timeline
-from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
+from r3async.record.metrics import read_metrics
+from r3async.record.timeline import Span, read_timeline
+from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
 MOST_VALUES = 4096
 """Of a measured distribution: so many are kept, evenly spread over what was measured in order of size."""

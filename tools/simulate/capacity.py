@@ -7,8 +7,8 @@ from html import escape
 
 import msgspec
 
-from tools.simulate.cluster import predict
-from tools.simulate.model import Model, Prediction
+from r3async.tools.simulate.cluster import predict
+from r3async.tools.simulate.model import Model, Prediction
 
 IDLE = 0.1
 """A learner that waits for less than this share of its time is kept busy."""

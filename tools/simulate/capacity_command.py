@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import Config, ConfigError, load_config
-from tools.simulate.calibrate import CalibrationError, calibrate
-from tools.simulate.capacity import lines, picture, sweep
-from tools.simulate.cluster import predict
-from tools.simulate.estimate import HARDWARE, estimate
-from tools.simulate.model import Model
-from tools.simulate.published import CASES, markdown, reproduce
+from r3async.tools.simulate.calibrate import CalibrationError, calibrate
+from r3async.tools.simulate.capacity import lines, picture, sweep
+from r3async.tools.simulate.cluster import predict
+from r3async.tools.simulate.estimate import HARDWARE, estimate
+from r3async.tools.simulate.model import Model
+from r3async.tools.simulate.published import CASES, markdown, reproduce
 
 Say = Callable[[str], object]
 
@@ -86,7 +86,7 @@ def _model(config: Config, settings: Settings) -> Model:
 
 def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
     """How well the run itself is met, which was to make so many steps: what its durations predict, and what it took."""
-    from r3async.observe.metrics import read_metrics
+    from r3async.record.metrics import read_metrics
 
     assert settings.run is not None
     rows = read_metrics(settings.run / "metrics.jsonl")

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from statistics import fmean
 
 from r3async.config import ScheduleConfig
-from r3async.scheduling.admission import Admission, GroupLease, most_groups
-from r3async.scheduling.window import Consumed
-from tools.simulate.model import Model, Prediction
+from r3async.data.window import Consumed
+from r3async.schedule.admission import Admission, GroupLease, most_groups
+from r3async.tools.simulate.model import Model, Prediction
 
 
 class _Episode:

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from r3async.config import ConfigError
+from r3async.tools.simulate.mutants import MUTANTS
+from r3async.tools.simulate.run import Result, draw_case, model_here
+from r3async.tools.simulate.search import quiet_logs, run_case, search, shrunk
+from r3async.tools.simulate.shrink import Case
+from r3async.tools.simulate.story import write_story, write_trace
 from r3async.world.simulated.world import EPOCH
-from tools.simulate.mutants import MUTANTS
-from tools.simulate.run import Result, draw_case, model_here
-from tools.simulate.search import quiet_logs, run_case, search, shrunk
-from tools.simulate.shrink import Case
-from tools.simulate.story import write_story, write_trace
 
 STORY_LINES = 80
 

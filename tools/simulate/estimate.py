@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from r3async.config import Config
-from tools.plan import wire_bytes
-from tools.shapes import shape_of
-from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
+from r3async.tools.plan import wire_bytes
+from r3async.tools.shapes import shape_of
+from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
 
 BYTES = 2
 """Of a parameter in bf16."""

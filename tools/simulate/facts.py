@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from r3async.engines.base import RoutingShape
-from r3async.engines.scripted import scripted_logprobs, scripted_route_rows
-from r3async.records import Sample, Trajectory
-from tools.simulate.history import Facts
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Sample, Trajectory
+from r3async.rollout.engines.scripted import scripted_logprobs, scripted_route_rows
+from r3async.tools.simulate.history import Facts
 
 Keys = Mapping[tuple[int, int], int]
 """By lineage and version: what stands for those weights (the checksum of their digest)."""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from tools.simulate.workload import Workload
+from r3async.tools.simulate.workload import Workload
 
 Kind = Literal[
     "cut",

@@ -1,7 +1,7 @@
 """What is seen of a simulated run, at the seam and nowhere else. Plain data, in the order of virtual time.
 
 Observers make these of calls between actors, frames on the wire, operations on files, and of what the scripted learner is given
-to train (`tools.simulate.observe`). `invariants.Checker` judges them, `story` prints them.
+to train (`r3async.tools.simulate.observe`). `invariants.Checker` judges them, `story` prints them.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from r3async.tools.simulate.faults import Fault, quiet_after
+from r3async.tools.simulate.history import Injected, Quiet
+from r3async.tools.simulate.observe import Watched
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
 from r3async.world.simulated.network import ANY
 from r3async.world.simulated.processes import HostProcess
-from tools.simulate.faults import Fault, quiet_after
-from tools.simulate.history import Injected, Quiet
-from tools.simulate.observe import Watched
 
 RUNS = Path("/runs")
 """Where runs are on the simulated disk."""

@@ -7,11 +7,11 @@ lineages; `RULES` has them all, by name."""
 
 from __future__ import annotations
 
-from tools.simulate.history import Event
-from tools.simulate.known import Known, Rules
-from tools.simulate.rules import Rule, Violated
-from tools.simulate.rules_delivery import DELIVERY
-from tools.simulate.rules_training import TRAINING
+from r3async.tools.simulate.history import Event
+from r3async.tools.simulate.known import Known, Rules
+from r3async.tools.simulate.rules import Rule, Violated
+from r3async.tools.simulate.rules_delivery import DELIVERY
+from r3async.tools.simulate.rules_training import TRAINING
 
 __all__ = ["RULES", "Checker", "Rules", "Violated"]
 

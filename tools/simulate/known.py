@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from r3async.records import trajectory_name
-from tools.simulate.branches import Branch, leads_to
-from tools.simulate.history import (
+from r3async.data.records import trajectory_name
+from r3async.tools.simulate.branches import Branch, leads_to
+from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
     Began,

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors import reception
-from actors.installer import Installer
-from actors.learning import Learning
-from actors.publishing import Publishing
-from actors.ranks import LocalLearner
-from actors.reception import Reception
-from r3async.buffer.groups import GroupBuffer
-from r3async.buffer.spool import Spool
+from r3async.actors import reception
+from r3async.actors.installer import Installer
+from r3async.actors.learning import Learning
+from r3async.actors.publishing import Publishing
+from r3async.actors.ranks import LocalLearner
+from r3async.actors.reception import Reception
 from r3async.checkpoint.directory import Checkpoints
 from r3async.checkpoint.writer import CheckpointWriter
-from r3async.lineage import Lineage
-from r3async.scheduling.admission import Admission, GroupLease
+from r3async.data.lineage import Lineage
+from r3async.schedule.admission import Admission, GroupLease
+from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.spool import Spool
 from r3async.transport import wire as wire_room
 from r3async.transport.capacity import Capacity
 from r3async.transport.outbox import Outbox

@@ -13,36 +13,18 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from actors.conductor import Conductor
-from actors.dispatch import LeaseAnswer, LeaseCall
-from actors.generator import GeneratorActor
-from actors.learner import LearnerActor
+from r3async.actors.conductor import Conductor
+from r3async.actors.dispatch import LeaseAnswer, LeaseCall
+from r3async.actors.generator import GeneratorActor
+from r3async.actors.learner import LearnerActor
 from r3async.checkpoint.state import decode_state
-from r3async.engines.base import RoutingShape
-from r3async.engines.scripted import DIGEST
-from r3async.episodes.chat import ChatRenderer
-from r3async.learners.trainer import TrainedGroups, Trainer
-from r3async.lineage import Lineage
-from r3async.transport.capacity import OPEN
-from r3async.transport.codec import WireError
-from r3async.transport.wire import (
-    Ack,
-    Deliver,
-    Reject,
-    Welcome,
-    decode_control,
-    decode_trajectory,
-    decoded_bytes,
-    joined,
-)
-from r3async.world import File, Files, Lane, Placement, Stat
-from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
-from r3async.world.simulated.disk import SimulatedDisk
-from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.threads import SimulatedThreads
-from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
-from tools.simulate.facts import facts_of
-from tools.simulate.history import (
+from r3async.data.lineage import Lineage
+from r3async.data.model_shape import RoutingShape
+from r3async.learner.trainer import TrainedGroups, Trainer
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.scripted import DIGEST
+from r3async.tools.simulate.facts import facts_of
+from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
     Began,
@@ -62,7 +44,25 @@ from tools.simulate.history import (
     Trained,
     Unlinked,
 )
-from tools.simulate.invariants import Checker, Violated
+from r3async.tools.simulate.invariants import Checker, Violated
+from r3async.transport.capacity import OPEN
+from r3async.transport.codec import WireError
+from r3async.transport.wire import (
+    Ack,
+    Deliver,
+    Reject,
+    Welcome,
+    decode_control,
+    decode_trajectory,
+    decoded_bytes,
+    joined,
+)
+from r3async.world import File, Files, Lane, Placement, Stat
+from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
+from r3async.world.simulated.disk import SimulatedDisk
+from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.threads import SimulatedThreads
+from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
 
 P = ParamSpec("P")
 R = TypeVar("R")

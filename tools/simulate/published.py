@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tools.simulate.cluster import predict
-from tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
+from r3async.tools.simulate.cluster import predict
+from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
 
 FIRST_GUESS, SECANTS, CLOSE = 0.01, 6, 0.001
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tools.simulate.history import Event
-from tools.simulate.known import Known
+from r3async.tools.simulate.history import Event
+from r3async.tools.simulate.known import Known
 
 
 class Violated(Exception):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from r3async.records import trajectory_name
-from tools.simulate.history import Acknowledged, Asked, Finished, Leased, Limited, Refused, Slots, Stored, Unlinked
-from tools.simulate.known import Known, Lease
-from tools.simulate.rules import Rule, rule
+from r3async.data.records import trajectory_name
+from r3async.tools.simulate.history import (
+    Acknowledged,
+    Asked,
+    Finished,
+    Leased,
+    Limited,
+    Refused,
+    Slots,
+    Stored,
+    Unlinked,
+)
+from r3async.tools.simulate.known import Known, Lease
+from r3async.tools.simulate.rules import Rule, rule
 
 RECORD_BYTES = 256
 """Of the spool, for a trajectory, beyond what it takes in memory."""

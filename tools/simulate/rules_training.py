@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from r3async.records import trajectory_name
-from tools.simulate.branches import leads_to, same_weights
-from tools.simulate.history import Began, Installed, Published, Sent, Taken, Trained
-from tools.simulate.known import Known
-from tools.simulate.rules import Rule, rule
+from r3async.data.records import trajectory_name
+from r3async.tools.simulate.branches import leads_to, same_weights
+from r3async.tools.simulate.history import Began, Installed, Published, Sent, Taken, Trained
+from r3async.tools.simulate.known import Known
+from r3async.tools.simulate.rules import Rule, rule
 
 TRAINING: list[Rule] = []
 

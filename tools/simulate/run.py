@@ -16,26 +16,26 @@ from typing import Any
 
 import msgspec
 
-from actors.pipeline import Pipeline
-from actors.process import ProcessDied, RunFailed
-from actors.run_dir import LOCK_SECONDS, open_run
-from actors.supervise import supervise
+from r3async.actors.pipeline import Pipeline
+from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.run_dir import LOCK_SECONDS, open_run
+from r3async.actors.supervise import supervise
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.directory import Report, silent
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.model_shape import moe_geometry
-from r3async.observe.timeline import Span, read_timeline
+from r3async.data.model_shape import moe_geometry
+from r3async.record.timeline import Span, read_timeline
+from r3async.tools.simulate.faults import draw_faults, quiet_after
+from r3async.tools.simulate.history import Event, Finished, Injected, Passed
+from r3async.tools.simulate.inject import RUNS, Injector
+from r3async.tools.simulate.invariants import Checker, Violated
+from r3async.tools.simulate.observe import Watched
+from r3async.tools.simulate.shrink import Case
+from r3async.tools.simulate.workload import draw_workload
 from r3async.world.simulated.delays import Delays
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host
-from tools.simulate.faults import draw_faults, quiet_after
-from tools.simulate.history import Event, Finished, Injected, Passed
-from tools.simulate.inject import RUNS, Injector
-from tools.simulate.invariants import Checker, Violated
-from tools.simulate.observe import Watched
-from tools.simulate.shrink import Case
-from tools.simulate.workload import draw_workload
 
 MODEL = Path("model")
 """Relative: what a run writes is the same wherever it is simulated."""
@@ -68,7 +68,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Person:
-    """See `actors.supervise.Person`: says nothing, and stops the run when a fault has it do so."""
+    """See `r3async.actors.supervise.Person`: says nothing, and stops the run when a fault has it do so."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -98,7 +98,7 @@ class Person:
 @contextlib.contextmanager
 def model_here() -> Iterator[Path]:
     """A directory with a tiny model's `config.json` and tokenizer, which is the working directory meanwhile."""
-    from tools.init_model import byte_tokenizer
+    from r3async.tools.init_model import byte_tokenizer
 
     before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
     model = directory / MODEL

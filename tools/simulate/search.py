@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from tools.simulate.mutants import MUTANTS
-from tools.simulate.run import Result, Simulated, draw_case, model_here
-from tools.simulate.shrink import Case, shrink
+from r3async.tools.simulate.mutants import MUTANTS
+from r3async.tools.simulate.run import Result, Simulated, draw_case, model_here
+from r3async.tools.simulate.shrink import Case, shrink
 
 
 def run_case(case: Case, *, details: bool = False) -> tuple[Result, Simulated]:

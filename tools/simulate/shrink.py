@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tools.simulate.faults import Fault
-from tools.simulate.workload import Workload
+from r3async.tools.simulate.faults import Fault
+from r3async.tools.simulate.workload import Workload
 
 
 class Case(msgspec.Struct, frozen=True):

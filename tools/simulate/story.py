@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from r3async.observe.timeline import Span
-from tools.simulate.history import (
+from r3async.record.timeline import Span
+from r3async.tools.simulate.history import (
     Acknowledged,
     Asked,
     Began,
@@ -34,7 +34,7 @@ from tools.simulate.history import (
     Trained,
     Unlinked,
 )
-from tools.simulate.shrink import Case
+from r3async.tools.simulate.shrink import Case
 
 E = TypeVar("E", bound=Event)
 Words = tuple[str, str]

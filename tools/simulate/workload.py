@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config import Config, config_from_dict
-from r3async.scheduling.admission import age_bound, slots_of
-from tools.simulate.known import Rules
+from r3async.schedule.admission import age_bound, slots_of
+from r3async.tools.simulate.known import Rules
 
 RESTARTS = 200
 """Of a generator, or the run: more than faults can cause. That a run gives up when they are used up is tested elsewhere."""
@@ -93,7 +93,7 @@ class Workload(msgspec.Struct, frozen=True):
             "steps": self.steps,
             "model": {"path": model},
             "env": {
-                "name": "tools.simulate.environment:Errand",
+                "name": "r3async.tools.simulate.environment:Errand",
                 "args": {"turns": self.turns, "seconds": self.seconds, "tail": self.tail, "failing": self.failing},
             },
             "episode": {

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from r3async.config import load_command
-from r3async.printable import printable_log
-from tools.terminal import Terminal, WithDefault, echo
+from r3async.tools.terminal import Terminal, WithDefault, echo
+from r3async.world.printable import printable_log
 
 if TYPE_CHECKING:
-    from tools.submit.jobs import Jobs
+    from r3async.tools.submit.jobs import Jobs
 
 Address = Annotated[
     str,
@@ -42,7 +42,7 @@ app = typer.Typer(
 @contextmanager
 def _asking(address: str, token_file: str) -> Iterator[Jobs]:
     """The cluster's jobs. What it can not be asked, or refuses, is one line on stderr and exit code 2."""
-    from tools.submit.jobs import Jobs, SubmitError
+    from r3async.tools.submit.jobs import Jobs, SubmitError
 
     try:
         yield Jobs(address, token_file)
@@ -64,8 +64,8 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
-    from tools.plan import make_plan
-    from tools.submit.jobs import make_package
+    from r3async.tools.plan import make_plan
+    from r3async.tools.submit.jobs import make_package
 
     config = load_command(preset, overrides or [])
     plan = make_plan(config)
@@ -84,8 +84,8 @@ def submit(
 
 
 def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
-    from tools.cluster import ask_cluster, check_fit
-    from tools.submit.jobs import SubmitError
+    from r3async.tools.cluster import ask_cluster, check_fit
+    from r3async.tools.submit.jobs import SubmitError
 
     fit = check_fit(plan, config, ask_cluster(jobs.dashboard))
     if fit.problems:
@@ -96,7 +96,7 @@ def _refuse_what_does_not_fit(plan: Any, config: Any, jobs: Any) -> None:
 
 def _follow(jobs: Jobs, job: str) -> NoReturn:
     """Show the job's log until it ends, and exit as it did."""
-    from tools.submit.jobs import EXIT_CODES, write_log
+    from r3async.tools.submit.jobs import EXIT_CODES, write_log
 
     try:
         status = jobs.follow(job, write_log)
@@ -113,7 +113,7 @@ def _follow(jobs: Jobs, job: str) -> NoReturn:
 @app.command()
 def status(job: Job, address: Address = "", token_file: Token = "") -> None:
     """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
-    from tools.submit.jobs import EXIT_CODES
+    from r3async.tools.submit.jobs import EXIT_CODES
 
     with _asking(address, token_file) as jobs:
         found = jobs.status(jobs.find(job))
@@ -166,8 +166,8 @@ def cluster(
     token_file: Token = "",
 ) -> None:
     """What a run needs beside what a Ray cluster has; exit code 1 if it does not fit."""
-    from tools.cluster import ask_cluster, check_fit, describe_fit
-    from tools.plan import make_plan
+    from r3async.tools.cluster import ask_cluster, check_fit, describe_fit
+    from r3async.tools.plan import make_plan
 
     config = load_command(preset, overrides or [])
     plan = make_plan(config)

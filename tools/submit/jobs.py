@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError
-from r3async.printable import printable_log
-from tools.submit.launch import command_of, entrypoint
+from r3async.tools.submit.launch import command_of, entrypoint
+from r3async.world.printable import printable_log
 
 RUNS_ENV = "R3ASYNC_RUNS"
 """Environment variable: where `train` makes run directories."""
@@ -88,7 +88,7 @@ def make_package(
         preset = str(path.relative_to(directory))
     _refuse_hidden_modules(directory)
     model = Path(config.model.path) if config.model.path else None
-    words = ["-m", "tools.cli", "train", preset, *overrides]
+    words = ["-m", "r3async.tools.cli", "train", preset, *overrides]
     if model is not None and model.is_dir() and not model.is_absolute():
         words.append(f"model.path={model.absolute()}")
     environment = {
@@ -102,7 +102,7 @@ def make_package(
         "excludes": [*EXCLUDES, *_being_written(directory)],
         "env_vars": environment,
     }
-    return Package(entrypoint(words, needs="import tools.cli"), runtime_env)
+    return Package(entrypoint(words, needs="import r3async.tools.cli"), runtime_env)
 
 
 def _being_written(directory: Path) -> list[str]:

@@ -12,9 +12,9 @@ from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.widgets import Footer, Static
 
-from r3async.observe.follow import FollowedRun
-from tools.tail import view
-from tools.terminal import safe
+from r3async.tools.tail import view
+from r3async.tools.terminal import safe
+from r3async.views.follow import FollowedRun
 
 POLL_SECONDS = 1.0
 BODY_SECONDS = 2.0

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from r3async.observe.events import format_event
-from r3async.observe.follow import FollowedRun
-from r3async.observe.summary import NOT_TRAINED
-from r3async.printable import printable
-from tools.tail.live import describe_step
+from r3async.record.events import format_event
+from r3async.tools.tail.live import describe_step
+from r3async.views.follow import FollowedRun
+from r3async.views.summary import NOT_TRAINED
+from r3async.world.printable import printable
 
 POLL_SECONDS = 0.5
 FAILED, SILENT = 1, 3
@@ -28,7 +28,7 @@ def tail_here(run_dir: Path, *, follow: bool = True, plain: bool = False, patien
     """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
     run = FollowedRun(run_dir)
     if not plain and follow and all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        from tools.tail.app import TailApp
+        from r3async.tools.tail.app import TailApp
 
         TailApp(run).run()
         return 0
@@ -45,7 +45,7 @@ def tail_remote(
     patience: float = 1800.0,
 ) -> int:
     """The same for a run on the Ray cluster at `address`. Raises `RemoteError`."""
-    from tools.tail.remote import RemoteRun
+    from r3async.tools.tail.remote import RemoteRun
 
     with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
         remote = RemoteRun(address, name, Path(directory), job=job)

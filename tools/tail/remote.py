@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tools.submit.launch import entrypoint
-from tools.tail.lines import RemoteError
+from r3async.tools.submit.launch import entrypoint
+from r3async.tools.tail.lines import RemoteError
 
 MARK = "r3async-tail"
 LIFE_SECONDS = 24 * 3600

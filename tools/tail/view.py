@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
-from r3async.observe.catalogue import Metric, in_order, metric
-from r3async.observe.charts import CHARTS, Chart
-from r3async.observe.events import event_details
-from r3async.observe.follow import FollowedRun
-from r3async.observe.summary import COLORS, KINDS, format_number, format_percent, format_seconds
-from r3async.scheduling.updates import why_no_update
-from tools.tail.draw import bar, plot, spark
+from r3async.record.catalogue import Metric, in_order, metric
+from r3async.record.events import event_details
+from r3async.schedule.updates import why_no_update
+from r3async.tools.tail.draw import bar, plot, spark
+from r3async.views.charts import CHARTS, Chart
+from r3async.views.follow import FollowedRun
+from r3async.views.summary import COLORS, KINDS, format_number, format_percent, format_seconds
 
 LABEL, VALUE, NOTE = 12, 8, 25
 SILENT_SECONDS = 60.0

@@ -7,8 +7,8 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
-from r3async.appending import Keeper
 from r3async.world import Buffer, Files, Sockets
+from r3async.world.appending import Keeper
 from r3async.world.simulated.actors import Actor, Shared, SimulatedActors
 from r3async.world.simulated.delays import Delays, draw
 from r3async.world.simulated.disk import SimulatedDisk

@@ -1,0 +1,288 @@
+"""What every backend shares: passes over micro-batches, what is saved, and what is asked of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from r3async.checkpoint.tensors import LearnerParts, LearnerState
+from r3async.config import Config
+from r3async.data.records import Sample, TokenTable
+from r3async.data.routes import route_dtype
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import MicroBatch, aligned, collate
+from r3async.learner.files import save_model
+from r3async.learner.losses.trust_region import TrustRegion
+from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.ranks import Ranks
+from r3async.learner.reference import Reference
+from r3async.learner.replay import Binder, MicroBatchRoutes, RoutingReplay
+from r3async.learner.state import Held, restore, take
+
+Scores = tuple[Tensor, Tensor]
+"""float32 `[M]` each: log-probs of some tokens, and the entropies of the distributions that they are from."""
+Finish = Callable[[int, Tensor, Tensor], Tensor | None]
+"""`finish(index, log-probs, entropies)` of a micro-batch; the loss that is propagated back, if any is."""
+Visit = Callable[[int, MicroBatchRoutes], object]
+"""`visit(index, routes)`: with what the routers of this rank have chosen."""
+
+
+class LearnerBackend:
+    """A model and its optimizer, or this process's part of them. `trainer.py` makes steps of it.
+
+    A backend builds the model (its `load`, which is collective; no constructor is), feeds it forward and exports it; the rest
+    is here. Where there are several ranks (`learner.parallel`), every call is collective: all ranks have to make it, in the
+    same order. Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are given the same
+    *number* of them (`batching.packing.padding_like` makes up for what is missing).
+
+    Every call must come from the thread that built the backend. It need not be the main thread, but it has to be one:
+    grad mode and the number of OpenMP threads are per thread in torch.
+
+    `source`: the Hugging Face directory that the run began with. `vocab_size`: token ids are `0..vocab_size - 1`.
+    `parameters`: the model's, for the copy that `algorithm.reference_kl` takes of them.
+    """
+
+    name: str
+    """Of `learner.backend`."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: Path,
+        ranks: Ranks,
+        *,
+        vocab_size: int,
+        replay: RoutingReplay,
+        optimizer: MasterAdamW,
+        parameters: Iterable[Parameter],
+    ):
+        self.config, self.source, self.ranks, self.vocab_size = config, source, ranks, vocab_size
+        self.replay, self.optimizer = replay, optimizer
+        self.trust_region = TrustRegion(config.algorithm.rollout_kl)
+        self._reference = Reference(parameters) if config.algorithm.reference_kl.coef else None
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken. A step that was skipped does not count."""
+        return self.optimizer.steps
+
+    @property
+    def skips_untrained(self) -> bool:
+        """Whether micro-batches in which nothing is trained are left out. One of many ranks takes part in them all: the
+        others wait for it."""
+        return self.config.learner.parallel.world == 1
+
+    def aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """With padding that keeps sequence-parallel parts equal."""
+        return [aligned(m, self.config.learner.parallel.tp) for m in micro_batches]
+
+    # -- what differs ----------------------------------------------------------------------------------------------
+
+    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Any:
+        """What this rank's part of the model makes of the micro-batch: what `scores` takes, on the last pipeline stage. `rows`
+        int64 `[M]`: the tokens whose log-probs are wanted. `routes`: those bound for this pass."""
+        raise NotImplementedError
+
+    def scores(self, output: Any, micro_batch: MicroBatch, rows: np.ndarray) -> Scores:
+        """Of the tokens at `rows`, none a sample's first, at their samples' temperatures. Logits are made for these only."""
+        raise NotImplementedError
+
+    def export(self) -> dict[str, Tensor]:
+        """A snapshot of all weights under their Hugging Face checkpoint names, contiguous, in the compute dtype: on rank 0,
+        nothing elsewhere. Later steps do not change it."""
+        raise NotImplementedError
+
+    def places(self) -> list[Held]:
+        """Where this rank's part of each trained parameter lies in the whole, in the optimizer's order."""
+        raise NotImplementedError
+
+    def schedule(
+        self,
+        forward: Callable[[int, Binder], Any],
+        finish: Callable[[int, Any], Tensor | None],
+        count: int,
+        *,
+        backward: bool,
+    ) -> None:
+        """Micro-batches `0..count`, each forward and, with `backward`, back before the next one."""
+        for index in range(count):
+            with self.replay.pipelined() as bind:
+                loss = finish(index, forward(index, bind))
+                if backward and loss is not None:
+                    loss.backward()
+
+    def settle(self) -> None:
+        """Leave nothing in the model of a pass without a backward, or of one that failed."""
+
+    def share_logprobs(self, values: Sequence[np.ndarray]) -> None:
+        """Fill `values`, of the last pipeline stage, in on every stage."""
+
+    def join_routes(self, routes: Tensor) -> None:
+        """Add up, in place, what each rank has of the routes of a micro-batch, zeros elsewhere."""
+
+    def close(self) -> None:
+        """Release the process group, if this backend made it."""
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def feed(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        rows: Sequence[np.ndarray],
+        finish: Finish | None,
+        *,
+        replay: bool = True,
+        visit: Visit | None = None,
+        backward: bool = False,
+    ) -> None:
+        """Forward passes over micro-batches; with `backward`, back through the loss that `finish` returns.
+
+        With `replay` each has its recorded routes, as `routing.replay` says; without, routers choose by themselves. `finish`
+        is called with the scores of `rows[index]` where this rank has them.
+        """
+
+        def forward(index: int, bind: Binder) -> Any:
+            routes = bind(micro_batches[index], visit is not None) if replay else None
+            output = self.forward(micro_batches[index], rows[index], routes)
+            if visit is not None and routes is not None:
+                visit(index, routes)
+            return output
+
+        def last(index: int, output: Any) -> Tensor | None:
+            return None if finish is None else finish(index, *self.scores(output, micro_batches[index], rows[index]))
+
+        self.schedule(forward, last, len(micro_batches), backward=backward)
+
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """In this block nothing is kept for a backward pass, and nothing counted."""
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.replay.take_counts()
+            self.settle()
+
+    def forget(self) -> None:
+        """Of a step that failed: its gradients, its counts, what it left in the model."""
+        self.optimizer.clear()
+        self.replay.take_counts()
+        self.settle()
+
+    def logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        replay: bool = True,
+        reference: bool = False,
+        trained: bool = False,
+    ) -> list[np.ndarray]:
+        """A forward-only pass: for each micro-batch float32 `[N]`, the log-prob of every token at its sample's temperature.
+
+        0 for the first token of a sample, and for padding. `replay`: see `feed`. With `reference` the weights are those that
+        the learner began with (`algorithm.reference_kl.coef` must not be 0). With `trained` only tokens in `loss_mask` have
+        theirs, and the others 0: logits of the others are not made. Every rank returns those of its own micro-batches.
+        """
+        if reference:
+            if self._reference is None:
+                raise LearnerError(
+                    "there is no reference model: algorithm.reference_kl.coef was 0 when the learner started"
+                )
+            with self._reference.in_place():
+                return self.logprobs(micro_batches, replay=replay, trained=trained)
+        padded = self.aligned(micro_batches)
+        rows = [predicted(m, trained=trained) for m in padded]
+        out = [np.zeros(m.tokens, np.float32) for m in padded]
+
+        def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
+            out[index][rows[index]] = logprobs.cpu().numpy()
+
+        with self.forward_only():
+            self.feed(padded, rows, finish, replay=replay)
+        self.share_logprobs(out)
+        return [values[: m.tokens] for values, m in zip(out, micro_batches, strict=True)]
+
+    def record_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with the routes that the learner itself chooses now, in a forward-only pass (R2 of arXiv
+        2510.11370's comparison, `routing.replay = learner`)."""
+        layers, top_k = self.replay.layers, self.replay.top_k
+        if not layers:
+            return list(micro_batches)
+        # Without what is recorded already: no layer's choice may follow from what an earlier layer replays.
+        bare = [
+            replace(m, table=m.table.without("routed_experts", "routing_recorded")) for m in self.aligned(micro_batches)
+        ]
+        chosen = [torch.zeros(m.tokens, layers, top_k, dtype=torch.int32) for m in bare]
+
+        def visit(index: int, routes: MicroBatchRoutes) -> None:
+            part = self.replay.token_slice(bare[index].tokens)
+            for column, own in zip(self.replay.columns, routes.own, strict=True):
+                assert own is not None
+                chosen[index][part, column] = own.cpu().int()
+
+        with self.forward_only():
+            self.feed(bare, [np.zeros(0, np.int64)] * len(bare), None, visit=visit)
+        out = []
+        for m, rows in zip(micro_batches, chosen, strict=True):
+            self.join_routes(rows)
+            routes = rows[: m.tokens].numpy().astype(route_dtype(self.replay.num_experts))
+            recorded = np.arange(m.tokens) < m.real_tokens
+            table = m.table.with_columns(routed_experts=routes, routing_recorded=recorded)
+            out.append(replace(m, table=table))
+        return out
+
+    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first of int `[T]`, with own routing."""
+        token_ids = np.asarray(token_ids)
+        if token_ids.ndim != 1 or len(token_ids) < 2:
+            raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
+        sample = Sample("scored", TokenTable.of_tokens(token_ids), temperature)
+        return self.logprobs([collate([sample])], replay=False)[0][1:]
+
+    # -- what is saved ---------------------------------------------------------------------------------------------
+
+    def state(self) -> LearnerState:
+        """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and
+        step counts, the trust region's controller, random number generators. For `checkpoint.tensors.write_part`.
+
+        Not collective, but all ranks have to take theirs between the same two steps. What several ranks hold, one hands in.
+        The reference model is not in it: it is the start path's.
+        """
+        return take(self)
+
+    def restore(self, saved: LearnerParts, *, optimizer: bool = True) -> None:
+        """Go on from a state that any number of ranks wrote, bit by bit. Not collective; every rank has to make the call.
+
+        The learner must have been built from the path that the run began with. With another number of ranks than wrote it,
+        random number generators stay as they are. Without `optimizer` only the weights are read, for `save`. Raises
+        `CheckpointError` if it is of another model or backend, or if something lacks; then the learner is not to be used.
+        """
+        restore(self, saved, optimizer=optimizer)
+
+    def save(self, directory: Path) -> None:
+        """Write `export()` as a Hugging Face model directory with the source model's configuration and tokenizer.
+
+        It is written aside and renamed: `directory` is complete or not there. One that exists is replaced.
+        """
+        tensors = self.export()
+        try:
+            if self.ranks.rank == 0:
+                save_model(Path(directory), self.source, tensors, self.config.learner.dtype)
+        finally:
+            # If writing failed here, the other ranks learn of it from this process's end, but do not wait for ever.
+            self.ranks.barrier()
+
+
+def predicted(micro_batch: MicroBatch, *, trained: bool) -> np.ndarray:
+    """int64 `[M]`: the tokens that another one of their sample is before, padding left out; with `trained` those of
+    `loss_mask` only."""
+    rows = micro_batch.positions[: micro_batch.real_tokens] > 0
+    return np.flatnonzero(rows & micro_batch.table["loss_mask"][: len(rows)] if trained else rows)

@@ -1,0 +1,189 @@
+"""From rewards to the column `advantages`: whom credit goes to, what it is compared with, and what is not trained.
+
+Scores come from an episode's rewards by `algorithm.credit`. What is compared, in each group:
+
+* `turn`: the reward of turn j, with turn j of those episodes of the group that have one. All its tokens share it.
+* `trajectory`: the sum of its turns' rewards, with the other episodes. All sampled tokens of the episode share it, in all of
+  its samples (step-wise rows).
+* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in the order of its turns,
+  whichever samples they are in.
+  Baseline and scale are those of the same sum at the beginning of the token's turn, over the episodes that have that
+  turn. For rewards that are credited at tokens. (Baseline and scale by turn, where GRPO with process supervision, arXiv
+  2402.03300, section 4.1.3, pools all steps.)
+
+How scores become advantages: `estimators`. Tokens that no turn sampled have advantage 0. Episodes without turns have
+nothing to train and are compared with nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
+from r3async.data.records import Sample, Trajectory, Turn
+from r3async.learner.losses.estimators import baseline_and_scale, has_contrast, standardize
+from r3async.schedule.validation import check_rewards, check_turns
+
+
+def overlong_penalty(length: int, max_new_tokens: int, settings: OverlongPenaltyConfig) -> float:
+    """At most 0, added to the reward of an answer of `length` tokens: with `L = max_new_tokens`, `factor` times 0 up to
+    `L - buffer` tokens, then `(L - buffer - length) / buffer`, and -1 from L on. DAPO, arXiv 2503.14476, eq. 13."""
+    if not settings.buffer:
+        return 0.0
+    free = max_new_tokens - settings.buffer
+    return settings.factor * min(max((free - length) / settings.buffer, -1.0), 0.0)
+
+
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Whether the episode ended because its context was full or time ran out, or with an answer that was cut."""
+    return trajectory.stop_reason in ("length", "timeout") or any(
+        turn.stop_reason == "length" for turn in sorted(trajectory.turns, key=lambda t: t.index)[-1:]
+    )
+
+
+def assign_advantages(
+    groups: Sequence[Sequence[Trajectory]], config: AlgorithmConfig, *, max_new_tokens: int | None = None
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples of all groups of a step, in order, with the column `advantages` (float32 `[T]`), and figures.
+
+    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups in which nothing that is
+    compared differs, `overlong_filter` episodes that ended by length (they still count in what others are compared
+    with). `max_new_tokens`: needed for `overlong_penalty`, whose value is added to the reward of each turn (and, with
+    `credit = "token"`, to that of its last token).
+
+    Figures, always the same: `advantage/zero_variance_groups` (without contrast: nothing that is compared differs),
+    `advantage/zero_variance_share` (of all groups), `advantage/overlong_samples` (episodes that ended by length),
+    `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
+    and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
+
+    Raises `ValueError` if a group holds trajectories of another, or rewards or turns are not trainable (`check_rewards`,
+    `check_turns`).
+    """
+    if config.overlong_penalty.buffer and max_new_tokens is None:
+        raise ValueError("`overlong_penalty` needs `max_new_tokens`")
+    episodes = [[_Episode.of(t, config, max_new_tokens or 0) for t in group] for group in groups]
+    samples: list[Sample] = []
+    masks: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    flat, overlong, before = 0, 0, 0
+    for group in episodes:
+        differs = _credit(group, config)
+        flat += not differs
+        for episode in group:
+            cut = is_overlong(episode.trajectory)
+            drop = (config.filter_zero_variance and not differs) or (config.overlong_filter and cut)
+            overlong += cut
+            for sample, advantages in zip(episode.trajectory.samples, episode.split(), strict=True):
+                mask = sample.table["loss_mask"]
+                before += int(np.count_nonzero(mask))
+                samples.append(sample)
+                masks.append(np.zeros_like(mask) if drop else mask)
+                values.append(advantages.astype(np.float32))
+    if config.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
+        values = standardize(values, masks)
+    trained = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)] or [np.zeros(0)]).astype(np.float64)
+    penalties = [p for group in episodes for e in group for p in e.penalties.values()]
+    figures = {
+        "advantage/zero_variance_groups": float(flat),
+        "advantage/zero_variance_share": flat / max(len(episodes), 1),
+        "advantage/overlong_samples": float(overlong),
+        "advantage/filtered_tokens": float(before - len(trained)),
+        "advantage/overlong_penalty": float(np.mean(penalties)) if penalties else 0.0,
+        "advantage/mean": float(trained.mean()) if len(trained) else 0.0,
+        "advantage/std": float(trained.std()) if len(trained) else 0.0,
+        "advantage/abs_max": float(np.abs(trained).max()) if len(trained) else 0.0,
+    }
+    return [
+        Sample(s.sample_id, s.table.with_columns(advantages=v, loss_mask=m), s.temperature)
+        for s, v, m in zip(samples, values, masks, strict=True)
+    ], figures
+
+
+@dataclass
+class _Episode:
+    """One trajectory, its samples' tokens laid end to end: N of them."""
+
+    trajectory: Trajectory
+    turns: dict[int, Turn]
+    penalties: dict[int, float]
+    """Of each turn, by index."""
+    turn: np.ndarray
+    """int32 `[N]`: which turn sampled a token, or -1."""
+    to_go: np.ndarray
+    """float64 `[N]`: sum of the column `rewards`, and of penalties, from a token to the end."""
+    advantages: np.ndarray = field(init=False)
+    """float64 `[N]`."""
+
+    def __post_init__(self) -> None:
+        self.advantages = np.zeros(len(self.turn))
+
+    @staticmethod
+    def of(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _Episode:
+        check_rewards(trajectory)
+        check_turns(trajectory)
+        turns = {turn.index: turn for turn in trajectory.turns}
+        penalties = {
+            i: overlong_penalty(t.stop - t.start, max_new_tokens, config.overlong_penalty) for i, t in turns.items()
+        }
+        tables = [sample.table for sample in trajectory.samples]
+        turn = np.concatenate([t["turn"] for t in tables] or [np.zeros(0, np.int32)])
+        rewards = np.concatenate([t["rewards"] for t in tables] or [np.zeros(0)]).astype(np.float64)
+        for index, penalty in penalties.items():
+            at = np.flatnonzero(turn == index)
+            if penalty and len(at):
+                rewards[at[-1]] += penalty
+        order = _in_order(turn, [len(t) for t in tables])
+        to_go = np.zeros(len(rewards))
+        to_go[order] = np.cumsum(rewards[order][::-1])[::-1]
+        return _Episode(trajectory, turns, penalties, turn, to_go)
+
+    def reward(self, turn: int) -> float:
+        """Of one turn, with its penalty."""
+        return self.turns[turn].reward + self.penalties[turn]
+
+    def split(self) -> list[np.ndarray]:
+        """`advantages`, sample by sample."""
+        lengths = [len(sample.table) for sample in self.trajectory.samples]
+        return np.split(self.advantages, np.cumsum(lengths)[:-1]) if lengths else []
+
+
+def _in_order(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """int64 `[N]`: the tokens of an episode's samples in the order of its turns; what no turn sampled is after the turn
+    before it in its sample, or before all turns. `turn` int32 `[N]`, `lengths`: of the samples."""
+    belongs = turn.astype(np.int64)
+    start = 0
+    for length in lengths:
+        belongs[start : start + length] = np.maximum.accumulate(belongs[start : start + length])
+        start += length
+    return np.argsort(belongs, kind="stable")
+
+
+def _credit(group: Sequence[_Episode], config: AlgorithmConfig) -> bool:
+    """Set the advantages of one group's episodes. Returns whether anything that is compared in it differs."""
+    indices = {e.trajectory.group_index for e in group}
+    if len(indices) > 1:
+        raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
+    if config.credit == "trajectory":
+        played = [e for e in group if e.turns]
+        scores = [float(sum(e.reward(i) for i in e.turns)) for e in played]
+        baselines, scale = baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
+        for episode, score, baseline in zip(played, scores, baselines.tolist(), strict=True):
+            episode.advantages[episode.turn >= 0] = scale * (score - baseline)
+        return has_contrast(scores)
+    differs = False
+    for index in sorted({i for e in group for i in e.turns}):
+        tokens = [(e, np.flatnonzero(e.turn == index)) for e in group if index in e.turns]
+        if config.credit == "token":
+            tokens = [(e, at) for e, at in tokens if len(at)]
+            scores = [float(e.to_go[at[0]]) for e, at in tokens]
+        else:
+            scores = [e.reward(index) for e, _ in tokens]
+        baselines, scale = baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
+        for (episode, at), score, baseline in zip(tokens, scores, baselines.tolist(), strict=True):
+            earned = episode.to_go[at] if config.credit == "token" else score
+            episode.advantages[at] = scale * (earned - baseline)
+        differs |= has_contrast(scores)
+    return differs

@@ -1,0 +1,218 @@
+"""Per-token policy-gradient losses, by the names of `algorithm.policy_loss`.
+
+pi: the learner; pi_a: the anchor, `algorithm.anchor`; A: the advantage; sg: no gradient. The ratio is
+`r = exp(clamp(log pi - log pi_a, -20, 20))`: beyond the clamp, which no trained token should come near, it is constant and
+has no gradient. Papers maximise; the losses are the negatives of their objectives.
+
+A loss of one's own is any function of the type `PolicyLossFunction`, named by `algorithm.policy_loss = "module:function"`:
+
+    @by_token
+    def reinforce(inputs: LossInputs) -> PolicyLoss:
+        return PolicyLoss(-inputs.advantages * inputs.logprobs, clipped=torch.zeros_like(inputs.mask))
+
+It must treat an episode alike whatever others are in its micro-batch, and not divide by their number: masks and weights (the
+reduction's denominators) are the caller's. Then its gradient does not depend on packing.
+
+It sees whole episodes, and may use what it likes of them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
+samples are in several micro-batches that takes one more forward pass: see `learners.step`. A loss at a token that depends
+on that token's own columns alone says so with `@by_token`, and is spared it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from r3async.config import AlgorithmConfig, ClipConfig, import_policy_loss
+from r3async.learner.losses.segments import segment_count, segment_sum
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss sees of one micro-batch: M tokens of S episodes; float32 `[M]` unless said otherwise.
+
+    Only `logprobs` has a gradient. Every column is 0 where `mask` is False. Tokens of an episode that are in other
+    micro-batches are here too: their log-probs without a gradient, and in the same order wherever they are seen.
+    """
+
+    logprobs: Tensor
+    """log pi."""
+    anchor_logprobs: Tensor
+    """log pi_a: `rollout_logprobs`, or `old_logprobs` with `algorithm.anchor = "recomputed"`."""
+    rollout_logprobs: Tensor
+    """Log-probs of the policy that sampled the tokens."""
+    old_logprobs: Tensor | None
+    """Log-probs of the learner before the step's first update, if `needs_old_logprobs(config)`."""
+    advantages: Tensor
+    mask: Tensor
+    """bool `[M]`: tokens that the policy loss trains."""
+    sequence: Tensor
+    """int64 `[M]`: which of the S episodes each token is of."""
+    sequences: int
+    """S. Episodes are whole: all trained tokens of each are here (not with a loss that is marked `by_token`)."""
+    config: AlgorithmConfig
+
+    def ratio(self) -> Tensor:
+        """r, `[M]`, with gradient."""
+        return bounded_exp(self.logprobs - self.anchor_logprobs)
+
+    def episode_sum(self, values: Tensor) -> Tensor:
+        """float64 `[M]`, with gradient: at each token the sum of `values` `[M]` over its episode's tokens in `mask`."""
+        return segment_sum(values, self.mask, self.sequence, self.sequences)[self.sequence]
+
+    def episode_mean(self, values: Tensor) -> Tensor:
+        """float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 for an episode without any."""
+        counts = segment_count(self.mask, self.sequence, self.sequences).clamp(min=1)
+        return self.episode_sum(values) / counts[self.sequence]
+
+
+class PolicyLoss(NamedTuple):
+    """`value` `[M]`: each token's loss, with gradient. `clipped` bool `[M]`: where a bound changed or stopped its gradient."""
+
+    value: Tensor
+    clipped: Tensor
+
+
+PolicyLossFunction = Callable[[LossInputs], PolicyLoss]
+Loss = TypeVar("Loss", bound=PolicyLossFunction)
+
+BY_TOKEN = "by_token"
+
+
+def by_token(function: Loss) -> Loss:
+    """Mark a policy loss whose value at a token depends on no other token: it is right without whole episodes."""
+    setattr(function, BY_TOKEN, True)
+    return function
+
+
+def takes_episodes(function: PolicyLossFunction) -> bool:
+    """Whether the loss needs all tokens of an episode at once: every one that is not marked `by_token`."""
+    return not getattr(function, BY_TOKEN, False)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """`exp(clamp(log_ratio, -20, 20))`."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+@by_token
+def tis(inputs: LossInputs) -> PolicyLoss:
+    """Truncated importance sampling: `-sg(min(r, ratio_cap)) A log pi`.
+
+    Its gradient is the importance-weighted policy gradient with weights capped from above, which bounds the variance
+    and leaves the sign of every token's gradient alone (IMPALA's truncated rho, arXiv 1802.01561; for engine and
+    trainer mismatch: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
+    """
+    ratio, cap = inputs.ratio().detach(), inputs.config.ratio_cap
+    return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
+
+
+@by_token
+def ppo(inputs: LossInputs) -> PolicyLoss:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`: PPO (arXiv 1707.06347, eq. 7), with the two bounds apart (DAPO,
+    arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0, `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
+    """
+    settings = inputs.config.ppo
+    return _clipped(inputs.ratio(), inputs.advantages, settings, settings.dual_clip)
+
+
+def gspo(inputs: LossInputs) -> PolicyLoss:
+    """PPO's clip on the length-normalised ratio of the episode: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
+    `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`. GSPO, arXiv 2507.18071, section 4.
+
+    In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and, where A and the weight are
+    the same all over an episode, in gradient; and right for advantages that differ between turns too.
+    """
+    log_ratio = inputs.episode_mean((inputs.logprobs - inputs.anchor_logprobs).detach())
+    ratio = bounded_exp(log_ratio).to(inputs.logprobs.dtype)
+    return _clipped(ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), inputs.advantages, inputs.config.gspo)
+
+
+@by_token
+def cispo(inputs: LossInputs) -> PolicyLoss:
+    """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: no token's gradient is dropped. CISPO, arXiv 2506.13585, eq. 4
+    and 5, without a lower bound (`clip_low` = 1) as there; an upper bound on r of about 5 is ScaleRL's, arXiv 2510.13786.
+    """
+    settings, ratio = inputs.config.cispo, inputs.ratio().detach()
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    weight = ratio.clamp(low, high)
+    return PolicyLoss(-weight * inputs.advantages * inputs.logprobs, (ratio < low) | (ratio > high))
+
+
+@by_token
+def sapo(inputs: LossInputs) -> PolicyLoss:
+    """`-sigmoid(tau (r - 1)) (4 / tau) A` with `tau = tau_positive` where A > 0, else `tau_negative`: a soft gate in place
+    of a clip, with the gradient of `-r A` at r = 1. SAPO, arXiv 2511.20347."""
+    settings = inputs.config.sapo
+    tau = torch.full_like(inputs.advantages, settings.tau_negative)
+    tau = tau.masked_fill(inputs.advantages > 0, settings.tau_positive)
+    gate = torch.sigmoid(tau * (inputs.ratio() - 1)) * 4 / tau
+    return PolicyLoss(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
+
+
+@by_token
+def dppo(inputs: LossInputs) -> PolicyLoss:
+    """`-M r A`, with `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the two)
+    is above `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r < 1; else 1.
+    DPPO with the binary-TV divergence, arXiv 2602.04879, eq. 11 to 13. Its authors anchor on the rollout policy.
+    """
+    settings, ratio, advantages = inputs.config.dppo, inputs.ratio(), inputs.advantages
+    change = inputs.logprobs.detach().exp() - inputs.anchor_logprobs.exp()
+    too_high = (advantages > 0) & (change > settings.threshold_high)
+    too_low = (advantages < 0) & (change < -settings.threshold_low)
+    clipped = too_high | too_low
+    return PolicyLoss(torch.where(clipped, 0.0, -ratio * advantages), clipped)
+
+
+@by_token
+def decoupled_ppo(inputs: LossInputs) -> PolicyLoss:
+    """`-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`: the ratio `u = pi / pi_old` that is clipped is to the learner
+    before the step, whatever `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`
+    corrects for the policy mu that sampled. Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2.
+    """
+    assert inputs.old_logprobs is not None
+    settings = inputs.config.decoupled_ppo
+    behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
+    surrogate = _clipped(
+        bounded_exp(inputs.logprobs - inputs.old_logprobs), inputs.advantages, settings, settings.dual_clip
+    )
+    cap = settings.behaviour_cap
+    return PolicyLoss(behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | (behaviour > cap))
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None) -> PolicyLoss:
+    """`-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a bound is what counts."""
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    value = -torch.where(clipped, ratio.detach().clamp(low, high), ratio) * advantages
+    if dual_clip is None:
+        return PolicyLoss(value, clipped)
+    cut = (advantages < 0) & (ratio > dual_clip)
+    return PolicyLoss(torch.where(cut, -dual_clip * advantages, value), clipped | cut)
+
+
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {
+    "tis": tis,
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "decoupled_ppo": decoupled_ppo,
+}
+
+
+def policy_loss(name: str) -> PolicyLossFunction:
+    """The loss that `algorithm.policy_loss` names; the configuration has checked it."""
+    return POLICY_LOSSES.get(name) or import_policy_loss(name)
+
+
+def needs_old_logprobs(config: AlgorithmConfig) -> bool:
+    """Whether the learner must compute `old_logprobs` before the step's first update."""
+    return config.anchor == "recomputed" or config.policy_loss == "decoupled_ppo"

@@ -1,0 +1,205 @@
+"""`MegatronLearner`: Qwen3-MoE on megatron-core with rollout routing replay, on CPU or CUDA, on one rank or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from r3async.config import Config
+from r3async.data.model_shape import ShapeError
+from r3async.learner.backend import LearnerBackend, Scores
+from r3async.learner.base import LearnerError
+from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
+from r3async.learner.megatron import cpu, parallel
+from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
+from r3async.learner.megatron.links import Checkpoint, Link, gather_weights, held, links, load_weights
+from r3async.learner.megatron.modules import HiddenStatesModel, build_model, make_plan
+from r3async.learner.megatron.pipeline import run_stages
+from r3async.learner.megatron.replay import attach
+from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.replay import Binder, MicroBatchRoutes
+from r3async.learner.state import Held
+
+
+class MegatronLearner(LearnerBackend):
+    """See `LearnerBackend`.
+
+    One process is one rank with one device. With `learner.parallel` beyond one rank, the default process group must be
+    there, and every rank loads a learner and makes the same calls.
+    """
+
+    name = "megatron"
+    ranks: parallel.Layout
+
+    def __init__(
+        self,
+        config: Config,
+        source: Path,
+        layout: parallel.Layout,
+        shape: Qwen3Shape,
+        model: HiddenStatesModel,
+        linked: list[Link],
+        device: torch.device,
+    ):
+        self.model, self.shape, self.links, self._device = model, shape, linked, device
+        assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in self.links}, "unlinked"
+        replay = attach(
+            model,
+            moe_layers=[i + 1 for i in shape.moe_layers],
+            shard=(layout.tp_rank, config.learner.parallel.tp),
+            top_k=shape.top_k or 1,
+            num_experts=shape.experts or 1,
+            enabled=config.routing.replay != "off",
+            device=device,
+        )
+        summed = parallel.GradientSum(self.links, layout)
+        optimizer = MasterAdamW(
+            [link.parameter for link in self.links],
+            config.learner,
+            reduce_gradients=summed.reduce if config.learner.parallel.world > 1 else None,
+            squared_norm=summed.squared_norm,
+        )
+        self._logits_here, self._logprobs_of = vocabulary_of(shape.vocab, layout)
+        super().__init__(
+            config,
+            source,
+            layout,
+            vocab_size=shape.vocab,
+            replay=replay,
+            optimizer=optimizer,
+            parameters=model.parameters(),
+        )
+
+    @classmethod
+    def load(cls, config: Config, model_path: Path) -> MegatronLearner:
+        """Build this rank's part of the model, and load its weights. Collective. Raises `LearnerError` for a model or a layout
+        that this backend does not have."""
+        cpu.prepare()
+        source, cuda = Path(model_path), torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if not cuda:
+            torch.set_num_threads(config.learner.threads)
+        shape = read_qwen3(source)
+        try:
+            shape.check_divides(config.learner.parallel)
+        except ShapeError as error:
+            raise LearnerError(str(error)) from error
+        layout = parallel.start(config.learner.parallel, device)
+        model = build_model(
+            transformer_config(shape, config.learner),
+            moe_pattern=shape.moe_pattern,
+            vocab_size=shape.vocab,
+            max_positions=shape.positions,
+            tied=shape.tied,
+        ).to(device)
+        linked = links(model, shape)
+        load_weights(linked, shape, Checkpoint(source))
+        return cls(config, source, layout, shape, model, linked, device)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Tensor:
+        """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""
+        hidden = self.hidden(micro_batch)
+        return hidden if routes is None else routes.follow(hidden)
+
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """See `forward`; routes are those that are bound."""
+        plan = make_plan(
+            micro_batch.cu_seqlens,
+            head_dim=self.shape.head_dim,
+            rope_theta=self.shape.rope_theta,
+            dtype=getattr(torch, self.config.learner.dtype),
+            device=self._device,
+        )
+        ids = self._tensor(micro_batch.table["token_ids"].astype(np.int64))
+        return self.model(ids[None], None, None, packed_seq_params=plan)
+
+    def scores(self, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray) -> Scores:
+        """See `LearnerBackend.scores`."""
+        hidden = output
+        if self.config.learner.parallel.tp > 1:
+            # Each rank's logits are of its own part of the vocabulary, so their gradients add up in the backward pass.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        ids = micro_batch.table["token_ids"][rows].astype(np.int64)
+        weight = self.model.output_weight()[: self._logits_here]
+        return token_logprobs(
+            lambda h: F.linear(h, weight),
+            hidden[:, 0].index_select(0, self._tensor(rows - 1)),
+            self._tensor(ids),
+            self._tensor(micro_batch.token_temperatures[rows]),
+            self._logits_here,
+            logprobs=self._logprobs_of,
+            entropy_gradient=self.config.algorithm.entropy_coef != 0,
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        """On the device. `array` must be ours, not a table's column: those may be read-only."""
+        return torch.from_numpy(array).to(self._device)
+
+    def schedule(
+        self,
+        forward: Callable[[int, Binder], Any],
+        finish: Callable[[int, Any], Tensor | None],
+        count: int,
+        *,
+        backward: bool,
+    ) -> None:
+        """One after the other; through several pipeline stages by 1F1B, which begins forward passes before earlier micro-batches
+        have had their backward."""
+        if self.config.learner.parallel.pp == 1:
+            super().schedule(forward, finish, count, backward=backward)
+            return
+
+        def last(index: int, hidden: Tensor) -> Tensor:
+            loss = finish(index, hidden)
+            return hidden.new_zeros(()) if loss is None else loss
+
+        with self.replay.pipelined() as bind:
+            run_stages(self.model, lambda index: forward(index, bind), last, count, forward_only=not backward)
+
+    def share_logprobs(self, values: Sequence[np.ndarray]) -> None:
+        """See `LearnerBackend.share_logprobs`."""
+        if self.config.learner.parallel.pp > 1:
+            group, source = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_last_rank()
+            for each in values:
+                dist.broadcast(torch.from_numpy(each), source, group)
+
+    def join_routes(self, routes: Tensor) -> None:
+        """See `LearnerBackend.join_routes`: every row and layer is on one rank of a model."""
+        if self.config.learner.parallel.world > 1:
+            dist.all_reduce(routes, group=ps.get_model_parallel_group())
+
+    # -- what is saved ---------------------------------------------------------------------------------------------
+
+    def places(self) -> list[Held]:
+        """See `LearnerBackend.places`."""
+        return [held(link) for link in self.links]
+
+    def export(self) -> dict[str, Tensor]:
+        """See `LearnerBackend.export`; with one rank on the model's device, with several on the host."""
+        return gather_weights(self.links)
+
+    def close(self) -> None:
+        """Release the process groups, if they were made here."""
+        self.ranks.close()
+
+
+def vocabulary_of(size: int, layout: parallel.Layout) -> tuple[int, LogProbs]:
+    """Columns of this rank's logits, and how log-probs are made of them."""
+    ranks = layout.parallel.tp
+    if ranks == 1:
+        return size, whole_vocabulary
+    rows = -(-size // ranks)
+    first = rows * layout.tp_rank
+    return max(0, min(rows, size - first)), split_vocabulary(first, ps.get_tensor_model_parallel_group())

@@ -1,0 +1,229 @@
+"""Weights between a Hugging Face checkpoint and Megatron, both ways and on any number of ranks, from one list of
+correspondences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Parameter
+
+from r3async.checkpoint.tensors import Place
+from r3async.learner.base import LearnerError
+from r3async.learner.megatron.hf import Qwen3Shape
+from r3async.learner.megatron.modules import HiddenStatesModel
+from r3async.learner.state import Held
+
+
+@dataclass(frozen=True)
+class Link:
+    """One Megatron parameter of this rank and the checkpoint tensors it is made of.
+
+    `dim`: along which the tensors, each of them, are divided among the tensor-parallel ranks; None if every rank has all of
+    them. `join` makes the parameter of this rank's parts of the tensors, and `split` undoes it. `rows`: number of rows of the
+    whole tensor, where ranks pad it with zeros to share it evenly. `expert`: it belongs to an expert. `twice`: two pipeline
+    stages have it (an embedding that is also the output matrix), and `copy` that this is the second.
+    """
+
+    parameter: Parameter
+    names: tuple[str, ...]
+    join: Callable[[list[Tensor]], Tensor]
+    split: Callable[[Tensor], list[Tensor]]
+    dim: int | None = None
+    rows: int | None = None
+    expert: bool = False
+    twice: bool = False
+    copy: bool = False
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole checkpoint tensor."""
+        if self.dim is None:
+            return tensor
+        ranks = ps.get_tensor_model_parallel_world_size()
+        if self.rows is not None and self.rows % ranks:
+            tensor = F.pad(tensor, (0, 0, 0, -self.rows % ranks))
+        if tensor.shape[self.dim] % ranks:
+            raise LearnerError(
+                f"{self.names[0]}: {tensor.shape[self.dim]} rows or columns cannot be divided among {ranks} ranks"
+            )
+        return tensor.chunk(ranks, self.dim)[ps.get_tensor_model_parallel_rank()]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor from every tensor-parallel rank's part: a collective operation, if it is divided."""
+        if self.dim is None or ps.get_tensor_model_parallel_world_size() == 1:
+            return part[: self.rows]
+        parts = [torch.empty_like(part) for _ in range(ps.get_tensor_model_parallel_world_size())]
+        dist.all_gather(parts, part.contiguous(), group=ps.get_tensor_model_parallel_group())
+        return torch.cat(parts, self.dim)[: self.rows]
+
+
+def held(link: Link) -> Held:
+    """Where the parts of that parameter of this rank lie in the tensors of a checkpoint."""
+    rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    places = []
+    for name, part in zip(link.names, link.split(link.parameter.detach()), strict=True):
+        shape, offset, size = list(part.shape), [0] * part.ndim, list(part.shape)
+        if link.dim is not None:
+            shape[link.dim] = link.rows or size[link.dim] * ranks
+            offset[link.dim] = min(rank * size[link.dim], shape[link.dim])
+            # Rows that only pad the ranks' share are in no checkpoint.
+            size[link.dim] = min(size[link.dim], shape[link.dim] - offset[link.dim])
+        places.append(Place(name, tuple(shape), tuple(offset), tuple(size)))
+    divided = link.dim is not None
+    first = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank()
+    mine = first == 0 and (divided or link.expert or rank == 0)
+    return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
+
+
+def links(model: HiddenStatesModel, shape: Qwen3Shape) -> list[Link]:
+    """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
+    return list(_links(model, shape))
+
+
+def _links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
+    def same(parameter: Parameter, name: str, **how: Any) -> Link:
+        return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
+
+    def stacked(parameter: Parameter, prefix: str, **how: Any) -> Link:
+        """fc1 is the gate projection over the up projection."""
+        names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+        return Link(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
+
+    ranks, pipeline = ps.get_tensor_model_parallel_world_size(), ps.get_pipeline_model_parallel_world_size()
+    groups, per_group, dim = shape.kv_heads // ranks, shape.heads // shape.kv_heads, shape.head_dim
+
+    def join_qkv(tensors: list[Tensor]) -> Tensor:
+        """Megatron keeps the query heads of a group next to its key and value head."""
+        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
+
+    def split_qkv(weight: Tensor) -> list[Tensor]:
+        parts = weight.unflatten(0, (groups, -1)).split([per_group * dim, dim, dim], dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+    vocabulary = {"dim": 0, "rows": shape.vocab}
+    if model.pre_process:
+        twice = shape.tied and pipeline > 1
+        yield same(model.embedding.word_embeddings.weight, "model.embed_tokens.weight", twice=twice, **vocabulary)
+    for layer in model.decoder.layers:
+        prefix = f"model.layers.{layer.layer_number - 1}."
+        attention, mlp = layer.self_attention, layer.mlp
+        yield same(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
+        names = tuple(f"{prefix}self_attn.{x}_proj.weight" for x in "qkv")
+        yield Link(attention.linear_qkv.weight, names, join_qkv, split_qkv, dim=0)
+        yield same(attention.q_layernorm.weight, f"{prefix}self_attn.q_norm.weight")
+        yield same(attention.k_layernorm.weight, f"{prefix}self_attn.k_norm.weight")
+        yield same(attention.linear_proj.weight, f"{prefix}self_attn.o_proj.weight", dim=1)
+        yield same(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
+        if isinstance(mlp, MoELayer):
+            yield same(mlp.router.weight, f"{prefix}mlp.gate.weight")
+            for e, expert in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
+                yield stacked(expert.linear_fc1.weight, f"{prefix}mlp.experts.{e}.", expert=True)
+                yield same(expert.linear_fc2.weight, f"{prefix}mlp.experts.{e}.down_proj.weight", expert=True)
+        else:
+            yield stacked(mlp.linear_fc1.weight, f"{prefix}mlp.", dim=0)
+            yield same(mlp.linear_fc2.weight, f"{prefix}mlp.down_proj.weight", dim=1)
+    if model.post_process:
+        yield same(model.decoder.final_layernorm.weight, "model.norm.weight")
+        if not shape.tied:
+            yield same(model.output_layer.weight, "lm_head.weight", **vocabulary)
+        elif pipeline > 1:
+            copy = {"twice": True, "copy": True}
+            yield same(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """Tensors of the safetensors files of a directory, by name, read when asked for."""
+
+    def __init__(self, directory: Path):
+        self._files = {}
+        self._where = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            self._files[path] = safe_open(path, framework="pt")
+            self._where.update(dict.fromkeys(self._files[path].keys(), path))
+        if not self._files:
+            raise LearnerError(f"{directory} has no .safetensors file")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._where[name]].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+@torch.no_grad()
+def load_weights(plan: Sequence[Link], shape: Qwen3Shape, tensors: Mapping[str, Tensor]) -> None:
+    """Fill every parameter. Raises `LearnerError` naming tensors that are missing, misshapen or not of this model."""
+    needed = shape.tensor_names()
+    # A tied checkpoint may still hold the output matrix, which is the embedding again.
+    allowed = needed | ({"lm_head.weight"} if shape.tied else set())
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - allowed)
+    for what, names in (("lacks", missing), ("has tensors that Qwen3-MoE has not:", unknown)):
+        if names:
+            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
+    for link in plan:
+        try:
+            weight = link.join([link.part(tensors[name]) for name in link.names])
+        except RuntimeError as error:
+            raise LearnerError(f"{' + '.join(link.names)} do not fit together: {error}") from error
+        if weight.shape != link.parameter.shape:
+            raise LearnerError(
+                f"{' + '.join(link.names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
+            )
+        link.parameter.copy_(weight)
+
+
+def _itself(parameter: Parameter) -> Tensor:
+    return parameter.detach()
+
+
+@torch.no_grad()
+def gather_weights(plan: Sequence[Link], value: Callable[[Parameter], Tensor] = _itself) -> dict[str, Tensor]:
+    """Copies of all weights, or of `value` of them, under their checkpoint names, contiguous: on rank 0, nothing elsewhere.
+
+    A collective operation. With one rank the copies are on the model's device, with several on the host.
+    """
+    alone = dist.get_world_size() == 1
+    mine: dict[str, Tensor] = {}
+    for link in plan:
+        if link.copy:
+            continue
+        for name, part in zip(link.names, link.split(value(link.parameter)), strict=True):
+            whole = link.whole(part)
+            if alone or _first_of_copies(link):
+                mine[name] = whole.clone(memory_format=torch.contiguous_format)
+    return mine if alone else _collect(mine)
+
+
+def _first_of_copies(link: Link) -> bool:
+    """Whether this rank hands in that parameter: of the ranks that have it, one does."""
+    if link.expert:
+        return ps.get_expert_data_parallel_rank() == 0
+    return ps.get_data_parallel_rank() == 0 and ps.get_tensor_model_parallel_rank() == 0
+
+
+def _collect(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    described: list[list[tuple[str, torch.Size, torch.dtype]]] = [[] for _ in range(world)]
+    dist.all_gather_object(described, [(name, t.shape, t.dtype) for name, t in mine.items()])
+    everything = {name: t.cpu() for name, t in mine.items()} if rank == 0 else {}
+    for source in range(1, world):
+        for name, size, dtype in described[source]:
+            if rank == source:
+                dist.send(mine[name].cpu(), 0)
+            elif rank == 0:
+                everything[name] = torch.empty(size, dtype=dtype)
+                dist.recv(everything[name], source)
+    return everything

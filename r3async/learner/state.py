@@ -1,0 +1,135 @@
+"""What a learner saves and resumes from: every tensor of the optimizer, named as in a model's checkpoint, whatever the ranks.
+
+Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was
+updated, `rng/DEVICE/RANK`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from r3async.checkpoint.manifest import CheckpointError
+from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
+
+if TYPE_CHECKING:
+    from r3async.learner.backend import LearnerBackend
+
+_VALUES = ("master", "exp_avg", "exp_avg_sq")
+"""Of the optimizer's tensors, those that have a parameter's shape."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one parameter of this rank is of the whole model: the values of `places`, in the order in which `split` gives them.
+
+    `join` undoes `split`. `writes`: of the ranks that hold the same, this one hands it in.
+    """
+
+    places: tuple[Place, ...]
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
+    join: Callable[[list[Tensor]], Tensor] = lambda tensors: tensors[0]
+    writes: bool = True
+
+
+@torch.no_grad()
+def take(backend: LearnerBackend) -> LearnerState:
+    """Copies, in host memory; see `LearnerBackend.state`."""
+    pieces = []
+    for held, tensors in zip(backend.places(), backend.optimizer.states(), strict=True):
+        if not held.writes:
+            continue
+        for kind, tensor in tensors.items():
+            if kind == "step":
+                # Of the ranks that divide a tensor among them, the one that begins it.
+                pieces += [Piece(_step(place), _copy(tensor)) for place in held.places if not any(place.offset)]
+                continue
+            for place, part in zip(held.places, held.split(tensor), strict=True):
+                inside = part[tuple(slice(n) for n in place.size)]
+                pieces.append(Piece(replace(place, name=f"{kind}/{place.name}"), _copy(inside)))
+    for name, numbers in _generators(backend.ranks.rank):
+        pieces.append(Piece(Place.whole(name, numbers.shape), numbers))
+    facts = LearnerFacts(
+        backend=backend.name,
+        model=_model(backend),
+        steps=backend.optimizer.steps,
+        world=backend.ranks.world,
+        trust_region=backend.trust_region.state(),
+    )
+    return LearnerState(backend.ranks.rank, facts, pieces)
+
+
+def restore(backend: LearnerBackend, parts: LearnerParts, *, optimizer: bool = True) -> None:
+    """See `LearnerBackend.restore`."""
+    facts = parts.facts
+    if facts.backend != backend.name:
+        raise CheckpointError(
+            f'it was written by learner.backend = "{facts.backend}", which names tensors in its own way: set that back, or '
+            "`r3async export` the model and start from it"
+        )
+    if facts.model != _model(backend):
+        raise CheckpointError(
+            f"it is of another model: the config.json in {backend.source} is not the one it was written with"
+        )
+    backend.optimizer.restore(_read(backend, parts, optimizer), facts.steps if optimizer else 0)
+    if not optimizer:
+        return
+    backend.trust_region.restore(facts.trust_region)
+    if facts.world == backend.ranks.world:
+        _set_generators(backend.ranks.rank, parts)
+
+
+def _read(backend: LearnerBackend, parts: LearnerParts, optimizer: bool) -> Iterator[dict[str, Tensor]]:
+    """For each parameter what `MasterAdamW.restore` wants."""
+
+    for held, now in zip(backend.places(), backend.optimizer.states(), strict=True):
+        updated = optimizer and f"step/{held.places[0].name}" in parts
+        out = {}
+        for kind in _VALUES if updated else _VALUES[:1]:
+            pairs = zip(held.places, held.split(now["master"]), strict=True)
+            tensors = [_filled(parts.read(replace(p, name=f"{kind}/{p.name}")), part) for p, part in pairs]
+            out[kind] = held.join(tensors)
+        if updated:
+            out["step"] = parts.read(_step(held.places[0]))
+        yield out
+
+
+def _filled(values: Tensor, part: Tensor) -> Tensor:
+    """With zeros where a rank has rows that only pad its share: nothing is ever added to those."""
+    return F.pad(values, (0, 0, 0, part.shape[0] - values.shape[0])) if values.shape != part.shape else values
+
+
+def _model(backend: LearnerBackend) -> str:
+    """SHA-256 of `config.json`: what the tensors' names and shapes follow from."""
+    return hashlib.sha256((backend.source / "config.json").read_bytes()).hexdigest()
+
+
+def _step(place: Place) -> Place:
+    return Place.whole(f"step/{place.name}", ())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+
+
+def _generators(rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Torch's random numbers. Nothing draws any today: no model that is trained here has dropout, and weights are loaded."""
+    yield f"rng/cpu/{rank}", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield f"rng/cuda/{rank}", torch.cuda.get_rng_state()
+
+
+def _set_generators(rank: int, parts: LearnerParts) -> None:
+    for name, now in _generators(rank):
+        if name in parts:
+            numbers = parts.read(Place.whole(name, now.shape), torch.uint8)
+            try:
+                torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(numbers)
+            except RuntimeError as error:
+                raise CheckpointError(f"{name}: {error}") from error

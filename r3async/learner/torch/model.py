@@ -1,0 +1,272 @@
+"""A transformers causal language model over packed samples: loaded, checked, and made to give log-probs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from r3async.data.model_shape import moe_geometry
+from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
+from r3async.learner.base import LearnerError
+from r3async.learner.logprobs import token_logprobs
+from r3async.learner.replay import MicroBatchRoutes
+from r3async.learner.torch.routers import RouterSearch, check_routers
+
+ATTENTION = "r3async_packed"
+"""Our attention's name in transformers. No mask function has this name, so that models make no mask."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    attention_plan: AttentionPlan | None = None,
+    attention_calls: list[tuple[nn.Module, int | None]] | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`query [1, heads, N, D]` -> `[1, N, heads, D]`: transformers' attention function, over packed samples.
+
+    Raises `LearnerError` for what this attention has not, instead of leaving it out.
+    """
+    name = type(module).__name__
+    if attention_plan is None:
+        raise LearnerError(f"{name} is not handed the keyword arguments of the model: use learner.backend=megatron")
+    extras = {"a mask of its own": attention_mask, "soft-capping": softcap, "attention sinks": s_aux}
+    for what, given in extras.items():
+        if given is not None:
+            raise LearnerError(f"{name} uses {what}, which packed attention has not")
+    if dropout or not getattr(module, "is_causal", True):
+        raise LearnerError(f"{name} uses {'dropout' if dropout else 'attention that is not causal'}")
+    longest = max(width for _, width in attention_plan.buckets)
+    if sliding_window and longest > sliding_window:
+        raise LearnerError(
+            f"{name}: a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, which "
+            "packed attention has not: lower episode.max_total_tokens"
+        )
+    if attention_calls is not None:
+        attention_calls.append((module, sliding_window or None))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention(q, k, v, attention_plan, scaling)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise LearnerError(
+            f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"
+        ) from error
+    if "quantization_config" in config:
+        raise LearnerError(
+            f"{path}: quantized weights cannot be trained; set `model.path` to the model in full precision"
+        )
+    return config
+
+
+def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a Hugging Face directory, in host memory, with every weight from its files.
+
+    In eval mode, always: dropout and a router's jitter are not part of the policy that the engine samples from.
+    Raises `LearnerError`, with what to change, if transformers cannot load it or a weight is missing or left over.
+    """
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # of many kinds: files, their headers, names, shapes, an unknown model type
+        raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[what])):
+            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise LearnerError(
+                f"`model.path` = {path}: the files do not fit config.json, {what.replace('_', ' ')}: {', '.join(names[:4])}{rest}"
+            )
+    # A model that is asked for them collects all router logits; there is no auxiliary loss here.
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a forward pass needs, on the device. `ids` and `positions` int64 `[N]`."""
+
+    ids: Tensor
+    positions: Tensor
+    plan: AttentionPlan
+
+    @staticmethod
+    def of(token_ids: np.ndarray, positions: np.ndarray, cu_seqlens: np.ndarray, device: torch.device) -> Packed:
+        """`token_ids` and `positions` int `[N]`, `cu_seqlens` int `[S + 1]`."""
+        ids, at = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (token_ids, positions))
+        return Packed(ids, at, plan_attention(cu_seqlens, device))
+
+    def arguments(self) -> dict[str, Any]:
+        """For a transformers model."""
+        return {
+            "input_ids": self.ids[None],
+            "position_ids": self.positions[None],
+            "attention_plan": self.plan,
+            "use_cache": False,
+        }
+
+
+class PackedModel(nn.Module):
+    """Log-probs of tokens under a transformers model: all of a pass in one `forward`, which is what FSDP shards.
+
+    `routing`, `routers`: the routes' shape and the modules that choose experts, in layer order; None and empty for a
+    dense model. Raises `LearnerError` for a model that this backend would train wrongly (see `_probe`).
+    """
+
+    def __init__(self, causal: PreTrainedModel, config: Mapping[str, Any], longest: int):
+        super().__init__()
+        self.causal = causal
+        self.entropy_gradient = False
+        """Whether the loss has an entropy term."""
+        layers = getattr(causal.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or causal.get_output_embeddings() is None:
+            raise LearnerError(f"{type(causal).__name__} has no list of decoder layers, or no output layer")
+        self.layers = list(layers)
+        self.vocab_size: int = causal.get_output_embeddings().weight.shape[0]
+        self.routing, moe_layers = moe_geometry(config)
+        _refuse_length_dependence(causal.config, longest)
+        self.routers = check_routers(self._probe(longest), self.routing, moe_layers)
+
+    @torch.no_grad()
+    def _probe(self, longest: int) -> dict[int, list[nn.Module]]:
+        """Run one short sample to see what the model does; returns the modules that choose experts, by layer.
+
+        Raises `LearnerError` if a layer mixes tokens by anything but one call of packed attention (recurrent and
+        convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
+        scaled or capped), if a router takes weights from masked scores, or for a sliding window below `longest`.
+        """
+        tokens = np.arange(3)
+        packed = Packed.of(tokens % self.vocab_size, tokens, np.asarray([0, len(tokens)]), torch.device("cpu"))
+        calls: list[tuple[nn.Module, int | None]] = []
+        hidden: list[Tensor] = []
+        handle = self.causal.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
+        try:
+            with RouterSearch(self.layers, self.routing) as search:
+                logits = self.causal(**packed.arguments(), attention_calls=calls).logits
+        except LearnerError:
+            raise
+        except Exception as error:  # whatever a model's own code may raise
+            raise LearnerError(f"{type(self.causal).__name__} cannot run on packed samples: {error}") from error
+        finally:
+            handle.remove()
+        where = {id(module): index for index, layer in enumerate(self.layers) for module in layer.modules()}
+        for index in range(len(self.layers)):
+            times = sum(where.get(id(module)) == index for module, _ in calls)
+            if times != 1:
+                raise LearnerError(
+                    f"layer {index} of {type(self.causal).__name__} calls attention {times} times instead of once: samples "
+                    "packed into one micro-batch would not be kept apart"
+                )
+        windows = [window for _, window in calls if window is not None]
+        if windows and min(windows) < longest:
+            raise LearnerError(
+                f"the model's sliding window is {min(windows)} tokens, which packed attention has not: set "
+                f"episode.max_total_tokens, which is {longest}, to at most that"
+            )
+        if not torch.isfinite(logits).all():
+            raise LearnerError(
+                f"{type(next(iter(search.grouped))).__name__} takes gate weights from scores in which some groups of experts "
+                "are masked: recorded experts of the other groups could not be replayed"
+                if search.grouped
+                else f"{type(self.causal).__name__} gives logits that are not finite: its weights are broken"
+            )
+        if not torch.equal(self.causal.get_output_embeddings()(hidden[0]).float(), logits.float()):
+            raise LearnerError(
+                f"{type(self.causal).__name__} changes its logits after the output layer (scaling, soft-capping)"
+            )
+        return search.routers
+
+    def hidden_states(self, packed: Packed) -> Tensor:
+        """`[N, H]`, after the final norm."""
+        return self.causal.base_model(**packed.arguments()).last_hidden_state[0]
+
+    def forward(
+        self, packed: Packed, rows: Tensor, temperatures: Tensor, routes: MicroBatchRoutes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """float32 `[M]` log-probs of the tokens at `rows` (int64 `[M]`, none a first token), and their entropies.
+
+        Logits are made for these rows only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
+        """
+        hidden = self.hidden_states(packed)
+        if routes is not None:
+            hidden = routes.follow(hidden)
+        logprobs, entropies = token_logprobs(
+            self.causal.get_output_embeddings(),
+            hidden.index_select(0, rows - 1),
+            packed.ids.index_select(0, rows),
+            temperatures,
+            self.vocab_size,
+            entropy_gradient=self.entropy_gradient,
+        )
+        # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
+        return logprobs.clone(), entropies
+
+    def recompute(self, which: str) -> None:
+        """Make activations again in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
+        blocks = (c for layer in self.layers for c in layer.children() if any(r in c.modules() for r in self.routers))
+        for module in {"none": (), "selective": blocks, "full": self.layers}[which]:
+            # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
+            module.forward = partial(_recomputed, module.forward)
+
+    def checkpoint_tensors(self, gather: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+        """All weights and persistent buffers under their checkpoint names, contiguous copies.
+
+        `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports.
+        """
+        ours = dict(self.causal.named_parameters())
+        buffers = dict(self.causal.named_buffers())
+        ours |= {n: buffers[n] for n in self.causal.state_dict() if n in buffers}
+        whole = {name: t for name, tensor in ours.items() if (t := gather(tensor.detach())) is not None}
+        named = revert_weight_conversion(self.causal, whole)
+        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
+
+
+def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _refuse_length_dependence(config: Any, longest: int) -> None:
+    """Raise `LearnerError` for rotary positions that change with the length of the input, and for chunked attention."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        kind = parameters.get("rope_type") if isinstance(parameters, Mapping) else None
+        if kind in ("dynamic", "longrope"):
+            raise LearnerError(
+                f"rope_type {kind!r} depends on the length of the input, which is that of a whole micro-batch here: only "
+                "rotary positions that do not are supported (default, linear, yarn, llama3)"
+            )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < longest:
+        raise LearnerError(
+            f"attention in chunks of {chunk} tokens is not supported: lower episode.max_total_tokens to that"
+        )

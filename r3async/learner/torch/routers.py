@@ -1,0 +1,164 @@
+"""The routers of any transformers mixture of experts: found by what they do, and made to replay recorded experts.
+
+A router is the module of a decoder layer whose forward calls `torch.topk(scores [N, experts], top_k)`. Replay changes the
+result of exactly that call, so a model's own scoring, normalisation, scaling and dtypes stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from r3async.data.model_shape import RoutingShape
+from r3async.learner.base import LearnerError
+from r3async.learner.replay import RoutingReplay
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
+    """Whether a top-k over `scores` that gave `ids` chose experts; routers may also call top-k over groups of experts.
+
+    Any top-k over rows may be a choice of experts in a model that `config.json` does not say to have any.
+    """
+    return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
+
+
+class RouterSearch(TorchFunctionMode):
+    """While in force, notes which module of which layer chooses experts.
+
+    `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped`: those that chose
+    among groups of experts first. The values of such a choice come back as NaN: a model that uses them (DeepSeek-V2's
+    group-limited routers do) takes gate weights from scores in which the other groups are masked, and recorded experts of
+    those would have none. A model that reads its weights from the whole scores (DeepSeek-V3, GLM-4) does not notice.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], shape: RoutingShape | None):
+        super().__init__()
+        self.routers: dict[int, list[nn.Module]] = {}
+        self._layers, self._shape = layers, shape
+        self.grouped: set[nn.Module] = set()
+        self._running: list[tuple[int, nn.Module]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RouterSearch:
+        for index, layer in enumerate(self._layers):
+            for module in layer.modules():
+                self._handles.append(module.register_forward_pre_hook(partial(self._begins, index)))
+                self._handles.append(module.register_forward_hook(self._ends, always_call=True))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, index: int, module: nn.Module, _: Any) -> None:
+        self._running.append((index, module))
+
+    def _ends(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOPK or not self._running:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        index, module = self._running[-1]
+        if not _is_choice(scores, result.indices, self._shape):
+            self.grouped.add(module)
+            return result
+        self.routers.setdefault(index, []).append(module)
+        return _result(torch.full_like(result.values, torch.nan), result.indices) if module in self.grouped else result
+
+
+class _ReplayedChoice(TorchFunctionMode):
+    """While in force, scores and chosen experts are what `choose`, given the router's own, says."""
+
+    def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
+        super().__init__()
+        self.choices = 0
+        self._shape, self._choose = shape, choose
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        if not _is_choice(scores, result.indices, self._shape):
+            return result
+        self.choices += 1
+        balanced, chosen = self._choose(scores, result.indices)
+        same = balanced is scores and chosen is result.indices
+        return result if same else _result(balanced.gather(1, chosen), chosen)
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """Scores that are chosen from are probabilities, or sigmoids that become some when they are normalised."""
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
+def _result(values: Tensor, ids: Tensor) -> Any:
+    return torch.return_types.topk((values, ids))
+
+
+def check_routers(
+    found: dict[int, list[nn.Module]], shape: RoutingShape | None, expected: Sequence[int]
+) -> list[nn.Module]:
+    """One router for each of the `expected` layers, in order.
+
+    Raises `LearnerError` if the model's layers do not choose experts where its `config.json` says so: the engine numbers
+    the layers of its records by that file.
+    """
+    if sorted(found) != list(expected):
+        call = (
+            f"torch.topk(scores [N, {shape.num_experts}], {shape.top_k})"
+            if shape
+            else "torch.topk(scores [N, experts], k)"
+        )
+        raise LearnerError(
+            f"config.json says that layers {list(expected)} are mixtures of experts, but a call of {call} was seen in layers "
+            f"{sorted(found)}: routes of this model cannot be replayed"
+        )
+    for index in expected:
+        if len(found[index]) != 1:
+            names = ", ".join(type(m).__name__ for m in found[index])
+            raise LearnerError(
+                f"layer {index} chooses experts {len(found[index])} times, in {names}: which of them is recorded is not known"
+            )
+    return [found[index][0] for index in expected]
+
+
+def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: RoutingReplay) -> None:
+    """From now on the routers ask `replay` for their experts whenever a micro-batch is bound.
+
+    Their `forward` is replaced, and not hooked, so that a recomputed forward pass goes through it as well.
+    """
+    for index, router in enumerate(routers):
+        router.forward = partial(_routed, router.forward, type(router).__name__, index, shape, replay)
+
+
+def _routed(
+    forward: Callable, name: str, index: int, shape: RoutingShape, replay: RoutingReplay, *args: Any, **kwargs: Any
+) -> Any:
+    routes = replay.current
+    if routes is None:
+        return forward(*args, **kwargs)
+
+    def choose(scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        return routes.balance(index, scores, _probabilities), routes.choose(index, own)
+
+    with _ReplayedChoice(shape, choose) as mode:
+        output = forward(*args, **kwargs)
+    if mode.choices != 1:
+        raise LearnerError(f"router {name} of MoE layer {index} chose experts {mode.choices} times in one forward pass")
+    return output

@@ -1,0 +1,235 @@
+"""Every metric of a run: its name, what it means, and what of it the views show. Whoever shows a metric asks this table.
+
+`metrics.jsonl` has one object a step; a row may lack some of these, and may hold more. The table of docs/observing.md is
+made from it by `python -m r3async.tools.config_reference`; a test holds that a run writes what is here, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Metric(NamedTuple):
+    """`good`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `figures`: which fields of
+    `Stats` a comparison of runs shows."""
+
+    name: str
+    label: str
+    unit: str
+    good: str
+    docs: str
+    figures: str = ""
+
+    @property
+    def group(self) -> str:
+        """The prefix of its name; `step` if it has none."""
+        return self.name.partition("/")[0] if "/" in self.name else "step"
+
+
+# fmt: off
+_TABLE = (
+    Metric("step", "step", "", "", "Optimizer step, from 1."),
+    Metric("version", "version", "", "", "Version of the weights that this step made."),
+    Metric("lineage", "lineage", "", "", "The start of the run in which versions are counted."),
+    Metric("time", "time", "unix s", "", "When the row was written, after the step's weights were installed."),
+    Metric("reward/mean", "reward", "", "high",
+           "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; failed ones have none.",
+           "first last high"),
+    Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories."),
+    Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
+    Metric("episode/rows_mean", "samples", "", "1",
+           "Mean number of samples (rows of training) of an episode; 1 where no history is rewritten."),
+    Metric("episode/ended_env_done", "done", "episodes", "high", "Episodes that the environment ended."),
+    Metric("episode/ended_turns", "out of turns", "episodes", "low", "Episodes that ended by `episode.max_turns`."),
+    Metric("episode/ended_length", "out of context", "episodes", "low",
+           "Episodes that ended because the next prompt was too long."),
+    Metric("episode/ended_stop", "stopped asking", "episodes", "", "Episodes of agents that ended by themselves."),
+    Metric("episode/ended_timeout", "timed out", "episodes", "low",
+           "Episodes that ended by `episode.timeout`; rewarded turns are trained."),
+    Metric("episode/ended_error", "failed", "episodes", "low", "Episodes that failed for good; nothing of them is trained."),
+    Metric("loss/policy", "policy loss", "", "", "Policy loss, a trained token."),
+    Metric("loss/rollout_kl", "drift loss", "", "low", "Rollout-KL term of the loss, a trained token, before its coefficient."),
+    Metric("rollout_kl/k1", "drift k1", "nats", "0",
+           "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative."),
+    Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance."),
+    Metric("rollout_kl/k3", "drift k3", "nats", "low",
+           "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.", "last high"),
+    Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
+    Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
+    Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
+    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step."),
+    Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
+    Metric("rollout_corr/kl", "rollout KL", "nats", "0", "The same as `rollout_kl/k1`."),
+    Metric("rollout_corr/k3_kl", "rollout k3", "nats", "low", "The same as `rollout_kl/k3`."),
+    Metric("rollout_corr/ess", "rollout ESS", "fraction", "high", "The same as `ratio/ess`."),
+    Metric("rollout_corr/chi2_token", "chi² by token", "", "low", "Mean squared ratio of tokens, less 1."),
+    Metric("rollout_corr/chi2_seq", "chi² by episode", "", "low", "Mean squared ratio of whole episodes, less 1."),
+    Metric("rollout_corr/training_ppl", "learner perplexity", "", "", "Mean over episodes of e^-(mean log-prob)."),
+    Metric("rollout_corr/rollout_ppl", "rollout perplexity", "", "", "The same under the rollout policy."),
+    Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1", "Learner over rollout, mean over episodes."),
+    Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss."),
+    Metric("rollout_corr/masked_fraction", "masked", "fraction", "low", "Trained tokens that a correction left out."),
+    Metric("rollout_corr/masked_sequence_fraction", "masked episodes", "fraction", "low",
+           "Episodes of which a correction left out every token."),
+    Metric("advantage/mean", "mean advantage", "", "", "Over trained tokens."),
+    Metric("advantage/std", "advantage spread", "", "", "Standard deviation over trained tokens."),
+    Metric("advantage/abs_max", "largest advantage", "", "", "By absolute value."),
+    Metric("advantage/zero_variance_groups", "groups without contrast", "groups", "low", "All of their scores are equal."),
+    Metric("advantage/zero_variance_share", "share without contrast", "fraction", "low",
+           "Share of the step's groups in which all scores are equal."),
+    Metric("advantage/overlong_samples", "overlong", "episodes", "low",
+           "Ended because an answer or the context was too long."),
+    Metric("advantage/overlong_penalty", "overlong penalty", "", "", "Mean penalty of long answers."),
+    Metric("advantage/filtered_tokens", "filtered", "tokens", "", "Tokens that a filter kept from training."),
+    Metric("rollout_logprob/abs_diff_mean", "log-prob difference", "nats", "low",
+           "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; age adds to it."),
+    Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
+           "The same of the trained token where it is largest."),
+    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token."),
+    Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same."),
+    Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens."),
+    Metric("staleness/mean", "mean age", "versions", "low",
+           "Mean age of trained tokens: version of the step less their own.", "mean"),
+    Metric("staleness/max", "oldest token", "versions", "low", "Age of the oldest trained token; never over the bound.", "high"),
+    Metric("staleness/bound", "age allowed", "versions", "", "What the schedule promises: no trained token is older."),
+    Metric("staleness/masked_fraction", "too old", "fraction", "low",
+           "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."),
+    Metric("staleness/queue_seconds_mean", "queued", "s", "low", "Mean time from an episode's end to the step that trains it."),
+    Metric("staleness/queue_seconds_max", "longest queued", "s", "low", "Longest time from an episode's end to its step."),
+    Metric("staleness/age_0", "tokens of age 0", "tokens", "",
+           "Trained tokens of that age; so `staleness/age_1`, and on to the oldest."),
+    Metric("routing/recorded_fraction", "routes recorded", "fraction", "high",
+           "Share of trained tokens' inputs with recorded routes.", "mean"),
+    Metric("routing/recorded_fraction_fed", "routes recorded, all inputs", "fraction", "high",
+           "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it."),
+    Metric("routing/agreement", "routing agreement", "fraction", "high",
+           "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.", "mean"),
+    Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
+           "Routing agreement of the MoE layer where it is lowest."),
+    Metric("routing/load_imbalance", "load imbalance", "", "1",
+           "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even."),
+    Metric("batch/groups", "groups", "groups", "", "Groups that the step consumed."),
+    Metric("batch/quarantined", "quarantined", "trajectories", "0",
+           "Trajectories that the step refused, and replaced: they could not be trained."),
+    Metric("batch/tokens", "tokens", "tokens", "", "Tokens of the batch, prompts and observations included."),
+    Metric("batch/trained_tokens", "trained tokens", "tokens", "", "Tokens that the policy sampled and that entered the loss."),
+    Metric("batch/micro_batches", "micro-batches", "", "low", "Forward and backward passes of the step."),
+    Metric("batch/split_episodes", "split episodes", "episodes", "low",
+           "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass."),
+    Metric("batch/fill", "fill", "fraction", "high", "Tokens over the token budget of the micro-batches."),
+    Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite."),
+    Metric("grad_norm", "gradient norm", "", "", "Global norm before clipping."),
+    Metric("lr", "learning rate", "", "", "Learning rate of the step."),
+    Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`."),
+    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates that the step made: at most one a minibatch."),
+    Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
+    Metric("optimizer/no_contrast", "no contrast", "", "0",
+           "1 if no trained token of the step had an advantage: weights and moments stay."),
+    Metric("learner/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch."),
+    Metric("learner/idle_share", "learner idle", "fraction", "low",
+           "Share of the last 16 steps' time in which the learner waited for groups."),
+    Metric("generator/idle_share", "generators idle", "fraction", "low",
+           "Share of the generators' places for episodes that stood empty because every slot was taken, last 16 steps."),
+    Metric("generator/engine_idle_share", "engines idle", "fraction", "low",
+           "Share of the step's time in which an engine had no request at all."),
+    Metric("pace/ratio", "pace", "", "1",
+           "Capacity of generation over capacity of training: below 1 generation is the slower side."),
+    Metric("learner/step_seconds", "learner step", "s", "low", "Time of forward, backward and optimizer."),
+    Metric("throughput/generated_tokens_per_second", "generated", "tokens/s", "high",
+           "Tokens sampled by all engines, over wall time.", "mean"),
+    Metric("throughput/trained_tokens_per_second", "trained", "tokens/s", "high",
+           "Trained tokens over the wall time of the step.", "mean"),
+    Metric("weights/snapshot_seconds", "snapshot", "s", "low",
+           "Time the learner stood still to copy the step's weights, and for those before to be written."),
+    Metric("weights/write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
+    Metric("weights/update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.", "mean"),
+    Metric("weights/transfer_seconds", "transfer", "s", "low", "Longest time for a generator to get and check the weights."),
+    Metric("weights/bytes", "weights", "bytes", "", "Size of a version as engines get it."),
+    Metric("weights/load_seconds", "load", "s", "low", "Longest time for an engine to load them."),
+    Metric("weights/paused_share", "paused", "fraction", "low",
+           "Share of the generators' time so far in which new weights kept them from generating."),
+    Metric("weights/pause_seconds", "engine pause", "s", "low", "Longest pause of an engine for that delivery.", "mean"),
+    Metric("transport/received", "received", "trajectories", "", "Trajectories that were accepted since the learner started."),
+    Metric("transport/duplicates", "duplicates", "trajectories", "low", "Arrived again, and were not used again."),
+    Metric("transport/rejected", "rejected", "trajectories", "0", "Messages refused because they did not validate."),
+    Metric("transport/damaged", "damaged", "trajectories", "0", "Deliveries that changed on their way, and were sent again."),
+    Metric("buffer/ready_groups", "ready groups", "groups", "",
+           "Complete groups that wait for the next step; none: the learner waits for generators."),
+    Metric("slots/taken", "slots taken", "groups", "",
+           "Groups leased or not yet installed; all slots taken: generators wait for the learner."),
+    Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may play at once now."),
+    *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
+      for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))
+      for name, what in (("p50", "median of"), ("p99", "99th percentile of"), ("max", "largest of"))),
+    Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not posed again: all their episodes failed."),
+    Metric("data/epochs", "epochs", "", "",
+           "How often all tasks were leased, where the environment says how many it has."),
+    Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started."),
+)
+# fmt: on
+
+METRICS = {metric.name: metric for metric in _TABLE}
+"""By name, in the order in which people look at them."""
+BOOKKEEPING = ("step", "version", "lineage", "time")
+"""They say which row it is: no view draws them."""
+
+
+def metric(name: str) -> Metric:
+    """What is known of a metric. One that is not in the table, of another release, is called by its name."""
+    age = re.fullmatch(r"staleness/age_(\d+)", name)
+    if age:
+        return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
+    return METRICS.get(name) or Metric(name, name, "", "", name)
+
+
+def in_order(names: Iterable[str]) -> list[Metric]:
+    """Those that are drawn: first by the table's order, then the others by name, each beside its group."""
+    order = {name: index for index, name in enumerate(METRICS)}
+    drawn = sorted({*names} - {*BOOKKEEPING}, key=lambda name: (order.get(name, len(order)), name))
+    groups = list(dict.fromkeys(metric(name).group for name in drawn))
+    return sorted(map(metric, drawn), key=lambda found: groups.index(found.group))
+
+
+FIRST_STEPS, LAST_STEPS = 3, 10
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Of one metric over the steps of a run, or of a part of it; None where no step has it."""
+
+    first: float | None = None
+    """Mean of the first three steps."""
+    last: float | None = None
+    """Mean of the last ten steps."""
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, Any]], name: str) -> Stats:
+        """Values that are no finite number are left out."""
+        values = [float(row[name]) for row in rows if finite(row.get(name)) is not None]
+        if not values:
+            return cls()
+        first, last = values[:FIRST_STEPS], values[-LAST_STEPS:]
+        return cls(sum(first) / len(first), sum(last) / len(last), sum(values) / len(values), min(values), max(values))
+
+
+def figure_label(known: Metric, figure: str) -> str:
+    """How a field of `Stats` is called: `reward, best step`; a mean by the metric's own name."""
+    if figure == "mean":
+        return known.label
+    extreme = "best step" if (figure == "high") == (known.good == "high") else "worst step"
+    of = {"first": f"first {FIRST_STEPS} steps", "last": f"last {LAST_STEPS} steps"}
+    return f"{known.label}, {of.get(figure, extreme)}"
+
+
+def finite(value: Any) -> float | None:
+    """A number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value

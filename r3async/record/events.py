@@ -1,0 +1,121 @@
+"""What happened, as JSON lines: `run_dir/events.jsonl`, which all processes of a run append to.
+
+A line is one object: `time` (unix seconds), `level`, `role` (who), `event` (what, a fixed name), then its facts.
+structlog is wrapped here and configured nowhere, so other users of structlog in the process are not affected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from r3async.record.jsonl import read_objects
+from r3async.world import Files, World
+from r3async.world.appending import AppendFile, Keeper
+from r3async.world.real import REAL
+
+
+def _plain(value: Any) -> Any:
+    """For what msgspec does not know: NumPy and torch scalars by value, the rest as text. An event is never refused."""
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "ndim", None) == 0:
+        return item()
+    return str(value) if isinstance(value, (Path, BaseException)) else repr(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    try:
+        line = _encoder.encode(event)
+        if not line.isascii():
+            line.decode()  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
+        return line
+    except Exception:  # text that is no UTF-8, a key that is no string, an object that contains itself
+        plain = {str(key): value if key == "time" else ascii(value).strip("'") for key, value in event.items()}
+        return json.dumps(plain).encode()
+
+
+class _Renderer:
+    """A line of JSON, with the time. The last of structlog's processors."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+
+    def __call__(self, _: Any, method: str, event: MutableMapping[str, Any]) -> tuple[tuple[bytes], dict[str, Any]]:
+        line = {"time": self._clock(), "level": method, "role": event.pop("role", ""), "event": event.pop("event", "")}
+        line.update(event)
+        return (_encode(line),), {}
+
+
+class _Sink:
+    """Where rendered lines go; structlog calls the method of the event's level."""
+
+    def __init__(self, file: AppendFile, console: bool):
+        self._file, self._console = file, console
+
+    def _write(self, line: bytes) -> None:
+        self._file.append(line)
+        if self._console:
+            with contextlib.suppress(OSError):
+                sys.stderr.write(format_event(msgspec.json.decode(line)) + "\n")
+
+    debug = info = warning = warn = error = critical = exception = fatal = msg = log = _write
+
+
+def open_events(
+    run_dir: Path, role: str, *, world: World = REAL, console: bool = False, keeper: Keeper | None = None
+) -> Any:
+    """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
+
+    `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
+    written before it returns, or kept by `keeper` (the process's), which tells this logger from now on what the disk refuses;
+    threads and processes may share the file. `console` also shows the line on stderr.
+    """
+    keeper = world.keeper if keeper is None else keeper
+    logger = structlog.wrap_logger(
+        _Sink(AppendFile(Path(run_dir) / "events.jsonl", world=world, keeper=keeper), console),
+        processors=[structlog.processors.format_exc_info, _Renderer(world.clock.time)],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
+        context_class=dict,
+        cache_logger_on_first_use=True,
+    )
+    bound = logger.bind(role=role)
+    keeper.report_to(bound.warning)
+    return bound
+
+
+def read_events(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
+    """All events of the file, in the order of their writing; torn lines are passed over."""
+    return list(read_objects(path, files=files))
+
+
+def event_details(event: dict[str, Any]) -> str:
+    """The facts of an event as `key=value …`, without those that every event has."""
+    common = ("time", "level", "role", "event", "exception")
+    return " ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in common)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return value if value and " " not in value else json.dumps(value, ensure_ascii=False)
+    return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
+
+
+def format_event(event: dict[str, Any]) -> str:
+    """One line for a terminal."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
+    text = (
+        f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {event_details(event)}"
+    )
+    return text.rstrip() + (f"\n{event['exception']}" if event.get("exception") else "")

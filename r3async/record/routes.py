@@ -1,0 +1,264 @@
+"""Files of routes: what the engine returned and what the learner's routers did, kept apart so that they can be compared.
+
+Each process that writes has files of its own, `run_dir/routes/NAME.N.routes`, and appends records to them: engine calls
+(`EngineCall`, of `engine-GENERATOR`) and trained samples (`TrainedRoutes`, of `learner`). A record (`container.py`) has a msgpack
+header, with a crc32 at its end, and then a frame for each array. A file that a dying process left torn is read up to there, and
+what is wrong with it is told.
+
+Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
+25 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
+48 layers with 8 of 128 experts: 0.8 + 0.4 kB per token, so 5 MB for one trajectory of 4,096 tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from r3async.config import Config
+from r3async.data.container import Container, Record, Torn, map_file
+from r3async.data.routes import RoutingError
+from r3async.transport.codec import checksum, raw_bytes
+from r3async.world import File, Files, World
+from r3async.world.appending import AppendFile, Keeper
+from r3async.world.files import make_directory
+from r3async.world.real import REAL
+
+if TYPE_CHECKING:
+    from r3async.learner.base import RouteTrace
+
+ROUTES = Container(b"r3route2")
+_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
+KEPT_BYTES = 64 * 2**20
+"""Of records that the disk has not taken yet: one may take 5 MB."""
+_ID = re.compile(r"(g(\d+)e(\d+))(?:[ts](\d+))?")
+
+
+class RouteFileError(ValueError):
+    """A file of routes that can not be read; the message names it and says where."""
+
+
+class RouteId(NamedTuple):
+    """What a trajectory's, a sample's (`…s0`) or an engine request's id (`…t0`) says. `index`: of the sample or turn."""
+
+    trajectory_id: str
+    group_index: int
+    episode_index: int
+    number: int
+
+
+def parse_id(text: str) -> RouteId | None:
+    """None for an id of something else than an episode."""
+    found = _ID.fullmatch(text)
+    return RouteId(found[1], int(found[2]), int(found[3]), int(found[4] or 0)) if found else None
+
+
+class TracePlan:
+    """Whose routes are kept (`routing.trace`): a question of the id alone, so generators and learner give one answer."""
+
+    def __init__(self, config: Config):
+        self._mode = config.routing.trace
+        self._groups = config.schedule.groups_per_step * config.routing.trace_every
+
+    def wants(self, some_id: str) -> bool:
+        """`sample`: the first trajectory of every `routing.trace_every`-th step, beginning with the first."""
+        if self._mode == "off" or (which := parse_id(some_id)) is None:
+            return False
+        return self._mode == "all" or (which.episode_index == 0 and which.group_index % self._groups == 0)
+
+
+class EngineCall(msgspec.Struct, frozen=True):
+    """One call of the engine, as it answered. `prompt_ids` int32 `[P]`; `token_ids` int32 and `logprobs` float32 `[n]`:
+    what it sampled. `rows` `[m, L, K]`: the experts of positions `routes_from ..`, or of no position. `policy_version` int32
+    `[n]`: the weights that sampled each token."""
+
+    trajectory_id: str
+    turn: int
+    time: float
+    routes_from: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    rows: np.ndarray
+    policy_version: np.ndarray
+
+
+class TrainedRoutes(msgspec.Struct, frozen=True):
+    """One sample of optimizer step `step` (from 1), `[T]` tokens, and what the learner's routers did with them.
+
+    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn`, `rewards`: columns of the sample. `own`, `used`
+    `[T, L, K]`: the experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what
+    the learner thought of the trained tokens before the step, NaN for the others; None if no rank kept it.
+    """
+
+    step: int
+    sample_id: str
+    trajectory_id: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    policy_version: np.ndarray
+    turn: np.ndarray
+    rewards: np.ndarray
+    own: np.ndarray
+    used: np.ndarray
+    learner_logprobs: np.ndarray | None = None
+
+
+Routes = TypeVar("Routes", EngineCall, TrainedRoutes)
+
+
+class RouteFile(AppendFile):
+    """Appends records to a new file `directory/NAME.N.routes`, made with the first one. Threads may share it."""
+
+    end = b""
+
+    def __init__(self, directory: Path, name: str, *, world: World = REAL, keeper: Keeper | None = None):
+        super().__init__(directory / f"{name}.0.routes", world=world, keeper=keeper, kept_bytes=KEPT_BYTES)
+        self._name = name
+
+    def append(self, record: EngineCall | TrainedRoutes) -> bool:  # type: ignore[override]
+        """See `AppendFile.append`."""
+        fields = msgspec.structs.asdict(record)
+        arrays = {name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)}
+        bodies = [raw_bytes(a) for a in arrays.values()]
+        header = msgspec.msgpack.encode(
+            {
+                "kind": type(record).__name__,
+                "facts": {name: value for name, value in fields.items() if name not in arrays},
+                "arrays": [(name, a.dtype.str, a.shape) for name, a in arrays.items()],
+                "checksum": checksum(bodies),
+            }
+        )
+        return super().append(b"".join(ROUTES.pieces([header + _crc(header), *bodies])))
+
+    def _open(self) -> File:
+        make_directory(self.path.parent, files=self._files)
+        number = 0
+        while True:
+            try:
+                self.path = self.path.with_name(f"{self._name}.{number}.routes")
+                return self._files.open(self.path, new=True)
+            except FileExistsError:
+                number += 1  # of an earlier process of this name
+
+
+def _crc(header: bytes | memoryview) -> bytes:
+    return zlib.crc32(header).to_bytes(4, "little")
+
+
+class Entry(NamedTuple):
+    """Where a record is, and what its header says. `arrays`: name, dtype and shape of each. `checksum`: of them."""
+
+    path: Path
+    offset: int
+    kind: str
+    facts: dict[str, Any]
+    arrays: list[tuple[str, str, list[int]]]
+    checksum: int
+
+
+def scan(path: Path, *, files: Files = REAL.files) -> tuple[list[Entry], str]:
+    """All records of a file, without their arrays; and what is wrong with the file, "" if nothing is."""
+    entries: list[Entry] = []
+    for record in ROUTES.records(map_file(path, files=files)):
+        if isinstance(record, Torn):
+            why = f"{record.reason} (its process died, or is still writing)"
+            return entries, f"{path}: from byte {record.offset} on there is no record: {why}"
+        sealed = record.frames[0] if record.frames else memoryview(b"")
+        header = sealed[:-4]
+        if sealed[-4:] != _crc(header):
+            return entries, f"{path}: the record at byte {record.offset} is damaged; what follows is not read"
+        entries.append(Entry(path, record.offset, **msgspec.msgpack.decode(header)))
+    return entries, ""
+
+
+def load(entry: Entry, kind: type[Routes], *, files: Files = REAL.files) -> Routes:
+    """The record with its arrays (read-only). Raises `RouteFileError` if they are damaged, or of another kind."""
+    where = f"{entry.path}: the record at byte {entry.offset}"
+    record = next(ROUTES.records(map_file(entry.path, files=files), entry.offset))
+    if not isinstance(record, Record) or checksum(record.frames[1:]) != entry.checksum:
+        raise RouteFileError(f"{where} is damaged")
+    try:
+        if entry.kind != kind.__name__:
+            raise ValueError(f"it is a record of {entry.kind}")
+        arrays: dict[str, Any] = {}
+        for (name, dtype, shape), frame in zip(entry.arrays, record.frames[1:], strict=True):
+            arrays[name] = np.frombuffer(frame, _DTYPES[dtype]).reshape(shape)
+        return kind(**entry.facts, **arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RouteFileError(f"{where} cannot be read: {error!r}") from error
+
+
+class RouteIndex:
+    """What a run kept of its routes. `trained`: samples in the order of their steps; `calls`: by trajectory, in order of
+    time; `problems`: what could not be read."""
+
+    def __init__(self, run_dir: Path, *, files: Files = REAL.files):
+        self._files = files
+        self.trained: list[Entry] = []
+        self.calls: dict[str, list[Entry]] = {}
+        self.problems: list[str] = []
+        for name in files.list(run_dir / "routes"):
+            entries, problem = scan(run_dir / "routes" / name, files=files) if name.endswith(".routes") else ([], "")
+            self.problems += [problem] if problem else []
+            for entry in entries:
+                if entry.kind == TrainedRoutes.__name__:
+                    self.trained.append(entry)
+                else:
+                    self.calls.setdefault(entry.facts["trajectory_id"], []).append(entry)
+        self.trained.sort(key=lambda entry: (entry.facts["step"], entry.facts["sample_id"]))
+        for calls in self.calls.values():
+            calls.sort(key=lambda entry: entry.facts["time"])
+
+    def calls_of(self, trajectory_id: str) -> list[EngineCall]:
+        """Raises `RouteFileError`."""
+        return [load(entry, EngineCall, files=self._files) for entry in self.calls.get(trajectory_id, ())]
+
+
+def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
+    """The traces of all ranks, put together: one for each micro-batch, with all its `N` tokens and all `layers`.
+
+    Parts may come in any order, and more than once if they are the same. Padding micro-batches are left out. Raises
+    `RoutingError` for a part that is missing, and for parts that contradict each other.
+    """
+    parts: dict[tuple[str, ...], list[RouteTrace]] = {}
+    for trace in traces:
+        if trace.sample_ids:
+            parts.setdefault(tuple(trace.sample_ids), []).append(trace)
+    return [_whole(of_one, layers) for of_one in parts.values()]
+
+
+def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
+    tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
+    merged = np.zeros((2, tokens, layers, top_k), np.uint16)
+    have = np.zeros((tokens, layers), bool)
+    for part in parts:
+        if not part.columns:
+            continue
+        here = np.ix_(range(part.first, part.first + len(part.own)), part.columns)
+        for whole, chosen in zip(merged, (part.own, part.used), strict=True):
+            if (whole[here] != chosen)[have[here]].any():
+                raise RoutingError(
+                    f"traces of two ranks contradict each other in the micro-batch of {part.sample_ids[0]}"
+                )
+            whole[here] = chosen
+        have[here] = True
+    if not have.all():
+        row, layer = np.argwhere(~have)[0]
+        raise RoutingError(
+            f"no trace has row {row} of MoE layer {layer} in the micro-batch of {parts[0].sample_ids[0]}: "
+            "the traces of all its ranks are needed"
+        )
+    own, used = merged
+    # Every rank that has them computed the same.
+    logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
+    return msgspec.structs.replace(
+        parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
+    )

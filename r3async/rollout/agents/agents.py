@@ -1,0 +1,271 @@
+"""Agents in the place of environments: a function, a command, or somebody outside.
+
+`env.name = "agent:module:function"` calls `function(base_url, api_key, task_seed, **env.args)` once an episode, in a thread of
+its own if it is not `async`; what it returns, if anything, is the reward. `env.name = "agent-command"` runs `env.args.command`
+once an episode. `env.name = "agent-outside"` waits until somebody with the token asks for an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, did_you_mean, revealed, secret_settings
+from r3async.envs.base import environment_factory
+from r3async.envs.variables import passed_on
+from r3async.rollout.agents.server import AgentServer
+from r3async.rollout.agents.session import Session
+from r3async.rollout.agents.tasks import evaluated, refuse_trained_tasks
+from r3async.rollout.calls import EpisodeError
+
+FUNCTION = "agent:"
+COMMAND, OUTSIDE = "agent-command", "agent-outside"
+KINDS = (COMMAND, OUTSIDE)
+TAIL_BYTES = 16_384
+ENDING_SECONDS = 5.0
+"""What a process may take to end when it is told to, before it is killed."""
+
+Agent = Callable[[AgentServer, Session], Awaitable[float | None]]
+"""Plays one episode; returns its reward, if it knows it."""
+
+
+def is_agent(env: EnvConfig) -> bool:
+    """Whether `env.name` is an agent's and not an environment's."""
+    return env.name.startswith("agent-") or env.name.startswith(FUNCTION)
+
+
+def check_environment(config: Config) -> None:
+    """Raise `ConfigError` for an environment, or an agent, that can not be used in this run, to train or to evaluate."""
+    for setting, secret in secret_settings(config).items():
+        check_kept(secret, setting)
+    played = evaluated(config) if config.evaluation.every else config.env
+    for env in [config.env] if played is config.env else [config.env, played]:
+        if is_agent(env):
+            make_agent(env)
+        else:
+            factory = environment_factory(env)
+            if config.evaluation.every and env is played:
+                refuse_trained_tasks(env, getattr(factory(), "size", None), config.env)
+    if config.evaluation.every and played.name == OUTSIDE:
+        raise ConfigError(
+            f'`env.name` = "{OUTSIDE}" can not be evaluated, since nobody has to come: set `evaluation.env.name` to something '
+            "that plays by itself, or `evaluation.every` = 0"
+        )
+    if not is_agent(config.env):
+        return
+    if config.env.name == OUTSIDE and not config.serving.enabled:
+        raise ConfigError(f'`env.name` = "{OUTSIDE}" needs `serving.enabled = true`: nobody could take an episode')
+    if not config.model.path:
+        raise ConfigError(
+            f"`env.name` = {config.env.name!r} has no oracle to warm a new model up with: give a trained one with `model.path`"
+        )
+
+
+def make_agent(env: EnvConfig) -> Agent:
+    """What plays the episodes of `env`. Raises `ConfigError` for an unknown name or wrong `env.args`."""
+    if env.name.startswith(FUNCTION):
+        return FunctionAgent(env)
+    if env.name == COMMAND:
+        return CommandAgent(**_command_args(env.args), variables=env.variables)
+    if env.name == OUTSIDE:
+        if env.args:
+            raise ConfigError(f"`env.args` = {env.args}: agent-outside takes none")
+        return outside
+    hint = did_you_mean(env.name, KINDS, f"there are agent:module:function, {', '.join(KINDS)}")
+    raise ConfigError(f"`env.name` = {env.name!r}: no such agent; {hint}")
+
+
+class FunctionAgent:
+    """A function of the person's own, unaware of us. Raises `EpisodeError` if it exits, and what it raised."""
+
+    def __init__(self, env: EnvConfig):
+        name, args = env.name, env.args
+        module_name, colon, function_name = name.removeprefix(FUNCTION).partition(":")
+        if not colon:
+            raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
+        try:
+            self._play = getattr(importlib.import_module(module_name), function_name)
+            inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"`env.name` = {name!r} can not be loaded: {error}") from error
+        except TypeError as error:
+            raise ConfigError(
+                f"`env.name` = {name!r} is called with base_url, api_key, task_seed and `env.args`: {error}"
+            ) from error
+        self._env = env
+
+    async def __call__(self, server: AgentServer, session: Session) -> float | None:
+        arguments = {
+            "base_url": server.base_url,
+            "api_key": session.key,
+            "task_seed": session.task.task_seed,
+            **self._env.arguments(),
+        }
+        if inspect.iscoroutinefunction(self._play):
+            return await self._play(**arguments)
+        return await in_thread(lambda: self._play(**arguments), name=session.task.trajectory_id)
+
+
+async def in_thread(work: Callable[[], Any], name: str) -> Any:
+    """`work()`, in a thread of its own that nobody waits for if this is cancelled: a blocked agent can not be interrupted."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(method: Callable[[Any], None], value: Any) -> None:
+        def set_unless_given_up() -> None:
+            if not done.done():
+                method(value)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(set_unless_given_up)
+
+    def run() -> None:
+        try:
+            result = work()
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+            tell(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
+        except BaseException as error:
+            tell(done.set_exception, error)
+        else:
+            tell(done.set_result, result)
+
+    threading.Thread(target=run, name=f"agent-{name}", daemon=True).start()
+    return await done
+
+
+def _command_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = set(args) - {"command", "directory", "environment"}
+    command = args.get("command")
+    if unknown:
+        raise ConfigError(
+            f"`env.args.{min(unknown)}`: agent-command takes `command`, and may take `directory` and `environment`"
+        )
+    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+        raise ConfigError(
+            f'`env.args.command` = {command!r} must be a list of words, for example ["python", "agent.py"]'
+        )
+    if shutil.which(command[0], path=_search_path()) is None:
+        raise ConfigError(f"`env.args.command`: there is no program {command[0]!r}")
+    directory = args.get("directory", "")
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"`env.args.directory` = {directory!r} is not a directory")
+    environment = args.get("environment", {})
+    if not isinstance(environment, Mapping) or not all(isinstance(v, Secret) for v in environment.values()):
+        raise ConfigError("`env.args.environment` must be a table of texts")
+    return {"command": command, "directory": directory, "environment": environment}
+
+
+def _search_path() -> str:
+    """Our own interpreter's directory first: `python` is the one that has our packages."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+class CommandAgent:
+    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY and R3ASYNC_TASK_SEED in its environment, beside
+    `environment` and what `passed_on(variables)` lets it have of ours.
+
+    The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
+    exits with another code than 0. Cancelling ends it, and all that it started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: str = "",
+        environment: Mapping[str, Secret] | None = None,
+        variables: Sequence[str] = (),
+    ):
+        self._command, self._directory = list(command), directory or None
+        self._passed_on = list(variables)
+        self._environment = dict(environment or {})
+
+    async def __call__(self, server: AgentServer, session: Session) -> float | None:
+        program = shutil.which(self._command[0], path=_search_path()) or self._command[0]
+        process = await asyncio.create_subprocess_exec(
+            program,
+            *self._command[1:],
+            cwd=self._directory,
+            env=self._variables(server, session),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            output, errors = await asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+            code = await process.wait()
+        finally:
+            await _end(process)
+        if code:
+            said = (
+                errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "it said nothing"
+            )
+            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {said[-1000:]}")
+        return last_reward(output.decode(errors="replace"))
+
+    def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:
+        host = urlsplit(server.base_url).hostname or ""
+        # A proxy of this machine is not the way to this machine.
+        direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
+        return {
+            **passed_on(self._passed_on),
+            "PATH": _search_path(),
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+            **revealed(self._environment, "env.args.environment"),
+            "OPENAI_BASE_URL": server.base_url,
+            "OPENAI_API_KEY": session.key,
+            "R3ASYNC_TASK_SEED": str(session.task.task_seed),
+        }
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """The last `TAIL_BYTES` of it."""
+    kept = b""
+    while chunk := await stream.read(TAIL_BYTES):
+        kept = (kept + chunk)[-TAIL_BYTES:]
+    return kept
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the process and its group: asked first, then killed."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, how)
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), ENDING_SECONDS)
+            return
+
+
+def last_reward(output: str) -> float | None:
+    """The reward that the last line of a program's output says, if it says one."""
+    lines = output.strip().splitlines()
+    try:
+        value = msgspec.json.decode(lines[-1]) if lines else None
+    except msgspec.DecodeError:
+        return None
+    return value.get("reward") if isinstance(value, dict) else None
+
+
+async def outside(server: AgentServer, session: Session) -> float | None:
+    """Somebody who asks for an episode with the token plays it, and says when it is done."""
+    server.offer(session)
+    await session.closed.wait()
+    return None

@@ -1,0 +1,337 @@
+"""The endpoint: HTTP around sessions. Loopback by default, and nothing is answered without a key."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
+from r3async.rollout.agents.limits import MAX_HEADER_BYTES, MAX_HEADERS, Connections, LimitedSite
+from r3async.rollout.agents.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Refused,
+    Sampled,
+    chat_answer,
+    chat_chunks,
+    completion_answer,
+    completion_chunks,
+    completion_logprobs,
+    read_messages,
+    read_request,
+    token_logprobs,
+)
+from r3async.rollout.agents.session import Session, closed_refusal
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.episode import EpisodeTask
+from r3async.transport.sockets import off_loop
+from r3async.world.real import REAL
+
+STOP_SECONDS = 2.0
+
+
+class OutsideTask(EpisodeTask, frozen=True):
+    """An episode that no lease asked for; it is never trained. `group_index` counts them."""
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"outside{self.group_index}"
+
+
+class AgentServer:
+    """Serves sessions of one engine, on its event loop.
+
+    `open` and `close` are for the process that plays leased episodes. If `serving.enabled`, whoever has `token` may take an
+    episode that waits for an agent (`offer`), or begin one of his own that is not trained. `report(event, **fields)` hears of
+    errors of our own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        episode: EpisodeConfig,
+        serving: ServingConfig,
+        *,
+        generator_id: str = "",
+        report: Callable[..., object] = lambda event, **fields: None,
+        clock: Callable[[], float] = REAL.clock.time,
+    ):
+        self.settings, self.serving, self._clock = episode, serving, clock
+        self.base_url = ""
+        """Ends in `/v1`; known once started."""
+        self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
+        self._engine, self._renderer = engine, renderer
+        self._generator_id, self._report = generator_id, report
+        self._sessions: dict[str, Session] = {}
+        self._outside: set[str] = set()
+        self._offered: deque[Session] = deque()
+        self._serial = itertools.count()
+        self._runner: web.AppRunner | None = None
+        self._connections = Connections(serving.max_connections, serving.read_timeout)
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` if `serving.host` and `serving.port` can not be had."""
+        app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._answer_errors])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._models)
+        app.router.add_post("/v1/r3async/reward", self._reward)
+        app.router.add_get("/v1/r3async/session", self._describe)
+        app.router.add_post("/v1/r3async/sessions", self._begin)
+        # An agent that hangs up aborts what it asked for.
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=STOP_SECONDS,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=STOP_SECONDS,
+        )
+        await self._runner.setup()
+        host, port = self.serving.host, self.serving.port
+        try:
+            await LimitedSite(self._runner, bare_host(host), port, self._connections).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"`serving.host` = {host!r}, `serving.port` = {port} can not be listened on: {error.strerror or error}; "
+                "port 0 takes a free one"
+            ) from error
+        bound = self._runner.addresses[0]
+        reach = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(bound[0], bound[0])
+        self.base_url = f"http://{in_url(reach)}:{bound[1]}/v1"
+
+    async def stop(self) -> None:
+        """Close every session and the socket; running requests are aborted."""
+        for session in list(self._sessions.values()):
+            self.close(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # -- in this process -----------------------------------------------------------------------------------------
+
+    def open(self, task: EpisodeTask) -> Session:
+        """Begin an episode; whoever has its key plays it."""
+        session = Session(
+            task,
+            self._engine,
+            self._renderer,
+            self.settings,
+            generator_id=self._generator_id,
+            unrewarded=self.serving.unrewarded,
+            clock=self._clock,
+            report=self._report,
+        )
+        self._sessions[session.key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """End it: its key is unknown from now on. May be called twice."""
+        session.close()
+        self._sessions.pop(session.key, None)
+        self._outside.discard(session.key)
+        if session in self._offered:
+            self._offered.remove(session)
+
+    def offer(self, session: Session) -> None:
+        """Hand it to the next one who asks for an episode with the token."""
+        self._offered.append(session)
+
+    # -- over HTTP -----------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        transport = request.transport
+        self._connections.served(transport)
+        try:
+            return await handler(request)
+        except Refused as error:
+            refused = error
+        except web.HTTPException as error:
+            refused = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
+        except Exception as error:
+            self._report("serving_failed", path=request.path, error=repr(error))
+            refused = Refused(f"internal error: {error!r}", status=500, kind="server_error")
+        finally:
+            self._connections.waits(transport)
+        # What OpenAI's own clients look at before they try again by themselves.
+        headers = {"x-should-retry": "true" if refused.again else "false"}
+        return web.json_response(refused.body, status=refused.status, headers=headers)
+
+    def _bearer(self, request: web.Request) -> str:
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        return key.strip() if kind.lower() == "bearer" else ""
+
+    def _session(self, request: web.Request) -> Session:
+        session = self._sessions.get(self._bearer(request))
+        if session is None:
+            raise closed_refusal()
+        return session
+
+    async def _body(self, request: web.Request) -> Any:
+        seconds = self.serving.read_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                body = await request.read()
+        except TimeoutError:
+            raise Refused(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
+        try:
+            return await off_loop(REAL.threads, len(body), msgspec.json.decode, body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refused(f"the body is not JSON: {error}") from error
+
+    def _refuse_many(self, **lists: list[Any]) -> None:
+        for name, items in lists.items():
+            if len(items) > self.serving.max_messages:
+                raise Refused(
+                    f"{len(items)} {name}, more than serving.max_messages = {self.serving.max_messages}", param=name
+                )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked: ChatRequest = read_request(ChatRequest, await self._body(request), self.settings)
+        if asked.tool_choice not in (None, "auto", "none"):
+            raise Refused(
+                f"tool_choice = {asked.tool_choice!r} can not be enforced: leave it out",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
+        self._refuse_many(messages=asked.messages, tools=asked.tools or [])
+        tools = (asked.tools or []) if asked.tool_choice != "none" else []
+        sampled, message = await session.chat(read_messages(asked.messages), tools, asked.limit)
+        said = None
+        if asked.logprobs:
+            said = token_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), bool(asked.top_logprobs))
+        answer_id = f"chatcmpl-{session.task.trajectory_id}-{sampled.turn}"
+        body = chat_answer(answer_id, self.serving.model_name, sampled, message, said)
+        if asked.stream:
+            return await self._stream(request, chat_chunks(body, _wants_usage(asked.stream_options)))
+        return web.json_response(body)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked: CompletionRequest = read_request(CompletionRequest, await self._body(request), self.settings)
+        sampled = await session.complete(asked.one_prompt, asked.max_tokens)
+        said = None
+        if asked.logprobs is not None:
+            said = completion_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), asked.logprobs > 0)
+        answer_id = f"cmpl-{session.task.trajectory_id}-{sampled.turn}"
+        body = completion_answer(answer_id, self.serving.model_name, sampled, said)
+        if asked.stream:
+            return await self._stream(request, completion_chunks(body, _wants_usage(asked.stream_options)))
+        return web.json_response(body)
+
+    def _tokens(self, sampled: Sampled) -> list[str]:
+        return [self._renderer.decode([token]) for token in sampled.token_ids]
+
+    async def _stream(self, request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+        """The engine answers at the end of an answer, so nothing can fail any more once this begins."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if not self._has_token(request):
+            self._session(request)
+        model = {"id": self.serving.model_name, "object": "model", "created": 0, "owned_by": "r3async"}
+        if name := request.match_info.get("name"):
+            if name != model["id"]:
+                raise Refused(f"The model {name!r} does not exist", status=404, code="model_not_found")
+            return web.json_response(model)
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """`{"reward": x}` for the episode, with `"turn": i` for one answer (or `"id"`, what that answer was called);
+        `"done": true` ends it."""
+        session = self._session(request)
+        body = await self._body(request)
+        if not isinstance(body, dict) or not ("reward" in body or body.get("done")):
+            raise Refused(
+                'the body must be {"reward": number}, and may have "turn" or "id", and "done"', param="reward"
+            )
+        turn = body.get("turn")
+        if turn is None and "id" in body:
+            turn = _turn_of(body["id"], session)
+        try:
+            if "reward" in body:
+                session.reward(body["reward"], turn)
+        except ValueError as error:
+            raise Refused(str(error), param="reward") from error
+        summary = self._summary(session)
+        if body.get("done"):
+            self.close(session)
+        return web.json_response(summary)
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        return web.json_response(self._summary(self._session(request)))
+
+    def _summary(self, session: Session) -> dict[str, Any]:
+        return {
+            "episode": session.task.trajectory_id,
+            "task_seed": session.task.task_seed,
+            "turns": session.turns,
+            "reward": session.total_reward if session.rewarded else None,
+        }
+
+    def _has_token(self, request: web.Request) -> bool:
+        return self.serving.enabled and secrets.compare_digest(self._bearer(request).encode(), self.token.encode())
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        """With `task_seed`: a session that is not trained. Without: the next episode that waits for an agent."""
+        if not self._has_token(request):
+            message = "this takes the token of serving.token" if self.serving.enabled else "serving.enabled is false"
+            raise Refused(message, status=401, code="invalid_api_key", kind="authentication_error")
+        body = await self._body(request) if request.can_read_body else {}
+        seed = body.get("task_seed") if isinstance(body, dict) else None
+        if seed is None:
+            if not self._offered:
+                raise Refused(
+                    'no episode waits for an agent (the run\'s env.name is "agent-outside", and it has one): ask again',
+                    status=503,
+                    kind="server_error",
+                    code="no_episode",
+                    again=True,
+                )
+            session = self._offered.popleft()
+        else:
+            if isinstance(seed, bool) or not isinstance(seed, int):
+                raise Refused(f"task_seed must be an integer, not {seed!r}", param="task_seed")
+            if len(self._outside) >= self.serving.max_sessions:
+                raise Refused(
+                    f"serving.max_sessions = {self.serving.max_sessions} are open", status=429, code="too_many_sessions"
+                )
+            session = self.open(OutsideTask(next(self._serial), 0, seed))
+            self._outside.add(session.key)
+            asyncio.get_running_loop().call_later(self.settings.timeout, self.close, session)
+        return web.json_response({"key": session.key, "base_url": self.base_url, **self._summary(session)})
+
+
+def _wants_usage(options: dict[str, Any] | None) -> bool:
+    return bool((options or {}).get("include_usage"))
+
+
+def _turn_of(answer_id: Any, session: Session) -> int:
+    """Raises `Refused` for what is no answer's id, or that of an answer in another episode."""
+    kind, _, rest = str(answer_id).partition("-")
+    episode, _, turn = rest.rpartition("-")
+    if kind not in ("chatcmpl", "cmpl") or episode != session.task.trajectory_id or not turn.isdecimal():
+        raise Refused(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
+    return int(turn)

@@ -1,0 +1,308 @@
+"""One episode that somebody else plays: whole requests come in, in any order; rows of training come out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from r3async.config import EpisodeConfig
+from r3async.data.records import Trajectory
+from r3async.envs.base import Message
+from r3async.rollout.agents.protocol import Refused, Sampled, read_messages
+from r3async.rollout.agents.tools import SpokenMessages, parse_answer
+from r3async.rollout.calls import EngineCalls, EpisodeError
+from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, TextTooLong
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.episode import EpisodeTask, room_for_answer
+from r3async.rollout.samples import EpisodeRows, PrefixBroken
+from r3async.world.real import REAL
+
+_TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+"""One: a tokenizer is not for several threads at once, and a second one would only take turns with the first."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+async def in_tokenizer(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What `work` returns or raises, called in the thread that tokenises."""
+    return await asyncio.get_running_loop().run_in_executor(_TOKENIZER, functools.partial(work, *args, **kwargs))
+
+
+REWARD_CALL = 'POST /v1/r3async/reward {"reward": 1.0}'
+
+
+class Session:
+    """Everything that one key caused.
+
+    A request is a whole conversation. What it repeats of earlier answers keeps the tokens that were sampled; what extends a
+    recorded row continues it, and everything else branches (`EpisodeRows`). Requests may overlap. Whoever has `key` may speak for
+    the episode. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        task: EpisodeTask,
+        engine: Engine,
+        renderer: ChatRenderer,
+        settings: EpisodeConfig,
+        *,
+        generator_id: str = "",
+        unrewarded: float | None = None,
+        clock: Callable[[], float] = REAL.clock.time,
+        report: Callable[..., object] = lambda event, **fields: None,
+    ):
+        self.key = f"r3-{secrets.token_urlsafe(32)}"
+        self.task, self.settings, self.renderer = task, settings, renderer
+        self.closed = asyncio.Event()
+        """The agent said that it is done, or the episode was taken from it. No request is answered any more."""
+        self.limit = ""
+        """Why a request was refused, if one was for good: `turns` or `length`."""
+        self.failure: Exception | None = None
+        """What the engine failed with, too often."""
+        self._generator_id, self._clock = generator_id, clock
+        self._unrewarded = unrewarded
+        self._rows = EpisodeRows(engine.routing, settings.rows)
+        name = task.trajectory_id
+        self._engine = EngineCalls(name, engine, self._rows, settings, renderer.stop_token_ids, report)
+        self._talks: list[Conversation] = []
+        self._spoken = SpokenMessages()
+        self._texts: list[tuple[str, list[int]]] = []
+        """What was completed, prompt and answer together, without its stop token."""
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._reward: float | None = None
+        self._turn_rewards: dict[int, float] = {}
+        self._preview: list[dict[str, str]] = []
+        self._started = clock()
+
+    @property
+    def turns(self) -> int:
+        """Answers so far."""
+        return self._rows.turns
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None
+    ) -> tuple[Sampled, dict[str, Any]]:
+        """The answer, and the message that it is handed out as. Raises `Refused`. Cancelling it aborts the request."""
+        try:
+            # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
+            talk, prompt = await in_tokenizer(self._conversation, messages, tools, tuple(self._talks))
+        except TextTooLong as error:
+            raise self._too_long(f"{error.characters} characters") from error
+        sampled = await self._sample(prompt, max_tokens)
+        content, calls = parse_answer(sampled.text, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        talk.answered(sampled.token_ids)
+        self._talks.append(talk)
+        self._spoken.add(sampled.text, Message("assistant", content, tool_calls=_with_objects(calls)))
+        self._show(messages[-1].role, messages[-1].content, sampled.text)
+        return sampled, message
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
+    ) -> tuple[Conversation, list[int]]:
+        """In a thread: it changes nothing of this session. `talks`: those before this one."""
+        own_words = [self._spoken.restored(message) for message in messages]
+        try:
+            return self._begin(own_words, tools, talks)
+        except TemplateError as error:
+            # Some templates insist on seeing the call before its result.
+            if own_words == list(messages):
+                raise Refused(str(error), param="messages") from error
+        try:
+            return self._begin(messages, tools, talks)
+        except TemplateError as error:
+            raise Refused(str(error), param="messages") from error
+
+    def _begin(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
+    ) -> tuple[Conversation, list[int]]:
+        talk = Conversation(self.renderer, messages, tools, self.settings.max_prompt_tokens)
+        talk.begin_like(talks)
+        return talk, talk.prompt()
+
+    async def complete(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> Sampled:
+        """Continue a text, or token ids. What a text repeats from its beginning, with its answer, keeps its tokens."""
+        most = self.settings.max_prompt_tokens
+        if isinstance(prompt, str):
+            text, ids = max(
+                ((t, i) for t, i in self._texts if prompt.startswith(t)),
+                key=lambda known: len(known[0]),
+                default=("", []),
+            )
+            try:
+                self.renderer.check_length(prompt, most)
+            except TextTooLong as error:
+                raise self._too_long(f"{error.characters} characters") from error
+            ids = [*ids, *await in_tokenizer(self.renderer.encode, prompt[len(text) :])]
+        else:
+            if len(prompt) > most:
+                raise self._too_long(f"{len(prompt)} tokens")
+            ids = list(prompt)
+            prompt = self.renderer.decode(ids)
+        if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
+            raise Refused(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
+        sampled = await self._sample(ids, max_tokens)
+        spoken = sampled.token_ids[:-1] if sampled.finish == "stop" else sampled.token_ids
+        self._texts.append((prompt + sampled.text, [*ids, *spoken]))
+        self._show("user", prompt, sampled.text)
+        return sampled
+
+    def _show(self, role: str, content: str, answer: str) -> None:
+        if self.task.episode_index == 0:
+            self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
+
+    async def _sample(self, prompt: list[int], max_tokens: int | None) -> Sampled:
+        room = self._room(len(prompt), max_tokens)
+        asking = asyncio.ensure_future(self._engine.answer(prompt, room))
+        self._calls.add(asking)
+        try:
+            turn, generation = await asking
+        except PrefixBroken as error:
+            raise Refused(str(error), code="prefix_broken") from error
+        except asyncio.CancelledError:
+            if self.closed.is_set():
+                raise closed_refusal() from None
+            raise
+        except Exception as error:
+            self.failure = error
+            raise Refused(f"the engine failed: {error}", status=500, kind="server_error") from error
+        finally:
+            self._calls.discard(asking)
+        ids = generation.token_ids.tolist()
+        return Sampled(
+            turn=turn,
+            prompt_tokens=len(prompt),
+            token_ids=ids,
+            logprobs=generation.logprobs,
+            text=self.renderer.text(ids),
+            finish="stop" if ids[-1] in self.renderer.stop_token_ids else "length",
+        )
+
+    def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """Tokens that may be sampled. Raises `Refused` where there is no room, or no turn, left."""
+        if self.closed.is_set():
+            raise closed_refusal()
+        if max_tokens is not None and max_tokens < 1:
+            raise Refused(f"max_tokens = {max_tokens} must be at least 1", param="max_tokens")
+        settings = self.settings
+        # One that has been answered is in `turns` already, though its caller has not heard of it.
+        if self.turns + sum(not call.done() for call in self._calls) >= settings.max_turns:
+            self.limit = "turns"
+            raise Refused(
+                f"this episode has had its episode.max_turns = {settings.max_turns} answers", code="max_turns_exceeded"
+            )
+        room = room_for_answer(prompt_tokens, settings)
+        if not room:
+            raise self._too_long(f"{prompt_tokens} tokens")
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def _too_long(self, what: str) -> Refused:
+        self.limit = "length"
+        most = min(self.settings.max_prompt_tokens, self.settings.max_total_tokens - 1)
+        return Refused(
+            f"This model's maximum context length is {most} tokens of prompt (episode.max_prompt_tokens, "
+            f"episode.max_total_tokens). However, your messages resulted in {what}.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+    # -- what it was worth ---------------------------------------------------------------------------------------
+
+    def reward(self, reward: float, turn: int | None = None) -> None:
+        """What the episode earned in the end, or what the answer `turn` earned. They add up; saying either again replaces it.
+
+        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number or
+        a turn that there is not.
+        """
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise ValueError(f"a reward must be a finite number, not {reward!r}")
+        if turn is None:
+            self._reward = float(reward)
+        elif isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < self.turns:
+            raise ValueError(f"there is no turn {turn!r}: the episode has {self.turns} so far, counted from 0")
+        else:
+            self._turn_rewards[turn] = float(reward)
+
+    @property
+    def rewarded(self) -> bool:
+        return self._reward is not None or bool(self._turn_rewards)
+
+    @property
+    def worth_known(self) -> bool:
+        """Whether there is a reward, or `serving.unrewarded` stands for it."""
+        return self.rewarded or self._unrewarded is not None
+
+    @property
+    def total_reward(self) -> float:
+        return (self._reward or 0.0) + sum(self._turn_rewards.values())
+
+    def close(self) -> None:
+        """Answer nothing more; running requests are aborted."""
+        self.closed.set()
+        for call in self._calls:
+            call.cancel()
+
+    def trajectory(self, stop_reason: str) -> Trajectory:
+        """What was played, once it is closed; to be taken once. Raises `EpisodeError` if nothing was, or nobody rewarded it.
+
+        If time ran out (`timeout`) before the episode was rewarded as a whole, answers after the last one that has a reward of
+        its own are left out: nobody knows what they are worth.
+        """
+        name, turns = self.task.trajectory_id, self.turns
+        if not turns:
+            raise EpisodeError(
+                f"the agent of episode {name} got no answer from the model: it made no request that was served"
+            )
+        reward = self._reward
+        if not self.rewarded:
+            reward = self._unrewarded
+            if reward is None:
+                refused = f" (its last request was refused: {self.limit})" if self.limit else ""
+                raise EpisodeError(
+                    f"the agent of episode {name} gave no reward{refused}: return it from play(), print it in the last line as "
+                    f'{{"reward": 1.0}}, or call {REWARD_CALL}; or set serving.unrewarded to what such an episode is worth'
+                )
+        for turn, value in self._turn_rewards.items():
+            self._rows.reward(turn, value)
+        if reward is not None:
+            self._rows.reward(turns - 1, reward)
+        elif stop_reason == "timeout":
+            turns = max(self._turn_rewards) + 1
+        samples, described = self._rows.build(name, self.settings.temperature, turns)
+        return Trajectory(
+            trajectory_id=name,
+            group_index=self.task.group_index,
+            episode_index=self.task.episode_index,
+            task_seed=self.task.task_seed,
+            generator_id=self._generator_id,
+            stop_reason=stop_reason,
+            turns=described,
+            samples=samples,
+            started_at=self._started,
+            finished_at=self._clock(),
+            preview=self._preview,
+        )
+
+
+def closed_refusal() -> Refused:
+    return Refused(
+        "Incorrect API key provided: there is no episode of this key, or it has ended",
+        status=401,
+        code="invalid_api_key",
+        kind="authentication_error",
+    )
+
+
+def _with_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as `read_messages` will read them when they come back."""
+    return read_messages([{"role": "assistant", "tool_calls": list(calls)}])[0].tool_calls

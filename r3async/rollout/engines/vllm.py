@@ -1,0 +1,315 @@
+"""vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
+
+vLLM's `AsyncLLM` lives in this process; the model runs in child processes of its own. Which version sampled which
+token is known exactly: see `vllm_update`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from r3async.config.engine_args import ours
+from r3async.data.model_shape import moe_geometry
+from r3async.data.routes import RoutingError, route_dtype, validate_rows
+from r3async.rollout.engines import vllm_update
+from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engines.process import inherited_environment, lineage
+from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running
+from r3async.rollout.engines.vllm_update import checkpoint_names
+from r3async.weights.manifest import Difference, WeightManifest
+
+SCORE_TIMEOUT = 120.0
+STOP_TIMEOUT = 10.0
+
+
+class VllmEngine:
+    """One vLLM engine; see `Engine` for what the methods promise. They all belong to one event loop.
+
+    `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
+    `on_update` says what becomes of running requests when weights change (the setting of that name).
+    `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
+    ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded, and vLLM is not
+    imported, before `start`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        concurrency: int,
+        max_model_len: int,
+        on_update: str = "keep",
+        threads: int = 1,
+        kv_cache_gib: float = 1.0,
+        engine_args: Mapping[str, Any] | None = None,
+    ):
+        self.version = -1
+        self.routing, self._moe_layers = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
+        self._threads = threads
+        self._kv_cache_bytes = int(kv_cache_gib * 2**30)
+        own = ours(
+            model=model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=concurrency,
+            # A compiled graph returns all-zero routes on CPU.
+            enforce_eager=True,
+            enable_return_routed_experts=self.routing is not None,
+            # After temperature: what was really sampled from.
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            worker_extension_cls="r3async.rollout.engines.vllm_worker.WorkerExtension",
+        )
+        self._args: dict[str, Any] = own | dict(engine_args or {})
+        if not self._args["enable_return_routed_experts"]:
+            self.routing = None
+        self.on_update = on_update
+        self._requests = Requests()
+        self._vllm: Any = None
+        self._processes: list[psutil.Process] = []
+        self.gpus: list[str] = []
+        """Of the workers, by uuid; none on CPU. Known after `start`."""
+        self._parameter_names: frozenset[str] = frozenset()
+        self._installing = asyncio.Lock()
+        self._cache_checked = -1
+        """Version under which the prefix cache was looked at last."""
+        counters = ("generated_tokens", "finished", "aborted", "installs", "unrecorded_rows")
+        self._counts = dict.fromkeys(counters, 0)
+        self._pause_seconds = 0.0
+        self._load: Any = None
+        """An `EngineLoad`, which vLLM makes."""
+
+    @property
+    def _llm(self) -> Any:
+        return self._requests.llm
+
+    async def start(self) -> None:
+        """Load the model, in a thread: seconds to minutes. Raises `EngineError`.
+
+        If it is cancelled, the engine is shut down as soon as it has come up.
+        """
+        starting = asyncio.create_task(asyncio.to_thread(self._start))
+        try:
+            await asyncio.shield(starting)
+            async with asyncio.timeout(CALL_TIMEOUT):
+                # What vLLM starts lazily, it starts here, and not under the first request.
+                await self._llm.get_supported_tasks()
+                pids = await self._llm.collective_rpc("r3_process")
+                self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]
+            self._processes = [p for pid in pids for p in lineage(pid)]
+        except asyncio.CancelledError:
+            starting.add_done_callback(lambda done: done.exception() or self._llm.shutdown(timeout=0))
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not start with {self._args['model']}: {error}") from error
+        self._requests.failure = None
+        self._requests.open_gate()
+
+    def _start(self) -> None:
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        with inherited_environment() as environment:
+            environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
+            # A forked child would share this process's threads' locks, and not read OMP_NUM_THREADS any more.
+            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            import vllm
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from r3async.rollout.engines.vllm_load import EngineLoad
+            from r3async.rollout.engines.vllm_worker import OwnedConfig
+
+            if current_platform.is_cpu():
+                environment["OMP_NUM_THREADS"] = str(self._threads)
+                environment["TORCH_COMPILE_DISABLE"] = "1"
+                # The worker lives in the engine's one child process, and not in a pinned one of its own.
+                environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+                environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+                self._args = ours(kv_cache_memory_bytes=self._kv_cache_bytes) | self._args
+            self._vllm = vllm
+            self._parameter_names = checkpoint_names(Path(self._args["model"]))
+            config = AsyncEngineArgs(**self._args).create_engine_config()
+            config.additional_config = OwnedConfig(os.getpid(), config.additional_config)
+            self._requests.llm = AsyncLLM.from_vllm_config(
+                config, disable_log_stats=self._args["disable_log_stats"], stat_loggers=[EngineLoad]
+            )
+            self._load = self._llm.logger_manager.stat_loggers[0]
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample a continuation. Waits while weights are being installed.
+
+        Only `request.stop_token_ids` end it early: the model's own end-of-sequence token is not added. Cancelling it
+        aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
+        something that can not be trained on. There is no timeout here: the caller knows how long an answer may take.
+        """
+        prompt_ids = request.prompt_ids.tolist()
+        while True:
+            await self._requests.admission()
+            first = request.routes_wanted(self.version)
+            params = self._sampling_params(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                stop_token_ids=list(request.stop_token_ids),
+                logprobs=0,
+                routed_experts_prompt_start=first,
+            )
+            running = self._requests.new(request.request_id, self.version)
+            output = await self._requests.run(running, self._prompt(prompt_ids), params)
+            if output is not None:
+                return self._generation(request, running, output, first)
+
+    async def abort(self, request_id: str) -> None:
+        """End the running requests of that id: their `generate` returns what was sampled so far, and may be nothing."""
+        await self._requests.abort(request_id)
+
+    async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        """Install published weights under the running requests; see `Engine.install` and `vllm_update.install`."""
+        async with self._installing:
+            if self._requests.failure is not None:
+                raise self._requests.failure
+            if manifest.version < self.version:
+                raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
+            report = await vllm_update.install(
+                self._requests,
+                manifest,
+                names=self._parameter_names,
+                on_update=self.on_update,
+                timeout=timeout,
+                installed=self._installed,
+            )
+            self._counts["installs"] += 1
+            self._pause_seconds += report.pause_seconds
+            return report
+
+    def _installed(self, version: int) -> None:
+        self.version = version
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
+        params = self._sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        output = await self._alone("score", lambda: self._vllm.inputs.tokens_input(token_ids.tolist()), params)
+        flat = output.prompt_logprobs
+        if flat is None or len(flat) != len(token_ids):
+            raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
+        return np.asarray([flat.logprobs[flat.start_indices[t]] for t in range(1, len(flat))], np.float32)
+
+    async def cached_from_older(self, token_ids: np.ndarray) -> int:
+        """See `Engine.cached_from_older`. The text is repeated until it fills blocks of the cache."""
+        block = self._llm.vllm_config.cache_config.block_size
+        ids = np.resize(token_ids, min(max(len(token_ids), 2 * block + 1), self._args["max_model_len"] - 1)).tolist()
+        params = self._sampling_params(max_tokens=1, temperature=0.0)
+        output = await self._alone("cache", lambda: self._prompt(ids), params)
+        known, self._cache_checked = self._cache_checked == self.version, self.version
+        return 0 if known else output.num_cached_tokens or 0
+
+    async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
+        """See `Engine.differences`."""
+        async with self._installing:
+            return await vllm_update.differences(self._requests, manifest, timeout)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since `start`, the number of requests in vLLM now, and what it says of its load (`EngineLoad`)."""
+        requests = self._requests
+        aborted = self._counts["aborted"] + requests.aborted
+        now = {"aborted": aborted, "restarted": requests.restarted, "running": len(requests)}
+        load = self._load.figures() if self._load is not None else {}
+        return {**self._counts, **now, **load, "pause_seconds": self._pause_seconds}
+
+    async def stop(self) -> None:
+        """Fail what is running, shut vLLM down and make sure that its processes have ended. Idempotent."""
+        if self._llm is None:
+            return
+        await self._requests.fail(EngineError("the engine was stopped"))
+        llm, self._requests.llm = self._llm, None
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # or it would report the end of the engine's process as a failure
+        await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout=STOP_TIMEOUT)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _sampling_params(self, **values: Any) -> Any:
+        """Outputs come once, at the end: vLLM then does no work of its own per token in this process."""
+        if self._requests.failure is not None:
+            raise self._requests.failure
+        kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        return self._vllm.SamplingParams(
+            output_kind=kind, detokenize=False, ignore_eos=True, flat_logprobs=True, skip_clone=True, **values
+        )
+
+    def _prompt(self, ids: list[int]) -> Any:
+        """For a new request. An older version's cached prefix has another salt, so it is never hit."""
+        return self._vllm.inputs.tokens_input(ids, cache_salt=self._cache_salt())
+
+    def _cache_salt(self) -> str:
+        return f"version {self.version}"
+
+    async def _alone(self, name: str, prompt: Callable[[], Any], params: Any) -> Any:
+        """vLLM's output for a text of ours, all by one version."""
+        output = None
+        try:
+            async with asyncio.timeout(SCORE_TIMEOUT):
+                while output is None:
+                    await self._requests.admission()
+                    output = await self._requests.run(self._requests.new(name, self.version), prompt(), params)
+        except TimeoutError as error:
+            raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
+        return output
+
+    def _generation(self, request: GenerationRequest, running: Running, output: Any, first: int) -> Generation:
+        completion = output.outputs[0]
+        tokens = np.asarray(completion.token_ids, np.int32)
+        logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs is not None else (), np.float32)
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(logprobs)} log-probs")
+        if completion.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"request {request.request_id}: vLLM ended it with {completion.finish_reason!r}")
+        self._counts["generated_tokens"] += len(tokens)
+        self._counts["aborted" if completion.finish_reason == "abort" else "finished"] += 1
+        return Generation(
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_spans=running.spans.finish(len(tokens)),
+            routed_experts=self._routes(request, completion, first),
+            routes_from=first,
+            stop_reason=completion.finish_reason,
+        )
+
+    def _routes(self, request: GenerationRequest, completion: Any, first: int) -> np.ndarray | None:
+        """Rows of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
+
+        For a position that the prefix cache served, vLLM returns the row of the call that computed its keys and values. That call
+        had the same salt, hence the same weights."""
+        shape = self.routing
+        if shape is None:
+            return None
+        rows = completion.routed_experts
+        sampled = len(completion.token_ids)
+        expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
+        returned = 0 if rows is None else len(rows)
+        if returned > expected or (returned < expected and completion.finish_reason != "abort"):
+            returned = 0  # Which rows are missing is not known: rather none than one at a wrong position.
+        self._counts["unrecorded_rows"] += expected - returned
+        if not returned:
+            return np.empty((0, shape.layers, shape.top_k), route_dtype(shape.num_experts))
+        if len(self._moe_layers) != rows.shape[1]:
+            rows = rows[:, self._moe_layers]
+        try:
+            validate_rows(rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+        except RoutingError as error:
+            raise EngineError(f"request {request.request_id}: {error}") from error
+        return rows

@@ -1,0 +1,122 @@
+"""The process that sends weights from the learner's GPU to one generator's workers; see `weights.nccl`.
+
+vLLM's own trainer engine does the sending: its wire format is the one that vLLM's workers receive. It would also drive the
+workers, but here the generator does that, between pause and resume.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import zmq
+
+from r3async.weights.nccl import Send, Sent, Up, decode, encode
+from r3async.weights.publish import WeightError
+
+POLL_MILLISECONDS = 60_000
+
+Carrier = Callable[[Send], None]
+"""Sends one version; returns when all workers have it."""
+
+
+def main() -> None:
+    """Arguments, after `sys.path`: where to ask for work, the link's name, the owner's process id."""
+    from r3async.rollout.engines.vllm_worker import exit_with
+
+    endpoint, link, owner = sys.argv[2:]
+    exit_with(int(owner))
+    serve(endpoint, link, nccl_carrier())
+
+
+def serve(endpoint: str, link: str, carrier: Carrier, stop: Callable[[], bool] = lambda: False) -> None:
+    """Send what is asked for, until `stop` or an error; a failed operation leaves no group that could be used again."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 1000
+        dealer.connect(endpoint)
+        dealer.send(encode(Up(link)))
+        while not stop():
+            if dealer.poll(POLL_MILLISECONDS):
+                job = decode(dealer.recv())
+                assert isinstance(job, Send)
+                carrier(job)
+                dealer.send(encode(Sent(link, job.version)))
+
+
+def published_names(names: Any) -> list[str]:
+    """The order in which tensors travel: sender and workers know the names, but not in one order."""
+    return sorted(names)
+
+
+def nccl_carrier() -> Carrier:
+    """Over vLLM's NCCL group, on this process's first GPU. The group is made by the first `Send`, and meets all workers then.
+
+    Raises `RuntimeError` without CUDA."""
+    if not torch.cuda.is_available():
+        raise RuntimeError('weights.backend="nccl" needs CUDA where the learner is')
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    class Published(WeightSource):
+        """A file of published weights."""
+
+        def __init__(self) -> None:
+            self.tensors: dict[str, torch.Tensor] = {}
+
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self.tensors.items():
+                yield name, tensor.to("cuda")
+
+    source, trainers = Published(), list[NCCLTrainerWeightTransferEngine]()
+
+    def send(job: Send) -> None:
+        source.tensors = read(job.path)
+        if not trainers:
+            info = NCCLTrainerInitInfo(
+                rank=0,
+                master_address=job.host,
+                master_port=job.port,
+                world_size=job.workers + 1,
+                packed_buffer_size_bytes=job.bucket_bytes,
+            )
+            trainers.append(NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Led(), source=source))
+            check_group(trainers[0])
+        trainers[0].send_weights()
+        source.tensors = {}
+
+    return send
+
+
+def check_group(engine: Any) -> None:
+    """vLLM's broadcasts do nothing at all, and raise nothing, if it could not load NCCL: `WeightError` then."""
+    if getattr(engine.model_update_group, "disabled", True):
+        raise WeightError('weights.backend="nccl": vLLM can not use NCCL here (is VLLM_DISABLE_PYNCCL set?)')
+
+
+def read(path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a file, mapped, in the order in which they travel."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name) for name in published_names(file.keys())}
+
+
+class _Led:
+    """The workers are told by their generator, and not by this process, what to do."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        pass
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass

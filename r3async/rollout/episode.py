@@ -1,0 +1,179 @@
+"""One episode: environment and engine in turns, every token recorded as it was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from r3async.config import EpisodeConfig
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Sample, Trajectory, trajectory_name
+from r3async.envs.base import Action, Environment
+from r3async.rollout.calls import EngineCalls, EpisodeError
+from r3async.rollout.chat import ChatRenderer, Conversation
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.samples import EpisodeRows, SampleBuilder
+from r3async.world.real import REAL
+
+ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
+"""What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
+time ran out, or it failed."""
+
+CLOSE_SECONDS = 10.0
+
+
+class PromptTooLong(EpisodeError):
+    """The first prompt leaves no room; no answer was asked for."""
+
+
+class EpisodeTask(msgspec.Struct, frozen=True):
+    """Which episode to play: `episode_index` of the G episodes of one group; all of them share `task_seed`."""
+
+    group_index: int
+    episode_index: int
+    task_seed: int
+
+    @property
+    def trajectory_id(self) -> str:
+        return trajectory_name(self.group_index, self.episode_index)
+
+
+def room_for_answer(prompt_tokens: int, settings: EpisodeConfig) -> int:
+    """Tokens that may be sampled after a prompt of that length; 0 if the prompt itself is too long."""
+    if prompt_tokens > settings.max_prompt_tokens:
+        return 0
+    return max(0, min(settings.max_new_tokens, settings.max_total_tokens - prompt_tokens))
+
+
+class EpisodePlayer:
+    """Plays one episode. What it holds at any time (`trajectory`) is what has been played so far."""
+
+    def __init__(
+        self,
+        task: EpisodeTask,
+        env: Environment,
+        engine: Engine,
+        renderer: ChatRenderer,
+        settings: EpisodeConfig,
+        *,
+        generator_id: str = "",
+        clock: Callable[[], float] = REAL.clock.time,
+        report: Callable[..., object] = lambda event, **fields: None,
+    ):
+        self.task, self.settings = task, settings
+        self._env, self._renderer = env, renderer
+        self._generator_id, self._clock = generator_id, clock
+        self._rows = EpisodeRows(engine.routing, settings.rows)
+        name = task.trajectory_id
+        self._calls = EngineCalls(name, engine, self._rows, settings, renderer.stop_token_ids, report)
+        self._preview: list[dict[str, str]] = []
+        self._judged = 0
+        """Turns whose answers have a reward. An answer that time ran out on is not trained: nobody knows what it is worth."""
+        self._started = clock()
+
+    async def play(self) -> Trajectory:
+        """Until the environment is done, or turns, context or time run out.
+
+        Raises `PromptTooLong` for the first prompt, `PrefixBroken` (see `EpisodeRows`), `TemplateError`, `EpisodeError` if time
+        runs out before the first turn is complete or a reward is not finite, what the engine failed with too often
+        (`EngineCalls`), and whatever the environment raises. Cancelling it aborts the running request.
+        """
+        try:
+            async with asyncio.timeout(self.settings.timeout) as limit:
+                return self.trajectory(await self._turns())
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the environment's own
+            if not self._judged:
+                raise EpisodeError(
+                    f"episode {self.task.trajectory_id} took longer than episode.timeout = {self.settings.timeout} s, and no "
+                    "answer had a reward yet"
+                ) from error
+            return self.trajectory("timeout")
+        finally:
+            await close_environment(self._env)
+
+    async def _turns(self) -> str:
+        """Play; returns why it ended."""
+        name, settings = self.task.trajectory_id, self.settings
+        messages = await self._env.reset(self.task.task_seed)
+        talk = Conversation(self._renderer, messages, getattr(self._env, "tools", ()))
+        for index in range(settings.max_turns):
+            prompt = talk.prompt()
+            if not (room := room_for_answer(len(prompt), settings)):
+                if index == 0:
+                    raise PromptTooLong(
+                        f"the first prompt of episode {name} has {len(prompt)} tokens, more than episode.max_prompt_tokens = "
+                        f"{settings.max_prompt_tokens}: raise it (and episode.max_total_tokens) or shorten the task"
+                    )
+                return "length"
+            turn, generation = await self._calls.answer(prompt, room)
+            text = talk.answered(generation.token_ids.tolist())
+            result = await self._env.step(Action(text, generation.stop_reason))
+            if not np.isfinite(result.reward):
+                raise EpisodeError(f"the environment gave reward {result.reward} on turn {index} of episode {name}")
+            self._rows.reward(turn, float(result.reward))
+            self._judged = turn + 1
+            if self.task.episode_index == 0:
+                self._preview += [{"role": m.role, "content": m.content} for m in messages]
+                self._preview.append({"role": "assistant", "content": text})
+            if result.done:
+                return "env_done"
+            messages = result.messages
+            (talk.rewrite if result.rewrites else talk.observe)(messages)
+        return "turns"
+
+    def trajectory(self, stop_reason: str) -> Trajectory:
+        """What was played. Raises `EpisodeError` if that is nothing."""
+        name = self.task.trajectory_id
+        samples, turns = self._rows.build(name, self.settings.temperature, self._judged)
+        if not turns:
+            raise EpisodeError(f"episode {name} ended without an answer")
+        return Trajectory(
+            trajectory_id=name,
+            group_index=self.task.group_index,
+            episode_index=self.task.episode_index,
+            task_seed=self.task.task_seed,
+            generator_id=self._generator_id,
+            stop_reason=stop_reason,
+            turns=turns,
+            samples=samples,
+            started_at=self._started,
+            finished_at=self._clock(),
+            preview=self._preview,
+        )
+
+
+def failed_trajectory(
+    task: EpisodeTask, routing: RoutingShape | None, token_id: int, *, generator_id: str = "", at: float = 0.0
+) -> Trajectory:
+    """What stands for an episode that failed for good, so that its group is complete: one token that nobody sampled, and no
+    turn, so nothing that is trained or compared. `stop_reason` is `error`."""
+    row = SampleBuilder(routing)
+    row.observe([token_id])
+    name = task.trajectory_id
+    return Trajectory(
+        trajectory_id=name,
+        group_index=task.group_index,
+        episode_index=task.episode_index,
+        task_seed=task.task_seed,
+        generator_id=generator_id,
+        stop_reason="error",
+        turns=[],
+        samples=[Sample(f"{name}s0", row.build())],
+        started_at=at,
+        finished_at=at,
+    )
+
+
+async def close_environment(env: Environment) -> None:
+    """Call its `close()`, plain or `async def`, if it has one: an episode may end without the environment knowing."""
+    close = getattr(env, "close", None)
+    if close is not None and inspect.isawaitable(waiting := close()):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(waiting, CLOSE_SECONDS)

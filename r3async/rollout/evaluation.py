@@ -1,0 +1,205 @@
+"""Evaluation: fixed tasks that training never poses, played by the policy, by an oracle or blindly; and what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
+from r3async.data.records import Trajectory
+from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer
+from r3async.rollout.agents.runner import agent_player
+from r3async.rollout.agents.tasks import EvaluationTask, count_tasks, evaluation_tasks
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.episode import EpisodeTask, close_environment
+from r3async.rollout.group import GroupPlayer
+from r3async.world import World
+from r3async.world.real import REAL
+
+Policy = Literal["oracle", "random"]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one episode. `tokens` were sampled; versions are those that sampled them, -1 if nobody knows."""
+
+    reward: float
+    turns: int
+    stop_reason: str
+    tokens: int = 0
+    version_min: int = -1
+    version_max: int = -1
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """What came of all. `reward_error` is the standard error of the mean, None of a single episode; `stop_reasons` has
+    `[episodes, mean reward]` of each; tokens and turns are means of an episode."""
+
+    episodes: int
+    reward_mean: float
+    reward_error: float | None
+    reward_min: float
+    reward_max: float
+    turns_mean: float
+    tokens_mean: float
+    version_min: int
+    version_max: int
+    stop_reasons: dict[str, tuple[int, float]]
+    seconds: float
+
+
+def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float) -> Evaluation:
+    rewards = np.array([o.reward for o in outcomes], np.float64)
+    n = len(rewards)
+    by_reason = {
+        reason: [o.reward for o in outcomes if o.stop_reason == reason]
+        for reason in sorted({o.stop_reason for o in outcomes})
+    }
+    return Evaluation(
+        episodes=n,
+        reward_mean=float(rewards.mean()),
+        reward_error=float(rewards.std(ddof=1) / math.sqrt(n)) if n > 1 else None,
+        reward_min=float(rewards.min()),
+        reward_max=float(rewards.max()),
+        turns_mean=float(np.mean([o.turns for o in outcomes])),
+        tokens_mean=float(np.mean([o.tokens for o in outcomes])),
+        version_min=min(o.version_min for o in outcomes),
+        version_max=max(o.version_max for o in outcomes),
+        stop_reasons={reason: (len(r), float(np.mean(r))) for reason, r in by_reason.items()},
+        seconds=seconds,
+    )
+
+
+def outcome_of(trajectory: Trajectory) -> Outcome:
+    versions = [s.table["policy_version"][s.table["loss_mask"]] for s in trajectory.samples]
+    return Outcome(
+        reward=trajectory.reward,
+        turns=len(trajectory.turns),
+        stop_reason=trajectory.stop_reason,
+        tokens=sum(turn.stop - turn.start for turn in trajectory.turns),
+        version_min=int(min(v.min() for v in versions)),
+        version_max=int(max(v.max() for v in versions)),
+    )
+
+
+async def evaluate(
+    env: EnvConfig,
+    factory: EnvironmentFactory | None,
+    engine: Engine,
+    renderer: ChatRenderer,
+    episode: EpisodeConfig,
+    serving: ServingConfig,
+    *,
+    episodes: int,
+    seed: int,
+    trained: EnvConfig | None,
+    concurrency: int,
+    generator_id: str = "",
+    report: Callable[..., object] = lambda event, **fields: None,
+    progress: Callable[[Outcome], object] = lambda outcome: None,
+    world: World = REAL,
+) -> Evaluation:
+    """Play the tasks of `seed`, at most `concurrency` at once. `factory`: of `env`; None for an agent. `trained`: see
+    `evaluation_tasks`, which may raise `ConfigError`.
+
+    An episode that fails is tried again `episode.retries` times; then what it failed with is raised and the others are cancelled.
+    `report(event, **fields)` hears of failed tries, `progress` of each outcome.
+    """
+    tasks = evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained)
+    outcomes: list[Outcome] = []
+
+    async def deliver(trajectory: Trajectory) -> None:
+        outcomes.append(outcome_of(trajectory))
+        progress(outcomes[-1])
+
+    clock = world.clock
+    began = clock.monotonic()
+    # The door for agents from outside stays the run's own.
+    private = msgspec.structs.replace(serving, enabled=False, port=0)
+    async with agent_player(
+        env, engine, renderer, episode, private, generator_id=generator_id, report=report, world=world
+    ) as play:
+        player = GroupPlayer(
+            factory=factory,
+            engine=engine,
+            renderer=renderer,
+            settings=episode,
+            generator_id=generator_id,
+            deliver=deliver,
+            report=report,
+            play=play,
+            clock=clock.time,
+        )
+        await _all(player.play_one, tasks, concurrency)
+    return summarize_outcomes(outcomes, clock.monotonic() - began)
+
+
+async def _all(
+    play: Callable[[EpisodeTask], Awaitable[None]], tasks: Sequence[EvaluationTask], concurrency: int
+) -> None:
+    room = asyncio.Semaphore(concurrency)
+
+    async def one(task: EpisodeTask) -> None:
+        async with room:
+            await play(task)
+
+    async with asyncio.TaskGroup() as group:
+        for task in tasks:
+            group.create_task(one(task))
+
+
+async def evaluate_without_model(
+    env: EnvConfig,
+    factory: EnvironmentFactory,
+    policy: Policy,
+    *,
+    episodes: int,
+    seed: int,
+    trained: EnvConfig | None = None,
+    max_turns: int,
+    progress: Callable[[Outcome], object] = lambda outcome: None,
+) -> Evaluation:
+    """The same tasks under the environment's oracle, or under its random answers: what its rewards mean.
+
+    Raises `ConfigError` if the environment has no such policy, and see `evaluation_tasks`.
+    """
+    began = time.monotonic()
+    outcomes = []
+    for task in evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained):
+        environment = factory()
+        try:
+            rewards, reason = await _play_policy(environment, env.name, policy, task.task_seed, max_turns)
+        finally:
+            await close_environment(environment)
+        outcomes.append(Outcome(sum(rewards), len(rewards), reason))
+        progress(outcomes[-1])
+    return summarize_outcomes(outcomes, time.monotonic() - began)
+
+
+async def _play_policy(
+    env: Environment, name: str, policy: Policy, task_seed: int, max_turns: int
+) -> tuple[list[float], str]:
+    """Rewards of the turns, and why it ended."""
+    await env.reset(task_seed)
+    chance = random.Random(f"random/{task_seed}")
+    rewards: list[float] = []
+    while len(rewards) < max_turns:
+        if policy == "oracle" and isinstance(env, HasOracle):
+            answer = env.oracle()
+        elif policy == "random" and isinstance(env, HasRandomAnswer):
+            answer = env.random_answer(chance)
+        else:
+            wanted = "an oracle()" if policy == "oracle" else "a random_answer(chance)"
+            raise ConfigError(f"`--policy {policy}`: the environment {name!r} has not got {wanted}")
+        result = await env.step(Action(answer))
+        rewards.append(float(result.reward))
+        if result.done:
+            return rewards, "env_done"
+    return rewards, "turns"

@@ -1,0 +1,170 @@
+"""All episodes of one lease at once, with retry budgets; finished ones leave as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from r3async.config import EpisodeConfig
+from r3async.data.records import Trajectory
+from r3async.envs.base import EnvironmentFactory
+from r3async.rollout.calls import EngineAborted, EpisodeError
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Engine, EngineError
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask, PromptTooLong, failed_trajectory
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.failures import By, EpisodeEnd
+from r3async.world.real import REAL
+
+TRACEBACK_CHARACTERS = 3000
+"""Of the last failure's traceback, from its end, in the message that ends a run."""
+
+
+class _Kind(NamedTuple):
+    """How often an episode may be tried again after a failure of the environment, or of the engine."""
+
+    setting: str
+    retries: int
+
+
+class GroupPlayer:
+    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
+
+    `play` plays one episode in place of an environment that `factory` makes. `over(end)` is told of each episode that is over,
+    and judges how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        factory: EnvironmentFactory | None,
+        engine: Engine,
+        renderer: ChatRenderer,
+        settings: EpisodeConfig,
+        generator_id: str,
+        deliver: Callable[[Trajectory], Awaitable[None]],
+        report: Callable[..., object],
+        play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
+        over: Callable[[EpisodeEnd], None] | None = None,
+        clock: Callable[[], float] = REAL.clock.time,
+    ):
+        self._kinds: dict[By, _Kind] = {
+            "environment": _Kind("episode.retries", settings.retries),
+            "engine": _Kind("episode.engine_retries", settings.engine_retries),
+        }
+        self._over, self._clock = over, clock
+        self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
+        self._generator_id, self._deliver, self._report = generator_id, deliver, report
+        self.playing = 0
+        """Episodes that have begun and not ended. One that waits to be sent has ended."""
+        self.ended = 0
+        """Tries at an episode that are over, whether or not they failed."""
+        self.active: set[tuple[int, int]] = set()
+        """Group and index of each episode that has begun and was not handed over."""
+        self._play_episode = play or self._play_environment
+
+    def play(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
+        """Returns when every episode of the lease was delivered. All of its turns go to this player's engine. They count as
+        `playing` from the call on, also before it is awaited.
+
+        An episode in which the environment fails is played again from its beginning, `episode.retries` times. What the engine
+        fails at is asked again within the episode (`EngineCalls`), `episode.engine_retries` times. A first prompt that is too
+        long fails at once. Then a trajectory without turns stands for it (`failed_trajectory`); or, without `over`,
+        `EpisodeError` is raised with the last error's traceback, and the other episodes of the lease are cancelled.
+        """
+        tasks = [EpisodeTask(lease.group_index, index, lease.task_seed) for index in lease.episode_indices]
+        for task in tasks:
+            self._begin(task)
+        return self._play_all(tasks)
+
+    async def _play_all(self, tasks: Sequence[EpisodeTask]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(self._play_begun(task))
+
+    async def play_one(self, task: EpisodeTask) -> None:
+        """One episode of a lease, tried again if it fails; see `play`."""
+        self._begin(task)
+        await self._play_begun(task)
+
+    def _begin(self, task: EpisodeTask) -> None:
+        self.playing += 1
+        self.active.add((task.group_index, task.episode_index))
+
+    async def _play_begun(self, task: EpisodeTask) -> None:
+        try:
+            try:
+                trajectory = await self._tried(task)
+            finally:
+                self.playing -= 1
+            await self._deliver(trajectory)
+        finally:
+            self.active.discard((task.group_index, task.episode_index))
+
+    async def _tried(self, task: EpisodeTask) -> Trajectory:
+        tries = dict.fromkeys(self._kinds, 0)
+        while True:
+            try:
+                trajectory = await self._play_episode(task)
+                self._tell(task)
+                return trajectory
+            except Exception as error:
+                who: By = "engine" if engine_failed(error) else "environment"
+                # The engine was asked again already: what it cannot answer now, it cannot from the beginning.
+                tries[who] += self._kinds[who].retries + 1 if who == "engine" else 1
+                self._report(
+                    "episode_failed", episode=task.trajectory_id, attempt=sum(tries.values()), by=who, error=repr(error)
+                )
+                if tries[who] <= self._kinds[who].retries and not isinstance(error, PromptTooLong):
+                    continue
+                if self._over is None:
+                    if isinstance(error, PromptTooLong):
+                        raise
+                    raise EpisodeError(_given_up(task, who, self._kinds[who], tries[who], error)) from error
+                self._report("episode_given_up", episode=task.trajectory_id, by=who, error=repr(error))
+                self._tell(task, who, _given_up(task, who, self._kinds[who], tries[who], error))
+                return failed_trajectory(
+                    task,
+                    self._engine.routing,
+                    self._renderer.end_id,
+                    generator_id=self._generator_id,
+                    at=self._clock(),
+                )
+            finally:
+                self.ended += 1
+
+    def _tell(self, task: EpisodeTask, failed_by: By | None = None, error: str = "") -> None:
+        if self._over is not None:
+            self._over(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, failed_by, error))
+
+    async def _play_environment(self, task: EpisodeTask) -> Trajectory:
+        assert self._factory is not None
+        return await EpisodePlayer(
+            task,
+            self._factory(),
+            self._engine,
+            self._renderer,
+            self._settings,
+            generator_id=self._generator_id,
+            clock=self._clock,
+            report=self._report,
+        ).play()
+
+
+def engine_failed(error: BaseException | None) -> bool:
+    """Whether the engine is what failed, and not the environment."""
+    while error is not None:
+        if isinstance(error, (EngineError, EngineAborted)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _given_up(task: EpisodeTask, who: By, kind: _Kind, tries: int, error: Exception) -> str:
+    where = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+    return (
+        f"episode {task.trajectory_id} (task seed {task.task_seed}) failed {tries} times by the {who} ({kind.setting} = "
+        f"{kind.retries}); the last time: {error!r}\n{where}"
+    )

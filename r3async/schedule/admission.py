@@ -1,0 +1,279 @@
+"""Which group may be leased, when, and to whom: the bound on staleness.
+
+A version of the weights is made by `K` steps, each of which consumes at least `P` groups, within a window of `W`
+(`scheduling.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
+is free again only when weights trained from it are *installed in the engines*: a group that was overtaken keeps its slot.
+
+No token trained is older than `oldest_age(S, W, P * K)` versions. Proof: let group `g` be leased while version `v` is
+installed, and so none of its tokens be older than `v`. Of the groups before `g`, at most `N - 1` are not part of `v`, for
+they hold slots beside it. Of the groups behind `g`, at most `W - 1` are consumed before it: each must be within the window
+while `g` or an older group is its head. So at most `N + W - 2` groups are consumed between `v` and `g`. As every version
+consumes at least `P * K`, `g` is consumed at version `v + (N + W - 2) // (P * K)` at the latest, and that is
+`v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken into an older age: a version consumes all slots.
+
+A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same version
+would have to wait for groups that can not be leased yet: `most_groups`. That a version can always be made with what may be
+in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before.
+
+A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
+that the learner never got.
+
+An owner that is silent (its process was stopped) is waited for by nobody: it has no part in what counts as installed, and its
+leases return (`lose`) though it may wake and play on. The proof needs nothing of it but what `lease` asks: whoever is leased
+part of `g` has version `v` or a newer one, and versions of an engine only go up. So a token of `g`, whoever plays it and however
+late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a duplicate. If not, `g` has held its
+slot since it was *first* leased, at `v`, and the count of groups between `v` and `g` is the same. Once awake, it is leased
+nothing until its engine has the installed version.
+
+Pure: no clock, no sockets. Owners are generators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+
+from r3async.config import ScheduleConfig
+from r3async.data.window import Consumed
+
+
+class GroupLease(msgspec.Struct, frozen=True):
+    """Play the episodes `episode_indices` of group `group_index`, all with `task_seed`."""
+
+    group_index: int
+    task_seed: int
+    episode_indices: tuple[int, ...]
+
+
+def slots_of(schedule: ScheduleConfig) -> int:
+    """`(S + 1) * P * K`: groups that may be leased and not yet be part of the installed weights."""
+    return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
+
+
+def age_bound(schedule: ScheduleConfig) -> int:
+    """Versions that a trained token can be old at most under these settings; see `oldest_age`."""
+    per_version = schedule.groups_per_step * schedule.steps_per_publication
+    return oldest_age(schedule.max_staleness, schedule.window, per_version)
+
+
+def oldest_age(max_staleness: int, window: int, groups_per_version: int) -> int:
+    """Versions that a trained token can be old at most: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
+
+    Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/test_schedule_bound.py`).
+    """
+    if max_staleness == 0:
+        return 0
+    overtaken = -(-(window - 1) // groups_per_version)
+    return max_staleness + overtaken
+
+
+def most_groups(*, slots: int, groups_per_step: int, steps_left: int, consumed_since: int) -> int:
+    """Groups that the next step may take at most without waiting for ever.
+
+    `consumed_since`: groups that steps took since the last version was published. `steps_left`: steps until the next one,
+    this one included: each of the others needs `groups_per_step`.
+    """
+    return slots - consumed_since - groups_per_step * (steps_left - 1)
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Snapshot(TypedDict):
+    """What `Admission.snapshot` gives."""
+
+    version: _Count
+    next_group: _Count
+    uninstalled: list[tuple[_Count, _Count]]
+    waiting: list[tuple[_Count, tuple[_Count, ...]]]
+    owners: list[tuple[_Count, list[tuple[str, tuple[_Count, ...]]]]]
+
+
+class Admission:
+    """Slots and leases. `task_seed(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
+    `changed()` is called when there may be more to lease, or nothing any more.
+    """
+
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        *,
+        task_seed: Callable[[int], int],
+        total_groups: int | None = None,
+        changed: Callable[[], object] = lambda: None,
+    ):
+        self.samples_per_group = schedule.samples_per_group
+        self.slots = slots_of(schedule)
+        self.total_groups = total_groups
+        self.version = 0
+        """Version that every engine which answers has."""
+        self._split, self._changed = schedule.split, changed
+        self._task_seed = task_seed
+        self._next_group = 0
+        self._consumed = Consumed(schedule.window)
+        self._uninstalled: dict[int, int] = {}
+        """By version that is not installed yet: groups that it was trained from and its predecessors were not."""
+        self._waiting: dict[int, tuple[int, ...]] = {}
+        """By group that has its slot: episodes that nobody plays."""
+        self._owners: dict[int, dict[str, tuple[int, ...]]] = {}
+        """By group: what each owner was leased of it."""
+
+    @property
+    def slots_taken(self) -> int:
+        return self._next_group - len(self._consumed) + sum(self._uninstalled.values())
+
+    @property
+    def groups_leased(self) -> int:
+        """Groups of which something was ever leased."""
+        return self._next_group
+
+    @property
+    def oldest_group(self) -> int:
+        """The first group that has not been trained."""
+        return self._consumed.head
+
+    @property
+    def full(self) -> bool:
+        """Every slot is taken, and nothing is left to lease of the groups that have them."""
+        return self.slots_taken >= self.slots and not self._waiting
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing is left to lease, now or later, whoever dies."""
+        return self.total_groups is not None and len(self._consumed) >= self.total_groups
+
+    @property
+    def _untouched(self) -> int:
+        """Groups that may be leased and have no slot yet."""
+        free = self.slots - self.slots_taken
+        return free if self.total_groups is None else min(free, self.total_groups - self._next_group)
+
+    def can_lease(self) -> bool:
+        """There is something to play that nobody plays."""
+        return bool(self._waiting) or self._untouched > 0
+
+    def lease(
+        self, owner: str, *, version: int, room: int, at_once: int | None = None, among: int = 1
+    ) -> GroupLease | None:
+        """Lease the oldest group that waits, or a part of it. None if there is nothing for this owner now.
+
+        `version` is what the owner's engine has: one that is behind the installed version gets nothing. `room`: episodes
+        it could begin now; `at_once`: those it plays when it is full (default: `room`). `among`: owners without work, and
+        this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than owners
+        `among` can be had. An owner without room for that waits until it has, unless it never will (`at_once`), the rest
+        of the group is elsewhere, or `split` is `room`: then it gets what it has room for.
+        """
+        if version < self.version or room < 1 or not self.can_lease():
+            return None
+        group = min(self._waiting, default=self._next_group)
+        episodes = self._waiting.get(group, tuple(range(self.samples_per_group)))
+        wanted = len(episodes)
+        if len(self._waiting) + self._untouched < among:
+            left = sum(map(len, self._waiting.values())) + self._untouched * self.samples_per_group
+            wanted = min(wanted, -(-left // among))
+        torn = len(episodes) < self.samples_per_group
+        if wanted > room and not torn and self._split == "idle" and wanted <= (at_once or room):
+            return None
+        mine, rest = episodes[: min(wanted, room)], episodes[min(wanted, room) :]
+        self._waiting.pop(group, None)
+        if rest:
+            self._waiting[group] = rest
+        self._next_group = max(self._next_group, group + 1)
+        owners = self._owners.setdefault(group, {})
+        owners[owner] = (*owners.get(owner, ()), *mine)
+        return GroupLease(group, self._task_seed(group), mine)
+
+    def leases(self, owner: str) -> list[int]:
+        """Groups of which `owner` was leased episodes, and that are not trained yet."""
+        return sorted(g for g, owners in self._owners.items() if owner in owners)
+
+    def lose(self, owner: str, missing: Callable[[int], Sequence[int]]) -> list[int]:
+        """The owner died, or is silent: what it was leased returns, less what the learner has. Returns those groups.
+
+        `missing(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
+        """
+        back = []
+        for group in self.leases(owner):
+            lacking = set(missing(group)).intersection(self._owners[group].pop(owner))
+            if lacking:
+                self._waiting[group] = tuple(sorted(lacking.union(self._waiting.get(group, ()))))
+                back.append(group)
+        self._changed()
+        return back
+
+    def adopt(self, newest: int, missing: Callable[[int], Sequence[int]]) -> list[int]:
+        """A resumed run begins: nobody who had leases lives on, and the learner kept trajectories of groups up to `newest` (-1:
+        of none). Groups that were first leased after the checkpoint take their slots again. Returns the groups to be played,
+        as a whole or in part; `missing(group)`: episodes of it that the learner lacks."""
+        if self._untouched > 0:
+            self._next_group = max(self._next_group, min(newest + 1, self._next_group + self._untouched))
+        held = itertools.takewhile(lambda g: g < self._next_group, self._consumed.outstanding())
+        self._owners = {}
+        self._waiting = {group: lacking for group in held if (lacking := tuple(missing(group)))}
+        return list(self._waiting)
+
+    def trained(self, version: int, groups: Sequence[int]) -> None:
+        """A step consumed `groups`, in this order; its weights are published as, or within, `version`.
+
+        Raises `ValueError` if versions go backwards, or a group was not leased, was consumed before, or was beyond the
+        window: the bound on age would not hold.
+        """
+        if version <= self.version or version < max(self._uninstalled, default=0):
+            raise ValueError(f"a step made version {version} after version {max((self.version, *self._uninstalled))}")
+        if max(groups, default=-1) >= self._next_group:
+            raise ValueError(f"group {max(groups)} was consumed, but only {self._next_group} groups were leased")
+        self._consumed.take(groups)
+        for group in groups:
+            self._waiting.pop(group, None)  # lost with its owner, and yet arrived
+            self._owners.pop(group, None)
+        self._uninstalled[version] = self._uninstalled.get(version, 0) + len(groups)
+        self._changed()
+
+    def installed(self, version: int) -> None:
+        """Every engine that answers has `version`: the slots of the groups that it was trained from are free.
+
+        Raises `ValueError` if versions go backwards, or no step made `version`.
+        """
+        if version < self.version:
+            raise ValueError(f"version {version} was installed after version {self.version}")
+        if version > max(self._uninstalled, default=self.version):
+            raise ValueError(f"version {version} was installed, but no step has made it")
+        self.version = version
+        for older in [v for v in self._uninstalled if v <= version]:
+            del self._uninstalled[older]
+        self._changed()
+
+    # -- for a checkpoint ----------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data; `restore` reads it. Which groups were consumed is the learner's to say."""
+        return {
+            "version": self.version,
+            "next_group": self._next_group,
+            "uninstalled": sorted(self._uninstalled.items()),
+            "waiting": sorted(self._waiting.items()),
+            "owners": [[group, sorted(owners.items())] for group, owners in sorted(self._owners.items())],
+        }
+
+    def restore(self, snapshot: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
+        """Go on as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
+        `beyond` it were consumed. Leases stay with their owners: `lose` those that did not live on. Raises `ValueError` if the
+        snapshot is of an older version than is installed here, or if it is none: its groups do not add up."""
+        saved = msgspec.convert(snapshot, _Snapshot)
+        if saved["version"] < self.version:
+            raise ValueError(f"a snapshot of version {saved['version']} can not follow version {self.version}")
+        consumed, uninstalled = Consumed(self._consumed.window, head, beyond), dict(saved["uninstalled"])
+        held, next_group = sum(uninstalled.values()), saved["next_group"]
+        taken = next_group - len(consumed) + held
+        if held > len(consumed) or not 0 <= taken <= self.slots:
+            raise ValueError(
+                f"{taken} slots are taken, of {self.slots}: {next_group} groups were leased and {len(consumed)} "
+                f"consumed, of which {held} hold their slots"
+            )
+        self.version, self._next_group = saved["version"], next_group
+        self._consumed, self._uninstalled = consumed, uninstalled
+        self._waiting = dict(saved["waiting"])
+        self._owners = {group: dict(owners) for group, owners in saved["owners"]}

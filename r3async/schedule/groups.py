@@ -1,0 +1,132 @@
+"""Trajectories that arrived, gathered into groups and handed over in lease order, within a window."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from r3async.config import Config
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import SCHEMA, Trajectory
+from r3async.data.window import Consumed
+from r3async.schedule.admission import slots_of
+from r3async.transport.wire import MAX_HEADER
+
+HEADER_BYTES = 4096
+"""Allowed for what is not token data in one trajectory."""
+
+
+def largest_trajectory(config: Config, routing: RoutingShape | None) -> int:
+    """Bytes that one trajectory may take in memory: every turn a row of its own, each as long as it may be."""
+    rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
+    return min(config.transport.max_message_bytes, rows + MAX_HEADER)
+
+
+def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
+    """Bytes of all trajectories that the slots allow, each as long as it may be.
+
+    With less credit than this, groups that are not trained yet could hold all of it while the one that is to be trained
+    next waits to be sent, and nothing would ever move again. The window does not matter: who is overtaken keeps a slot.
+    """
+    schedule = config.schedule
+    groups = slots_of(schedule)
+    episodes = groups * schedule.samples_per_group
+    return episodes * (config.episode.max_total_tokens * _bytes_per_token(routing) + HEADER_BYTES)
+
+
+def _bytes_per_token(routing: RoutingShape | None) -> int:
+    sizes = {"layers": routing.layers if routing else 0, "top_k": routing.top_k if routing else 0}
+    wide = routing is not None and routing.num_experts > 256
+    per_token = 0
+    for column in SCHEMA.columns.values():
+        count = 1
+        for dimension in column.inner:
+            count *= sizes[dimension]
+        per_token += count * np.dtype(column.dtypes[-1 if wide else 0]).itemsize
+    return per_token
+
+
+class GroupBuffer:
+    """Holds at most what the slots allow. Pure; the receiver and the learner share it."""
+
+    def __init__(self, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
+        """`head`, `beyond`: what a run that is resumed has trained already, see `Consumed`."""
+        self.samples_per_group = samples_per_group
+        self._taken = Consumed(window, head, beyond)
+        self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
+
+    @property
+    def next_group(self) -> int:
+        """The oldest group not taken yet: all others that may be taken are within the window from here."""
+        return self._taken.head
+
+    @property
+    def taken(self) -> Consumed:
+        """The groups that were taken: the one place that says so in the learner, which the receiver looks at too."""
+        return self._taken
+
+    @property
+    def newest_group(self) -> int:
+        """Of those that something has arrived of and that are not taken; -1 if there is none."""
+        return max(self._groups, default=-1)
+
+    def wants(self, trajectory: Trajectory) -> bool:
+        """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""
+        group, episode = trajectory.group_index, trajectory.episode_index
+        if not 0 <= episode < self.samples_per_group:
+            raise ValueError(f"episode {episode} of a group of {self.samples_per_group}")
+        return group not in self._taken and episode not in self._groups.get(group, {})
+
+    def add(self, trajectory: Trajectory, nbytes: int) -> bool:
+        """Whether it was wanted; see `wants`, also for what it raises."""
+        if not self.wants(trajectory):
+            return False
+        self._groups.setdefault(trajectory.group_index, {})[trajectory.episode_index] = (trajectory, nbytes)
+        return True
+
+    def missing(self, group_index: int) -> list[int]:
+        """Episodes of the group that have not arrived; none for a group that was trained."""
+        if group_index in self._taken:
+            return []
+        have = self._groups.get(group_index, {})
+        return [i for i in range(self.samples_per_group) if i not in have]
+
+    def _complete(self, group_index: int) -> bool:
+        return not self.missing(group_index)
+
+    def batch(self, at_least: int, at_most: int, tokens: int) -> list[int]:
+        """The groups that make a batch, in order: `at_least`, and more until they have `tokens` trainable tokens or are
+        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them."""
+        chosen: list[int] = []
+        held = 0
+        for group in itertools.islice(self._taken.choices(self._complete), at_most):
+            chosen.append(group)
+            members = self._groups[group].values()
+            held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if tokens else 0
+            if len(chosen) == at_most or (len(chosen) >= at_least and held >= tokens):
+                return chosen
+        return []
+
+    def lacking(self, groups: int) -> dict[int, list[int]]:
+        """Missing episodes by group, of the oldest `groups` that are not taken."""
+        oldest = itertools.islice(self._taken.outstanding(), groups)
+        return {g: missing for g in oldest if (missing := self.missing(g))}
+
+    def ready_groups(self) -> int:
+        """Complete groups, in or out of order."""
+        return sum(len(g) == self.samples_per_group for g in self._groups.values())
+
+    def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
+        """Consume these groups, in this order: their episodes in order, and their bytes on the wire.
+
+        Raises `ValueError` if one is not complete, was taken before, or is beyond the window; then nothing is taken.
+        """
+        incomplete = [g for g in groups if self.missing(g)]
+        if incomplete:
+            raise ValueError(f"groups {incomplete} are not complete")
+        self._taken.take(groups)
+        members = [self._groups.pop(group) for group in groups]
+        episodes = [[held[i][0] for i in range(self.samples_per_group)] for held in members]
+        return episodes, sum(size for held in members for _, size in held.values())

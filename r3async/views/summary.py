@@ -1,0 +1,256 @@
+"""A run in a dozen numbers, for the terminal and the head of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats
+from r3async.record.events import read_events
+from r3async.record.metrics import read_metrics
+from r3async.record.settings import read_run_config, read_schedule
+from r3async.schedule.admission import age_bound
+from r3async.schedule.updates import NO_CONTRAST, why_no_update
+from r3async.views.history import History, counted, history_of
+from r3async.views.report_evaluation import REWARD, read_evaluations
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOT_TRAINED = "not trained"
+"""Status of a run that made its steps, and none of them an update of the weights."""
+KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
+COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
+"""Of a kind, on a terminal."""
+
+
+class RunSummary(msgspec.Struct, kw_only=True):
+    """None where a run has no such number (yet). `summary["reward/mean"]` are the figures of a metric of the catalogue."""
+
+    name: str
+    status: str
+    """`finished`, `not trained`, `stopped` (on request), `failed`, or `unfinished` (still running, or ended without a word)."""
+    reason: str = ""
+    """Of a failure, or why nothing was trained."""
+    steps: int = 0
+    updates: int | None = None
+    """Optimizer updates of these steps."""
+    steps_without_contrast: int = 0
+    steps_skipped: int = 0
+    """Without an update for another reason."""
+    planned_steps: int | None = None
+    started_at: float | None = None
+    duration_seconds: float | None = None
+    stats: dict[str, Stats] = {}
+    """By metric, of those that a comparison shows."""
+    evaluation_last: float | None = None
+    """Mean reward of the evaluation after the latest step that has one."""
+    staleness_bound: int | None = None
+    """What the schedule promises, and the age of no trained token may exceed."""
+    history: History = msgspec.field(default_factory=History)
+    """In all lives of the run; so the next two."""
+    rejected: int = 0
+    """Messages that did not validate."""
+    duplicates: int = 0
+    warnings: int = 0
+    errors: int = 0
+
+    def __getitem__(self, metric: str) -> Stats:
+        return self.stats.get(metric, Stats())
+
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.status, "")
+
+    @property
+    def stale(self) -> bool:
+        """Whether a token older than the bound was trained: a bug."""
+        oldest = self["staleness/max"].high
+        return oldest is not None and self.staleness_bound is not None and oldest > self.staleness_bound
+
+    @property
+    def progress(self) -> str:
+        of = f" of {self.planned_steps}" if self.planned_steps else ""
+        return f"{self.steps}{of} steps in {format_seconds(self.duration_seconds)}"
+
+
+class Headline(NamedTuple):
+    """What matters most, in words. `kind`: `good`, `warn` or `bad` where it is."""
+
+    label: str
+    value: str
+    note: str
+    kind: str = ""
+
+
+def headlines(summary: RunSummary) -> list[Headline]:
+    """Of a run with steps, in the order in which people look."""
+    number, percent, seconds = format_number, format_percent, format_seconds
+    reward, drift, oldest = summary["reward/mean"], summary["rollout_kl/k3"], summary["staleness/max"].high
+    age, bound, history = summary["staleness/mean"].mean, summary.staleness_bound, summary.history
+    generated, trained = (summary[f"throughput/{name}_tokens_per_second"].mean for name in ("generated", "trained"))
+    rose = reward.first is not None and reward.last is not None and reward.last > reward.first
+    lost = history.failed_episodes + history.refused + summary.rejected
+    restarts, noise = history.generators_lost + history.run_restarts, summary.warnings + summary.errors
+    return [
+        Headline(
+            "reward",
+            f"{number(reward.first)} → {number(reward.last)}",
+            f"first {FIRST_STEPS} → last {LAST_STEPS} steps; best step {number(reward.high)}",
+            "good" if rose else "",
+        ),
+        Headline(
+            "drift",
+            f"{number(drift.last, 2)} nats",
+            f"k3, last {LAST_STEPS} steps; worst step {number(drift.high, 2)}",
+        ),
+        Headline(
+            "oldest token",
+            f"{number(oldest)} versions",
+            "no bound recorded" if bound is None else f"{bound} allowed; mean {number(age, 2)}",
+            "bad" if summary.stale else "",
+        ),
+        Headline(
+            "routing agreement",
+            percent(summary["routing/agreement"].mean),
+            f"routes recorded: {percent(summary['routing/recorded_fraction'].mean)}",
+        ),
+        Headline("generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"),
+        Headline(
+            "weight update",
+            seconds(summary["weights/update_seconds"].mean),
+            f"engines paused {seconds(summary['weights/pause_seconds'].mean)}",
+        ),
+        Headline(
+            "restarts",
+            str(restarts),
+            f"{history.generators_lost} of generators, {history.run_restarts} of the run",
+            "warn" if restarts else "",
+        ),
+        Headline(
+            "lost",
+            str(lost),
+            f"{history.failed_episodes} episodes failed, {history.refused} trajectories refused, "
+            f"{summary.rejected} messages rejected",
+            "warn" if lost else "",
+        ),
+        Headline(
+            "log",
+            str(noise),
+            f"{summary.warnings} warnings, {summary.errors} errors",
+            "bad" if summary.errors else "warn" if noise else "",
+        ),
+    ]
+
+
+def ended_as(event: dict[str, Any]) -> tuple[str, str] | None:
+    """Status and reason that an event gives its run; None if the event does not end one."""
+    if event.get("event") == "run_failed":
+        return "failed", str(event.get("error", ""))
+    if event.get("event") != "run_finished":
+        return None
+    untrained = event.get("updates") == 0 and event.get("steps")
+    reason = f"no step made an update ({event.get('without_update') or 'before a resume'})" if untrained else ""
+    return "stopped" if event.get("stopped") else NOT_TRAINED if untrained else "finished", reason
+
+
+def summarize(run_dir: Path) -> RunSummary:
+    """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
+    run_dir = Path(run_dir)
+    rows, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
+    return summarize_records(run_dir, rows, events, read_run_config(run_dir))
+
+
+def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+
+
+def summarize_records(
+    run_dir: Path, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], config: dict[str, Any]
+) -> RunSummary:
+    status, reason = next((end for event in reversed(events) if (end := ended_as(event))), ("unfinished", ""))
+    times = _values(events, "time") + _values(rows, "time")
+    levels = [event.get("level") for event in events]
+    evaluations, schedule = read_evaluations(run_dir), read_schedule(config)
+    updates = _values(rows, "optimizer/updates")
+    kept_from = [why_no_update(row) for row in rows]
+    return RunSummary(
+        name=run_dir.resolve().name,
+        status=status,
+        reason=reason,
+        steps=len(rows),
+        updates=int(sum(updates)) if updates else None,
+        steps_without_contrast=kept_from.count(NO_CONTRAST),
+        steps_skipped=sum(why not in ("", NO_CONTRAST) for why in kept_from),
+        planned_steps=config.get("steps"),
+        started_at=min(times) if times else None,
+        duration_seconds=max(times) - min(times) if times else None,
+        stats={metric.name: Stats.of(rows, metric.name) for metric in METRICS.values() if metric.figures},
+        evaluation_last=evaluations[-1][REWARD] if evaluations else None,
+        staleness_bound=age_bound(schedule) if schedule else None,
+        history=history_of(events),
+        rejected=counted(_values(rows, "transport/rejected")),
+        duplicates=counted(_values(rows, "transport/duplicates")),
+        warnings=levels.count("warning"),
+        errors=levels.count("error") + levels.count("critical"),
+    )
+
+
+def format_seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, plain where that is readable: 0.941, 1,234, 3.2e-05."""
+    if value is None:
+        return "-"
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.2g}"
+
+
+def format_percent(value: float | None) -> str:
+    return "-" if value is None else "100 %" if value >= 1 else f"{min(100 * value, 99.9):.1f} %"
+
+
+def format_metric(value: float | None, unit: str) -> str:
+    """A metric with its unit."""
+    if unit in ("fraction", "s"):
+        return format_percent(value) if unit == "fraction" else format_seconds(value)
+    return f"{format_number(value)} {unit}".rstrip()
+
+
+def format_summary(summary: RunSummary) -> Table:
+    """For `rich.print`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=summary.name, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+    )
+    table.add_column(style="dim")
+    table.add_column()
+    lines = [
+        Headline("status", summary.status, summary.reason, summary.kind),
+        Headline("progress", summary.progress, ""),
+    ]
+    idle = summary.steps_without_contrast + summary.steps_skipped
+    if summary.updates is not None and (idle or not summary.updates):
+        why = (
+            f"steps without one: {summary.steps_without_contrast} had no contrast, {summary.steps_skipped} were skipped"
+        )
+        lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))
+    for line in lines + (headlines(summary) if summary.steps else []):
+        text = f"{line.value}; {line.note}" if line.note else line.value
+        table.add_row(line.label, Text(text, style=COLORS.get(line.kind, "")))
+    return table

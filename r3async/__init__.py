@@ -1,7 +1,75 @@
 """r3async: asynchronous reinforcement learning for mixture-of-experts language models.
 
-Every token the learner trains on arrives with its rollout log-probability, the policy version that
-sampled it and the experts that were chosen for it. See docs/architecture.md for the rooms.
+    import r3async
+
+    run = r3async.train("quickstart", steps=20)
+    print(r3async.evaluate(run, episodes=64).reward_mean)
+
+What a user's code needs has its name here: the two commands, the configuration, and what environments, losses and columns are
+made of. Everything else is the project's own, and may move. docs/architecture.md says where what is.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from r3async.actors.process import NotTrained as NotTrained
+    from r3async.actors.process import RunFailed as RunFailed
+    from r3async.api import evaluate as evaluate
+    from r3async.api import train as train
+    from r3async.config import Config as Config
+    from r3async.config import ConfigError as ConfigError
+    from r3async.config import load_config as load_config
+    from r3async.data.records import SCHEMA as SCHEMA
+    from r3async.data.records import Column as Column
+    from r3async.data.records import Sample as Sample
+    from r3async.data.records import TokenTable as TokenTable
+    from r3async.data.records import Trajectory as Trajectory
+    from r3async.data.records import Turn as Turn
+    from r3async.envs.base import Action as Action
+    from r3async.envs.base import BlockingEnvironment as BlockingEnvironment
+    from r3async.envs.base import Environment as Environment
+    from r3async.envs.base import EnvironmentFailed as EnvironmentFailed
+    from r3async.envs.base import Message as Message
+    from r3async.envs.base import StepResult as StepResult
+    from r3async.learner.losses.policy_loss import LossInputs as LossInputs
+    from r3async.learner.losses.policy_loss import PolicyLoss as PolicyLoss
+    from r3async.learner.losses.policy_loss import by_token as by_token
+    from r3async.rollout.evaluation import Evaluation as Evaluation
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "r3async.actors.process": ("NotTrained", "RunFailed"),
+    "r3async.api": ("evaluate", "train"),
+    "r3async.config": ("Config", "ConfigError", "load_config"),
+    "r3async.data.records": ("SCHEMA", "Column", "Sample", "TokenTable", "Trajectory", "Turn"),
+    "r3async.envs.base": (
+        "Action",
+        "BlockingEnvironment",
+        "Environment",
+        "EnvironmentFailed",
+        "Message",
+        "StepResult",
+    ),
+    "r3async.learner.losses.policy_loss": ("LossInputs", "PolicyLoss", "by_token"),
+    "r3async.rollout.evaluation": ("Evaluation",),
+}
+"""Loaded when they are used: an environment's process does not need torch."""
+
+__all__ = ["__version__", *sorted(name for names in _HOME.values() for name in names)]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            value = getattr(importlib.import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'r3async' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

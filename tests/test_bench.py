@@ -28,7 +28,7 @@ from tests.helpers_models import make_samples
 
 
 def cli(*words, cwd, timeout=120):
-    command = [sys.executable, "-m", "r3async.tools.cli", *words]
+    command = [sys.executable, "-m", "r3async", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
 
 

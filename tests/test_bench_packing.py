@@ -85,7 +85,7 @@ def test_what_can_not_be_measured_is_refused(tmp_path):
 
 
 def test_the_command_prints_one_object_and_a_table(tmp_path):
-    command = [sys.executable, "-m", "r3async.tools.cli", "bench", "packing", "--quick", "--seeds", "3", "--json"]
+    command = [sys.executable, "-m", "r3async", "bench", "packing", "--quick", "--seeds", "3", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     report = json.loads(done.stdout.splitlines()[-1])

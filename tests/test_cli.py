@@ -19,7 +19,7 @@ from tests.helpers_cli import typed
 
 
 def test_presets_are_listed_and_shown(tmp_path):
-    command = [sys.executable, "-m", "r3async.tools.cli", "presets"]
+    command = [sys.executable, "-m", "r3async", "presets"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
     assert listed.stdout.startswith("quickstart")
     shown = typed("presets", "quickstart", cwd=tmp_path).stdout

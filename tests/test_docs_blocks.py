@@ -88,7 +88,7 @@ def test_blocks_do_what_they_say(page, tmp_path, monkeypatch):
 def copy_sources(target):
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
     for name in ("r3async", "actors", "tools", "configs", "docs", "tests"):
-        shutil.copytree(ROOT / name, target / name, ignore=ignore)
+        shutil.copytree(ROOT / name, target / name, ignore=ignore, symlinks=True)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, target / name)
 

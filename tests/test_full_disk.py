@@ -35,7 +35,7 @@ def fill(directory: Path) -> Path:
 def test_a_run_on_a_full_disk_is_refused_at_once_with_path_free_bytes_and_what_is_needed(small_disk):
     fill(small_disk)
     runs = small_disk / "runs"
-    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(runs), "name=x"]
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(runs), "name=x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "400"})
     assert done.returncode == 2
     assert f"the disk of {runs} is full: 0 bytes are free, and a run needs 1,048,576" in done.stderr
@@ -49,7 +49,7 @@ def test_a_disk_that_fills_up_while_the_model_is_made_is_named_too(small_disk):
     command = [
         sys.executable,
         "-m",
-        "r3async.tools.cli",
+        "r3async",
         "train",
         "quickstart",
         "--runs",

@@ -68,7 +68,7 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
     bare = python(
         tmp_path / "bare", "echo Traceback; echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1"
     )
-    line = entrypoint(["-m", "r3async.tools.cli"], needs="import no_such_module", submitter="/gone/.venv/bin/python")
+    line = entrypoint(["-m", "r3async"], needs="import no_such_module", submitter="/gone/.venv/bin/python")
     done = shell(line, tmp_path, ray=str(bare))
     assert done.returncode == NOT_FOUND
     assert f"{bare}: ModuleNotFoundError: No module named 'tools'" in done.stderr
@@ -79,8 +79,8 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
 
 
 def test_a_jobs_command_is_shown_without_the_search_before_it():
-    assert command_of(entrypoint(["-m", "r3async.tools.cli", "train", "quickstart", "name=a b"])) == (
-        "-m r3async.tools.cli train quickstart 'name=a b'"
+    assert command_of(entrypoint(["-m", "r3async", "train", "quickstart", "name=a b"])) == (
+        "-m r3async train quickstart 'name=a b'"
     )
     assert command_of("r3async train quickstart") == "r3async train quickstart"
 

@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     exact = ["schedule.max_staleness=0", "steps=20", "learner.dtype=float32", "checkpoint.every_steps=4"]
     straight, _ = run(untrained, tmp_path, "straight", *exact)
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(tmp_path)]
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path)]
     with (tmp_path / "screen").open("w") as screen:
         driver = subprocess.Popen([*command, *settings(untrained, "killed", *exact)], stdout=screen, stderr=screen)
     try:

@@ -15,7 +15,7 @@ LINT = Path(sys.executable).with_name("lint-imports")
 def copy(tmp_path):
     """The packages, to plant an import in."""
     for name in ("r3async", "actors", "tools"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "presets"))
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -46,5 +46,6 @@ def test_an_import_that_goes_up_is_named(copy, room, planted):
     with (copy / room).open("a") as file:
         file.write(f"\n{planted}\n")
     code, said = lint(copy)
-    upward = f"{room.removesuffix('.py').replace('/', '.')} -> {planted.split()[1]}"
+    importer = room.removesuffix(".py").replace("/", ".")
+    upward = f"r3async.{importer.removeprefix('r3async.')} -> {planted.split()[1]}"
     assert (code, upward in said) == (1, True), said

@@ -68,7 +68,7 @@ PLANTED = {
     "from r3async.schedule.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import Checkpoints\nCheckpoints(1)": "Checkpoints(...) with the real files",
     "from r3async.record.lag import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
-    "from r3async import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
+    "from r3async.world import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
 }
 
 FINE = """

@@ -43,7 +43,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     words = ["name=stopped"]
     words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
     words += [f"model.path={untrained}"] * (phase != "the model is made")
-    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(tmp_path), *words]
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path), *words]
     screen = tmp_path / "screen"
     with screen.open("w") as file:
         driver = subprocess.Popen(command, stdout=file, stderr=file)

@@ -19,7 +19,7 @@ from tests.helpers_cli import typed
 
 
 def cli(*words, cwd, env=None, timeout=120):
-    command = [sys.executable, "-m", "r3async.tools.cli", *words]
+    command = [sys.executable, "-m", "r3async", *words]
     environment = {**os.environ, **(env or {})}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
@@ -36,7 +36,7 @@ def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, mo
     made = package(tmp_path, "steps=3", "model.path=base model", "env.args={letters = 5}")
     model = f"'model.path={tmp_path}/base model'"
     words = f"'model.path=base model' 'env.args={{letters = 5}}' {model}"
-    assert command_of(made.entrypoint) == f"-m r3async.tools.cli train quickstart steps=3 {words}"
+    assert command_of(made.entrypoint) == f"-m r3async train quickstart steps=3 {words}"
     variables = made.runtime_env["env_vars"]
     assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
     assert (
@@ -62,13 +62,16 @@ def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):
     assert "'/what.i.saw'" in (tmp_path / "what.i.saw").read_text()
 
 
-def test_a_folder_whose_modules_would_hide_ours_is_refused(tmp_path):
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "__init__.py").touch()
-    with pytest.raises(ConfigError, match="'tools', which would hide"):
-        package(tmp_path)
+def test_a_folder_may_have_packages_of_whatever_name_but_ours(tmp_path):
+    for name in ("tools", "actors", "configs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    package(tmp_path)
     (tmp_path / "r3async").mkdir()
     (tmp_path / "r3async" / "__init__.py").touch()
+    with pytest.raises(ConfigError, match="'r3async', which would hide"):
+        package(tmp_path)
+    (tmp_path / "r3async" / "api.py").touch()
     package(tmp_path)  # a checkout brings its own
 
 
@@ -81,7 +84,7 @@ def test_a_configuration_file_must_be_in_the_folder(tmp_path):
         package(folder, preset=str(outside))
     inside = folder / "mine.toml"
     inside.write_text('extends = "quickstart"\n')
-    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m r3async.tools.cli train mine.toml"
+    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m r3async train mine.toml"
 
 
 def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):

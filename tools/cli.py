@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import traceback
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from r3async.config import ConfigError, load_command
-from r3async.tools.bench.commands import app as bench
 from r3async.tools.inspect.command import app as inspect
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
@@ -28,7 +28,20 @@ app = typer.Typer(
     help="Asynchronous reinforcement learning for mixture-of-experts language models.",
 )
 
-app.add_typer(bench, name="bench")
+CHECKOUT = importlib.util.find_spec("r3async.tools.bench") is not None
+"""Benchmarks and chaos test the project itself: the repository has them, the installed package has not."""
+
+if CHECKOUT:
+    from r3async.tools.bench.commands import app as bench
+
+    app.add_typer(bench, name="bench")
+else:
+
+    @app.command(name="bench", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def no_bench() -> None:
+        _needs_checkout("bench")
+
+
 app.add_typer(submit, name="submit")
 app.add_typer(inspect, name="inspect")
 app.command()(cluster)
@@ -151,6 +164,7 @@ def chaos(
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
     """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
+    _needs_checkout("chaos")
     from r3async.tools.chaos.command import chaos_command
 
     raise typer.Exit(
@@ -345,6 +359,11 @@ def main() -> None:
 
 def _note(line: str) -> None:
     typer.echo(line, err=True)
+
+
+def _needs_checkout(command: str) -> None:
+    if not CHECKOUT:
+        _fail(f"`r3async {command}` is part of the repository only: clone it, and run `make install` there", 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:

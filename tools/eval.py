@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from r3async.actors.process import RunFailed
 from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
-from r3async.config.read import checked, parse_override, refuse_spoken
+from r3async.config.read import Overrides, nested, refuse_spoken, with_overrides
 from r3async.envs.base import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
 from r3async.rollout.agents.tasks import evaluated
@@ -36,7 +36,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def find_target(
-    name: str, preset: str | None, env: str | None, overrides: list[str], root: Path = Path("runs")
+    name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path = Path("runs")
 ) -> Target:
     """A model directory, or a run, whose newest model it is and whose configuration counts, with the environment of its
     `[evaluation]`; `overrides` over that.
@@ -46,7 +46,7 @@ def find_target(
     from r3async.tools.inspect.run import InspectError, find_run
 
     if (Path(name) / "config.json").is_file():
-        if env is None and preset is None and not any(text.startswith("env.name") for text in overrides):
+        if env is None and preset is None and "name" not in nested(overrides).get("env", {}):
             raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME")
         model, base, trained = Path(name), load_config(preset) if preset else Config(), None
     else:
@@ -65,7 +65,7 @@ def find_target(
     return Target(model.absolute(), _override(base, env, overrides), trained)
 
 
-def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
+def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
     """`env` of what is returned is what evaluation plays; overrides of `env` change that, as overrides of `evaluation.env` do."""
     data = to_dict(base, reveal=True)
     data["env"] = to_dict(evaluated(base), reveal=True)
@@ -74,22 +74,24 @@ def _override(base: Config, env: str | None, overrides: list[str]) -> Config:
         data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
         data["env"] = {"name": env}  # arguments of another environment are not this one's
-    for text in overrides:
-        keys, value = parse_override(text)
-        section = data
-        for key in keys[:-1]:
-            section = section.setdefault(key, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"override {text!r}: `{key}` is not a section")
-        section[keys[-1]] = value
-    config = checked(config_from_dict(data))
-    refuse_spoken(config, overrides)
+    config = with_overrides(config_from_dict(data), overrides)
+    if not isinstance(overrides, Mapping):
+        refuse_spoken(config, overrides)
     return msgspec.structs.replace(config, env=evaluated(config))
 
 
-def without_model(preset: str | None, env: str | None, overrides: list[str]) -> Target:
+def without_model(preset: str | None, env: str | None, overrides: Overrides) -> Target:
     """What an environment's own policy plays: the defaults', or a `preset`'s, with `overrides` over that."""
     return Target(None, _override(load_config(preset) if preset else Config(), env, overrides))
+
+
+def choose_target(
+    name: str | None, preset: str | None, env: str | None, overrides: Overrides, policy: str, root: Path
+) -> Target:
+    """Of a policy that needs no model, nothing has to be named."""
+    if name is None and policy != "model":
+        return without_model(preset, env, overrides)
+    return find_target(name or "latest", preset, env, overrides, root)
 
 
 def check_target(target: Target, policy: str) -> None:
@@ -198,7 +200,7 @@ def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
 def eval_command(
     target: str | None,
     env: str | None,
-    overrides: list[str],
+    overrides: Overrides,
     *,
     preset: str | None,
     episodes: int,
@@ -210,10 +212,7 @@ def eval_command(
     """Progress on stderr, the result on stdout; with `json`, one object as its last line."""
     if episodes < 1:
         raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
-    if target is None and policy != "model":
-        what = without_model(preset, env, overrides)
-    else:
-        what = find_target(target or "latest", preset, env, overrides, root)
+    what = choose_target(target, preset, env, overrides, policy, root)
     if seed is None:
         seed = what.config.evaluation.seed
     screen = Terminal(stderr=True)

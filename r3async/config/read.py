@@ -217,16 +217,35 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data
 
 
-def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a preset or file (which may `extends` another), with `key=value` overrides."""
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Texts `key=value`, as on a command line, or values by key. Keys may be dotted, and a value may be a mapping:
+`{"learner.lr": 1e-4}` and `{"learner": {"lr": 1e-4}}` are the same."""
+
+
+def nested(overrides: Overrides) -> dict[str, Any]:
+    """As they stand in a TOML file. Raises `ConfigError` for a text that is not `key=value`, and for a key within a value."""
+    if isinstance(overrides, Mapping):
+        given = [(key.split("."), value) for key, value in overrides.items()]
+    else:
+        given = [parse_override(text) for text in overrides]
     over: dict[str, Any] = {}
-    for text in overrides:
-        keys, value = parse_override(text)
-        nested: Any = value
+    for keys, value in given:
         for key in reversed(keys):
-            nested = {key: nested}
-        over = _merge(over, nested)
-    return checked(_convert(Config, _over(_read(find_config(name_or_path)), over), ""))
+            value = {key: value}
+        over = _merge(over, value)
+    return over
+
+
+def load_config(name_or_path: str, overrides: Overrides = ()) -> Config:
+    """The configuration of a preset or TOML file (which may `extends` another), with `overrides` over it.
+
+    Raises `ConfigError` that names the setting and the fix."""
+    return checked(_convert(Config, _over(_read(find_config(name_or_path)), nested(overrides)), ""))
+
+
+def with_overrides(config: Config, overrides: Overrides) -> Config:
+    """`config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
+    return checked(_convert(Config, _over(to_dict(config, reveal=True), nested(overrides)), ""))
 
 
 def checked(config: Config) -> Config:

@@ -113,7 +113,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
     chosen.append(make_model("quickstart", chosen, directory / "init", say))
     config = load_config("quickstart", chosen)
     run_dir = directory / "soak"
-    command = [sys.executable, "-m", "r3async.tools.cli", "train", "quickstart", "--runs", str(directory), *chosen]
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(directory), *chosen]
     samples: dict[str, list[Sample]] = defaultdict(list)
     spool_most = 0
     with (directory / "soak.log").open("w") as log:

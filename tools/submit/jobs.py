@@ -31,7 +31,6 @@ RUNS_ENV = "R3ASYNC_RUNS"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 EXCLUDES = (".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/")
 """Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
-OURS = ("r3async", "actors", "tools")
 SHUTDOWN_SECONDS = 30.0
 """For saving the model and ending the actors, after the running step."""
 RECONNECTS = 5
@@ -78,7 +77,7 @@ def make_package(
 
     Run directories are made in `runs` (`./runs` of where this is called), which every node that trains must see. A
     `model.path` that exists here is passed as an absolute path: weights are not packaged. Raises `ConfigError` for a file
-    outside of the folder, and for a folder in which a module of another project would hide one of ours.
+    outside of the folder, and for a folder that has another module of the name `r3async`.
     """
     directory = (directory or Path.cwd()).absolute()
     if preset.endswith(".toml"):
@@ -86,9 +85,9 @@ def make_package(
         if not path.is_relative_to(directory):
             raise ConfigError(f"{preset} is outside of {directory}, which is what the job gets: copy it there")
         preset = str(path.relative_to(directory))
-    _refuse_hidden_modules(directory)
+    _refuse_hidden_module(directory)
     model = Path(config.model.path) if config.model.path else None
-    words = ["-m", "r3async.tools.cli", "train", preset, *overrides]
+    words = ["-m", "r3async", "train", preset, *overrides]
     if model is not None and model.is_dir() and not model.is_absolute():
         words.append(f"model.path={model.absolute()}")
     environment = {
@@ -119,16 +118,15 @@ def _being_written(directory: Path) -> list[str]:
     return sorted(set(out))
 
 
-def _refuse_hidden_modules(directory: Path) -> None:
-    """Ray puts the folder in front of the module path of every process of the job: its `tools` would be taken for ours."""
-    if (directory / "r3async" / "__init__.py").is_file():
+def _refuse_hidden_module(directory: Path) -> None:
+    """Ray puts the folder in front of the module path of every process of the job: its `r3async` would be taken for ours."""
+    if (directory / "r3async" / "api.py").is_file():
         return  # a checkout: the job runs the code in it
-    for name in OURS:
-        if (directory / name / "__init__.py").is_file() or (directory / f"{name}.py").is_file():
-            raise ConfigError(
-                f"{directory} has a module {name!r}, which would hide r3async's in the job: submit from another folder, "
-                "or rename it"
-            )
+    if (directory / "r3async").is_dir() or (directory / "r3async.py").is_file():
+        raise ConfigError(
+            f"{directory} has a module 'r3async', which would hide the installed one in the job: submit from another folder, "
+            "or rename it"
+        )
 
 
 class Jobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
@@ -20,8 +19,7 @@ class LagMeter:
 
     def __init__(self, processes: Processes = REAL.processes):
         self._processes = processes
-        self._lags: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._lags: deque[float] = deque(maxlen=SAMPLES)
         self._end: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -35,15 +33,11 @@ class LagMeter:
             self._end = None
 
     def add(self, seconds: float) -> None:
-        seconds = max(0.0, seconds)
-        self._lags.append(seconds)
-        insort(self._sorted, seconds)
-        if len(self._lags) > SAMPLES:
-            del self._sorted[bisect_left(self._sorted, self._lags.popleft())]
+        self._lags.append(max(0.0, seconds))
 
     def figures(self) -> dict[str, float]:
         """`p50_ms`, `p99_ms`, `max_ms`; zeros before the first measurement."""
-        lags = self._sorted or [0.0]
+        lags = sorted(self._lags) or [0.0]
 
         def quantile(q: float) -> float:
             return 1000 * lags[round(q * (len(lags) - 1))]

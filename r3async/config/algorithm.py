@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -187,12 +187,11 @@ class AlgorithmConfig(Section):
 
 def import_policy_loss(path: str) -> Callable[..., Any]:
     """The function at `module:function`. Raises `ValueError` if there is none that takes one argument."""
-    module_name, colon, name = path.partition(":")
-    if not colon:
+    if ":" not in path:
         hint = did_you_mean(path, POLICY_LOSSES, f"built in: {', '.join(POLICY_LOSSES)}.")
         raise ValueError(f"`policy_loss` = {path!r}: no such loss; {hint} Your own is `module:function`.")
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function = pkgutil.resolve_name(path)
     except Exception as error:  # importing somebody's module may raise anything
         raise ValueError(f"`policy_loss` = {path!r} can not be loaded: {error}") from error
     try:

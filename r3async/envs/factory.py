@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,9 +91,8 @@ def takes(function: Any, extra: Iterable[str] = ()) -> str:
 
 def load(path: str, setting: str) -> Any:
     """What `module:name` names. Raises `ConfigError`, which names `setting`."""
-    module_name, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"`{setting}` = {path!r} can not be loaded: {error}") from error
 

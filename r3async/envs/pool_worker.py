@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
+import pkgutil
 import select
 import signal
 import sys
@@ -61,8 +61,7 @@ class Player:
     def _play(self, call: Call) -> Reply:
         match call.method:
             case "load":
-                module, _, name = call.path.partition(":")
-                self._kind, self._arguments = getattr(importlib.import_module(module), name), call.arguments
+                self._kind, self._arguments = pkgutil.resolve_name(call.path), call.arguments
                 return Reply()
             case "reset":
                 env = self._instances[call.instance] = self._kind(**self._arguments)

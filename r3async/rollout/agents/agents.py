@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -93,13 +93,13 @@ class FunctionAgent:
 
     def __init__(self, env: EnvConfig):
         name, args = env.name, env.args
-        module_name, colon, function_name = name.removeprefix(FUNCTION).partition(":")
-        if not colon:
+        path = name.removeprefix(FUNCTION)
+        if ":" not in path:
             raise ConfigError(f"`env.name` = {name!r} must be agent:module:function")
         try:
-            self._play = getattr(importlib.import_module(module_name), function_name)
+            self._play = pkgutil.resolve_name(path)
             inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"`env.name` = {name!r} can not be loaded: {error}") from error
         except TypeError as error:
             raise ConfigError(

@@ -22,16 +22,10 @@ TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make install      create or repair .venv and install r3async (EXTRA=gpu for CUDA; PYTHON=... for another Python, after distclean)"
-	@echo "make quickstart   install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1"
-	@echo "make test         install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead"
-	@echo "make test-all     install, then run every test: with Ray, vLLM and process groups"
-	@echo "make lint         ruff, mypy, what may pass the seam to the world by, what may import what, generated docs"
-	@echo "make format       let ruff format the code"
-	@echo "make clean        remove caches and build outputs (distclean: .venv too); runs/ is kept"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 # One at a time: pip inherits the lock on this folder, which ends with the last process that has it.
-install:
+install: ## create or repair .venv and install r3async (EXTRA=gpu for CUDA; for another Python: make distclean install PYTHON=...)
 	@flock --nonblock . true || echo "another installation works in this folder: waiting for it"
 	@flock . $(MAKE) -s $(STAMP)
 
@@ -67,17 +61,17 @@ $(STAMP): pyproject.toml
 	  { rm $@; exit 1; }
 	echo $(CURDIR) > $@
 
-quickstart: install
+quickstart: install ## install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1
 	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)
 
-test: install
+test: install ## install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead
 	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" $(ON_ALL_CORES))
 
-test-all: install
+test-all: install ## install, then run every test: with Ray, vLLM and process groups
 	@$(VENV)/python -m pytest -m "$(QUICK)" $(ON_ALL_CORES) --durations=30
 	@$(VENV)/python -m pytest -m "not ($(QUICK))" $(TWO_AT_A_TIME) --durations=30
 
-lint: install
+lint: install ## ruff, mypy, what may pass the seam to the world by, what may import what, generated docs
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
@@ -85,11 +79,11 @@ lint: install
 	@$(VENV)/lint-imports --no-logo
 	@$(VENV)/python -m r3async.tools.config_reference --check
 
-format: install
+format: install ## let ruff format the code
 	@$(VENV)/ruff check --fix-only .
 	@$(VENV)/ruff format .
 
-clean:
+clean: ## remove caches and build outputs (distclean: .venv too); runs/ is kept
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
 	@find . -path ./.venv -prune -o -path ./runs -prune -o -type d -name __pycache__ -exec rm -rf {} +
 

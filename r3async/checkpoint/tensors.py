@@ -27,8 +27,6 @@ from r3async.world import Files
 from r3async.world.real import REAL
 
 _DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in CODES.items()}
-_BITS = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16), 4: (np.int32, torch.int32), 8: (np.int64, torch.int64)}
-"""By size: as what values are copied, so that NumPy need not know their dtype."""
 _OURS = "r3async"
 _BLOCK = 2**26
 """Bytes written at once."""
@@ -77,10 +75,6 @@ class LearnerState:
     rank: int
     facts: LearnerFacts
     pieces: list[Piece]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.tensor.nbytes for p in self.pieces)
 
 
 def part_name(rank: int, world: int) -> str:
@@ -140,31 +134,60 @@ class _Described(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-class _Part:
-    """One safetensors file. Raises `OSError`, `msgspec.MsgspecError`, and `CheckpointError` for a header that cannot be."""
+class Part:
+    """One rank's file: the facts and places that its header names. The values stay in the file until they are read.
 
-    def __init__(self, path: Path, files: Files):
-        with files.open(path) as file:
-            data = file.map()
-        length = int.from_bytes(data[:8], "little")
-        header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
-        self.metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
-        self.tensors = {name: msgspec.json.decode(text, type=_Described) for name, text in header.items()}
-        self._data = data[8 + length :]
+    Raises `CheckpointError` for a header that cannot be read.
+    """
+
+    def __init__(self, path: Path, *, files: Files = REAL.files):
+        self.name = path.name
+        try:
+            with files.open(path) as file:
+                data = file.map()
+            end = 8 + int.from_bytes(data[:8], "little")
+            header = msgspec.json.decode(data[8:end], type=dict[str, msgspec.Raw])
+            metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
+            saved = msgspec.json.decode(metadata[_OURS], type=_Saved)
+            offsets = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
+            self.tensors = {name: msgspec.json.decode(text, type=_Described) for name, text in header.items()}
+            self.places = {
+                name: Place(name, saved.shapes.get(name, tensor.shape), offsets[name].saved_offsets, tensor.shape)
+                for name, tensor in self.tensors.items()
+            }
+        except KeyError as error:
+            raise CheckpointError(f"{self.name}: it says nothing of {error}") from error
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
+        self.facts, self._data = saved.facts, data[end:]
+
+    def check(self) -> None:
+        """Raises `CheckpointError` unless every piece is within its tensor, and its values within the file."""
         for name, tensor in self.tensors.items():
+            place = self.places[name]
+            if not len(place.shape) == len(place.offset) == len(place.size):
+                raise CheckpointError(
+                    f"{self.name}: {name}: a piece of {len(place.size)} dimensions in {place.shape} at {place.offset}"
+                )
+            boxes = zip(place.shape, place.offset, place.size, strict=True)
+            if any(min(offset, size) < 0 or offset + size > whole for whole, offset, size in boxes):
+                raise CheckpointError(
+                    f"{self.name}: {name}: a piece of {place.size} at {place.offset} is not inside {place.shape}"
+                )
             begin, end = tensor.data_offsets
             nbytes = math.prod(tensor.shape) * _DTYPES[tensor.dtype].itemsize if tensor.dtype in _DTYPES else -1
-            if min(tensor.shape, default=0) < 0 or not 0 <= begin <= end <= len(self._data) or end - begin != nbytes:
-                raise CheckpointError(f"{name}: {tensor.dtype} {tensor.shape} at bytes {begin} to {end} cannot be")
+            if not 0 <= begin <= end <= len(self._data) or end - begin != nbytes:
+                raise CheckpointError(
+                    f"{self.name}: {name}: {tensor.dtype} {tensor.shape} at bytes {begin} to {end} cannot be"
+                )
 
     def dtype(self, name: str) -> torch.dtype:
         return _DTYPES[self.tensors[name].dtype]
 
-    def bits(self, name: str) -> np.ndarray:
-        """Its values, as integers of their size; not copied."""
-        tensor = self.tensors[name]
-        kind, _ = _BITS[self.dtype(name).itemsize]
-        return np.frombuffer(self._data[slice(*tensor.data_offsets)], kind).reshape(tensor.shape)
+    def values(self, name: str) -> np.ndarray:
+        """uint8 `[*size, bytes of a value]`, not copied: NumPy does not know every dtype."""
+        data = np.frombuffer(self._data[slice(*self.tensors[name].data_offsets)], np.uint8)
+        return data.reshape(*self.places[name].size, self.dtype(name).itemsize)
 
 
 class LearnerParts:
@@ -174,40 +197,24 @@ class LearnerParts:
     """
 
     def __init__(self, paths: Sequence[Path], *, files: Files = REAL.files):
-        self._pieces: dict[str, list[tuple[_Part, Place]]] = {}
-        facts: dict[str, LearnerFacts] = {}
-        for path in sorted(paths):
-            facts[path.name] = self._index(path, files)
-        if not facts:
+        parts = [Part(path, files=files) for path in sorted(paths)]
+        if not parts:
             raise CheckpointError("it has no file of the learner (learner-*.safetensors)")
-        self.facts = next(iter(facts.values()))
-        world = self.facts.world
-        if len(facts) != world or set(facts) != {part_name(rank, world) for rank in range(world)}:
-            raise CheckpointError(f"{world} ranks wrote it, but there are {', '.join(facts)}")
-        for name, other in facts.items():
-            if other != self.facts:
-                raise CheckpointError(f"{name}: it is of another step, model or run than {min(facts)}")
+        self.facts = parts[0].facts
+        world, names = self.facts.world, [part.name for part in parts]
+        if len(names) != world or names != [part_name(rank, world) for rank in range(world)]:
+            raise CheckpointError(f"{world} ranks wrote it, but there are {', '.join(names)}")
+        self._pieces: dict[str, list[tuple[Part, Place]]] = {}
+        for part in parts:
+            if part.facts != self.facts:
+                raise CheckpointError(f"{part.name}: it is of another step, model or run than {parts[0].name}")
+            part.check()
+            for name, place in part.places.items():
+                self._pieces.setdefault(name, []).append((part, place))
         for name, found in self._pieces.items():
             for (_, a), (_, b) in itertools.combinations(found, 2):
                 if a.shape != b.shape or _overlap(a, b):
                     raise CheckpointError(f"{name}: two of its pieces contradict each other")
-
-    def _index(self, path: Path, files: Files) -> LearnerFacts:
-        try:
-            part = _Part(path, files)
-            saved = msgspec.json.decode(part.metadata[_OURS], type=_Saved)
-            offsets = msgspec.json.decode(part.metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
-            for name, tensor in part.tensors.items():
-                place = Place(name, saved.shapes.get(name, tensor.shape), offsets[name].saved_offsets, tensor.shape)
-                _check(place)
-                self._pieces.setdefault(name, []).append((part, place))
-            return saved.facts
-        except CheckpointError as error:
-            raise CheckpointError(f"{path.name}: {error}") from error
-        except KeyError as error:
-            raise CheckpointError(f"{path.name}: it says nothing of {error}") from error
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{path.name}: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
@@ -220,7 +227,7 @@ class LearnerParts:
         """Of the whole tensor."""
         return self._found(name)[0][1].shape
 
-    def _found(self, name: str) -> list[tuple[_Part, Place]]:
+    def _found(self, name: str) -> list[tuple[Part, Place]]:
         if name not in self._pieces:
             raise CheckpointError(f"it has no {name}: it is of another model, or of another backend")
         return self._pieces[name]
@@ -230,7 +237,7 @@ class LearnerParts:
         name = wanted.name
         found = self._found(name)
         out = torch.empty(wanted.size, dtype=dtype)
-        bits = out.view(_BITS[dtype.itemsize][1]).numpy()
+        values = out.unsqueeze(-1).view(torch.uint8).numpy()
         filled = 0
         for part, place in found:
             if place.shape != wanted.shape:
@@ -243,24 +250,11 @@ class LearnerParts:
             ours = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, wanted.offset, strict=True))
             if part.dtype(name) != dtype:
                 raise CheckpointError(f"{name}: {part.dtype(name)}, not {dtype}")
-            values = part.bits(name)[theirs]
-            bits[ours] = values
-            filled += values.size
+            values[ours] = part.values(name)[theirs]
+            filled += math.prod(e - b for b, e in zip(begin, end, strict=True))
         if filled != out.numel():
             raise CheckpointError(f"{name}: {filled} of {out.numel()} values are there")
         return out
-
-
-def _check(place: Place) -> None:
-    if not len(place.shape) == len(place.offset) == len(place.size):
-        raise CheckpointError(
-            f"{place.name}: a piece of {len(place.size)} dimensions in {place.shape} at {place.offset}"
-        )
-    for whole, offset, size in zip(place.shape, place.offset, place.size, strict=True):
-        if offset < 0 or offset + size > whole:
-            raise CheckpointError(
-                f"{place.name}: a piece of {place.size} at {place.offset} is not inside {place.shape}"
-            )
 
 
 def _overlap(a: Place, b: Place) -> tuple[list[int], list[int]] | None:

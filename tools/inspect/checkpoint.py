@@ -1,12 +1,10 @@
-"""A checkpoint as a person wants to see it: which files are as they were written, the books, and the tensors by name."""
+"""A checkpoint as a person wants to see it: which files are as they were written, the run's state, and the tensors by name."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,8 +13,8 @@ from r3async.checkpoint.manifest import MANIFEST, CheckpointError, check_file, d
 from r3async.checkpoint.state import RunState, decode_state
 from r3async.data.lineage import UNKNOWN, Lineage
 
-MAX_HEADER = 100 * 2**20
-"""What safetensors allows."""
+if TYPE_CHECKING:
+    from r3async.checkpoint.tensors import Part
 
 
 class FileSeen(msgspec.Struct, frozen=True):
@@ -53,6 +51,8 @@ class CheckpointSeen(msgspec.Struct):
 
 def look(path: Path) -> CheckpointSeen:
     """Everything that can be read, also of one that is damaged. Takes as long as reading it."""
+    from r3async.checkpoint.tensors import Part  # loads torch
+
     seen = CheckpointSeen(str(path))
     try:
         manifest = decode_manifest((path / MANIFEST).read_bytes())
@@ -76,12 +76,12 @@ def look(path: Path) -> CheckpointSeen:
         _add(seen, f"{STATE}: {error}" if isinstance(error, OSError) else str(error))
     for part in sorted(path.glob("learner-*.safetensors")):
         try:
-            learner, tensors = read_tensors(part)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            _add(seen, f"{part.name}: its header can not be read: {error}")
+            header = Part(part)
+        except CheckpointError as error:
+            _add(seen, str(error))
             continue
-        seen.learner = seen.learner or learner
-        seen.tensors += tensors
+        seen.learner = seen.learner or msgspec.to_builtins(header.facts)
+        seen.tensors += _tensors(header)
     if not seen.problems:
         try:
             open_checkpoint(path, check_tensors=False).learner()
@@ -105,27 +105,14 @@ def _problem(path: Path, record: Any) -> str:
     return ""
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Any], list[TensorSeen]]:
-    """What the header of a safetensors file says: facts of the learner, if it is ours, and the tensors.
-
-    Raises `OSError`, or what Python raises on a header that is none (`ValueError`, `KeyError`, `TypeError`, ...).
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size):
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(file.read(length))
-    about = header.pop("__metadata__", {})
-    ours = json.loads(about.get("r3async", "{}"))
-    places = json.loads(about.get("DCP_SHARDING_INFO", "{}"))
-    shapes = ours.get("shapes", {})
-    tensors = []
-    for name, told in header.items():
-        size, (start, stop) = told["shape"], told["data_offsets"]
-        offset = places.get(name, {}).get("saved_offsets", [0] * len(size))
-        seen = (name, told["dtype"], shapes.get(name, size), size, offset, stop - start, path.name)
-        tensors.append(msgspec.convert(dict(zip(TensorSeen.__struct_fields__, seen, strict=True)), TensorSeen))
-    return dict(ours.get("facts", {})), sorted(tensors, key=lambda tensor: tensor.name)
+def _tensors(part: Part) -> list[TensorSeen]:
+    """What the header of a rank's file says, by name."""
+    seen = []
+    for name, tensor in sorted(part.tensors.items()):
+        place, (begin, end) = part.places[name], tensor.data_offsets
+        shape, size, offset = list(place.shape), list(place.size), list(place.offset)
+        seen.append(TensorSeen(name, tensor.dtype, shape, size, offset, end - begin, part.name))
+    return seen
 
 
 def describe(seen: CheckpointSeen, limit: int) -> list[str]:
@@ -138,7 +125,7 @@ def describe(seen: CheckpointSeen, limit: int) -> list[str]:
         _, _, why = file.problem.partition(": ")
         lines.append(f"  {file.name:<40} {file.size:>15,}  {(why or file.problem) or 'as written'}")
     if seen.state is not None:
-        lines += ["books", *_books(seen.state)]
+        lines += ["state", *_state(seen.state)]
     if seen.learner:
         lines.append(f"learner  {', '.join(f'{k} {v}' for k, v in seen.learner.items())}")
     if seen.tensors:
@@ -155,7 +142,7 @@ def describe(seen: CheckpointSeen, limit: int) -> list[str]:
     return lines
 
 
-def _books(state: RunState) -> list[str]:
+def _state(state: RunState) -> list[str]:
     facts = {
         "run": state.run_id,
         "model": state.model_path,

@@ -26,7 +26,7 @@ help:
 
 # One at a time: pip inherits the lock on this folder, which ends with the last process that has it.
 install: ## create or repair .venv and install r3async (EXTRA=gpu for CUDA; for another Python: make distclean install PYTHON=...)
-	@flock --nonblock . true || echo "another installation works in this folder: waiting for it"
+	@flock -n . true || echo "another installation works in this folder: waiting for it"
 	@flock . $(MAKE) -s $(STAMP)
 
 # Empty while .venv is installed for the first time, then the folder's name: moved or copied, .venv is no good.

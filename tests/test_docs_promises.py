@@ -48,7 +48,9 @@ BULLETS = bullets(ABOVE)
 
 
 def test_the_page_is_read_as_it_is_written():
-    assert {"`auto` (default)", "no process fails, but nothing progresses", "`playing/GENERATOR`", "restarts"} <= set(FIRST_CELLS)
+    assert {"`auto` (default)", "no process fails, but nothing progresses", "`playing/GENERATOR`", "restarts"} <= set(
+        FIRST_CELLS
+    )
     assert any(bullet.startswith("Nothing is trained twice.") and "trained.jsonl" in bullet for bullet in BULLETS)
     assert not {"resume", "what", "stage", "state"} & set(FIRST_CELLS)
     assert len(FIRST_CELLS) > 50

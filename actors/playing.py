@@ -14,7 +14,8 @@ from r3async.actors.leasing import Leasing
 from r3async.actors.process import NotLoaded
 from r3async.config import Config, EnvConfig, to_dict
 from r3async.data.records import Trajectory
-from r3async.envs.base import EnvironmentFactory, environment_factory
+from r3async.envs.base import EnvironmentFactory
+from r3async.envs.factory import environment_factory
 from r3async.record.calls import timed
 from r3async.record.lag import LagMeter
 from r3async.record.timeline import Timeline

@@ -93,7 +93,7 @@ def one_argument(answer: str) -> float:
     return 0.0
 
 
-def first_free(observation: str, chance: Any) -> str:
+def first_free(observation: str, rng: Any) -> str:
     """A textarena opponent: the first move on offer."""
     return "[" + observation.rpartition("Available Moves: '[")[2][0] + "]"
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from r3async.config import EnvConfig, InitConfig, load_config
-from r3async.envs.base import environment_factory
+from r3async.envs.factory import environment_factory
 from r3async.record.metrics import read_metrics
 from r3async.record.routes import RouteIndex
 from r3async.record.verify import verify_routes

@@ -240,8 +240,8 @@ async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked
     [
         ({"name": "agent-comand"}, "did you mean 'agent-command'"),
         ({"name": "agent:nowhere"}, "must be agent:module:function"),
-        ({"name": "agent:nowhere:play"}, "can not be loaded: No module named 'nowhere'"),
-        ({"name": "agent:tests.agents_for_tests:none"}, "can not be loaded"),
+        ({"name": "agent:nowhere:play"}, "cannot be loaded: No module named 'nowhere'"),
+        ({"name": "agent:tests.agents_for_tests:none"}, "cannot be loaded"),
         ({"name": "agent:tests.agents_for_tests:asks_too_much"}, "missing a required argument: 'wrong'"),
         ({"name": "agent:tests.agents_for_tests:counts", "args": {"word": 1}}, "unexpected keyword argument 'word'"),
         ({"name": "agent-command"}, r"`env\.args\.command` = None must be a list"),

@@ -68,7 +68,7 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
     script = Path(sys.executable).with_name("r3async")
     for loss, said in [
         ("my_losses:reinforce", "`steps` must be greater than 0"),
-        ("my_losses:other", "can not be loaded"),
+        ("my_losses:other", "cannot be loaded"),
     ]:
         done = subprocess.run(
             [script, "train", "quickstart", f"algorithm.policy_loss={loss}", "steps=0"],

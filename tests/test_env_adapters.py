@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.adapt_textarena import random_opponent
-from r3async.envs.base import Action, EnvironmentFailed, Message, environment_factory
+from r3async.envs.adapters import random_opponent
+from r3async.envs.base import Action, EnvironmentFailed, Message
+from r3async.envs.factory import environment_factory
 from tests.helpers_rewards import mean_reward
 from tests.helpers_verifiers import tasksets_in
 
@@ -97,7 +98,7 @@ async def test_textarena_alone_shows_what_is_new_and_pays_its_own_reward():
     assert result.reward == 1.0
 
 
-async def test_textarena_games_that_play_at_once_keep_their_own_chance():
+async def test_textarena_games_that_play_at_once_keep_their_own_rng():
     """Games use the process's random numbers; whether others are played beside one must not change it."""
 
     async def game(env, beside=None):
@@ -223,16 +224,16 @@ async def test_a_verifiers_episode_that_is_given_up_leaves_nothing_running():
         ("reasoning-gym:chain_sum", {"max_term": 2}, r"`env\.args\.max_term`: .*did you mean 'max_terms'"),
         ("reasoning-gym:chain_sum", {"min_terms": 9}, "do not fit"),
         ("gymnasium:FrozenLak-v1", {}, "FrozenLake"),
-        ("gymnasium:no_such_module:Game-v0", {}, "can not be loaded"),
+        ("gymnasium:no_such_module:Game-v0", {}, "cannot be loaded"),
         ("gymnasium:FrozenLake-v1", {"actions": ["a"]}, "names 1 actions, FrozenLake-v1 has 4"),
         ("gymnasium:Pendulum-v1", {}, "only Discrete and Text ones"),
         ("textarena:TicTacTo-v0", {}, "no game 'TicTacTo-v0'; did you mean 'TicTacToe"),
         ("textarena:TicTacToe-v0", {"sead": 1}, "do not fit"),
         ("textarena:TicTacToe-v0", {"opponent": "tests.helpers_envs:none"}, r"`env\.args\.opponent`"),
-        ("textarena:TicTacToe-v0", {"opponent": "tests.helpers_envs:one_argument"}, r"\(observation, chance\)"),
-        ("verifiers:vf_no_such", {}, "can not be loaded"),
+        ("textarena:TicTacToe-v0", {"opponent": "tests.helpers_envs:one_argument"}, r"\(observation, rng\)"),
+        ("verifiers:vf_no_such", {}, "cannot be loaded"),
         ("verifiers:vf_single_sums", {"tasks": 0}, "at least 1"),
-        ("verifiers:vf_single_sums", {"taskset": {"sise": 2}}, "can not be loaded"),
+        ("verifiers:vf_single_sums", {"taskset": {"sise": 2}}, "cannot be loaded"),
         ("verifiers:vf_pair_sums", {}, r"has several agents \(one, other\)"),
     ],
 )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from r3async.actors.process import NotTrained
 from r3async.config import EnvConfig, EpisodeConfig, load_config
-from r3async.envs.base import environment_factory
+from r3async.envs.factory import environment_factory
 from r3async.record.metrics import read_metrics
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, EnvironmentFailed, Message, environment_factory
+from r3async.envs.base import Action, EnvironmentFailed, Message
+from r3async.envs.factory import environment_factory
 from tests.helpers_rewards import mean_reward
 
 
@@ -113,7 +114,7 @@ async def test_an_async_function_is_awaited(write):
         ([{"prompt": "a", "answer": "b"}], {"reward": "number"}, r"line 1: `reward = \"number\"`, but 'answer' is 'b'"),
         ([""], {}, "has no rows"),
         (SUMS, {"reward": "exakt"}, "did you mean 'exact'"),
-        (SUMS, {"reward": "tests.helpers_envs:nothing"}, r"`env\.args\.reward` = .* can not be loaded"),
+        (SUMS, {"reward": "tests.helpers_envs:nothing"}, r"`env\.args\.reward` = .* cannot be loaded"),
         (SUMS, {"reward": "tests.helpers_envs:one_argument"}, r"must be called with \(answer, row\)"),
         (SUMS, {"promt": "q"}, "did you mean 'prompt'"),
         (SUMS, {"path": "elsewhere"}, r"`env\.args\.path`"),

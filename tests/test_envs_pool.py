@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, EnvironmentFailed, HasOracle, environment_factory
+from r3async.envs.base import Action, EnvironmentFailed, HasOracle
+from r3async.envs.factory import environment_factory
 from tests.helpers_rewards import mean_reward
 
 ECHO = "tests.helpers_envs:Echo"

@@ -5,7 +5,7 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.envs.base import Action, Message, StepResult
-from r3async.envs.reverse_text import ReverseText
+from r3async.envs.tasks import ReverseText
 from r3async.rollout.calls import EpisodeError
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import GenerationRequest

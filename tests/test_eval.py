@@ -19,7 +19,7 @@ from r3async.actors.generator import GeneratorActor
 from r3async.actors.playing import Context, GeneratorParts, Loaded, Playing
 from r3async.actors.process import NotLoaded, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
-from r3async.envs.base import environment_factory
+from r3async.envs.factory import environment_factory
 from r3async.record.events import open_events
 from r3async.record.lag import LagMeter
 from r3async.record.timeline import Timeline
@@ -101,7 +101,7 @@ async def test_an_environment_without_such_a_policy_is_named():
         async def reset(self, task_seed):
             return []
 
-    with pytest.raises(ConfigError, match=r"--policy oracle.*'mine' has not got an oracle\(\)"):
+    with pytest.raises(ConfigError, match=r"--policy oracle.*'mine' has no oracle\(\)"):
         await evaluate_without_model(EnvConfig(name="mine"), Mute, "oracle", episodes=1, seed=0, max_turns=1)
 
 

@@ -192,11 +192,11 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
     [
         ("ppoo", "no such loss; did you mean 'ppo'?"),
         ("zzz", "no such loss; built in: tis, ppo, gspo, cispo, sapo, dppo, decoupled_ppo."),
-        ("no_such_module_at_all:loss", "can not be loaded: No module named 'no_such_module_at_all'"),
-        ("made_up_losses:other", "can not be loaded: module 'made_up_losses' has no attribute 'other'"),
+        ("no_such_module_at_all:loss", "cannot be loaded: No module named 'no_such_module_at_all'"),
+        ("made_up_losses:other", "cannot be loaded: module 'made_up_losses' has no attribute 'other'"),
         ("made_up_losses:pair", "must be a function of one argument"),
         ("made_up_losses:value", "must be a function of one argument"),
-        (":loss", "can not be loaded"),
+        (":loss", "cannot be loaded"),
     ],
 )
 def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):

@@ -84,7 +84,7 @@ def test_a_missing_required_column_is_refused():
 
 
 def test_a_table_never_shrinks_by_padding():
-    with pytest.raises(SchemaError, match="can not pad"):
+    with pytest.raises(SchemaError, match="cannot pad"):
         make_table(3).padded(2)
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, environment_factory
-from r3async.envs.reverse_text import ReverseText, position_reward
+from r3async.envs.base import Action
+from r3async.envs.factory import environment_factory
+from r3async.envs.tasks import ReverseText, position_reward
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ async def test_equal_seeds_pose_equal_tasks_and_others_differ():
         (EnvConfig(name="reverse-txt"), "did you mean 'reverse-text'"),
         (EnvConfig(args={"leters": 3}), "letters"),
         (EnvConfig(args={"letters": 0}), "at least 1"),
-        (EnvConfig(name="no_such_module:Thing"), "can not be loaded"),
+        (EnvConfig(name="no_such_module:Thing"), "cannot be loaded"),
     ],
 )
 def test_a_wrong_environment_is_refused_with_the_fix(config, message):
@@ -54,4 +55,4 @@ def test_a_wrong_environment_is_refused_with_the_fix(config, message):
 
 
 def test_a_users_class_is_loaded_by_path():
-    assert isinstance(environment_factory(EnvConfig(name="r3async.envs.reverse_text:ReverseText"))(), ReverseText)
+    assert isinstance(environment_factory(EnvConfig(name="r3async.envs.tasks:ReverseText"))(), ReverseText)

@@ -15,7 +15,7 @@ import torch
 from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import RoutingError
-from r3async.envs.reverse_text import ReverseText
+from r3async.envs.tasks import ReverseText
 from r3async.learner.base import MinibatchResult, RouteTrace
 from r3async.learner.batch.packing import aligned, pack
 from r3async.learner.replay import RoutingReplay

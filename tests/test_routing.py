@@ -178,7 +178,7 @@ def test_a_branch_shares_rows_and_records_the_rewritten_part_afresh():
     assert (experts == np.concatenate([old, rows(1, seed=2)])).all()
     assert recorded.all()
     assert branch.branch(3).branch(5).fed == 3  # what was forgotten does not come back
-    with pytest.raises(RoutingError, match="can not keep -1"):
+    with pytest.raises(RoutingError, match="cannot keep -1"):
         routes.branch(-1)
 
 

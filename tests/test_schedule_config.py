@@ -1,4 +1,4 @@
-"""Settings of the schedule that can not work are refused, and moved ones are named."""
+"""Settings of the schedule that cannot work are refused, and moved ones are named."""
 
 import re
 

@@ -24,8 +24,7 @@ from r3async.config import (
     to_dict,
     to_toml,
 )
-from r3async.envs.pool import pooled
-from r3async.envs.variables import passed_on
+from r3async.envs.pool import passed_on, pooled
 from r3async.rollout.agents.agents import check_environment, make_agent
 from r3async.rollout.episode import EpisodeTask
 from r3async.tools.cli import app

@@ -1,4 +1,4 @@
-"""The endpoint as the `openai` package sees it: what is served is recorded, and what can not be granted is refused."""
+"""The endpoint as the `openai` package sees it: what is served is recorded, and what cannot be granted is refused."""
 
 import asyncio
 import json
@@ -355,7 +355,7 @@ async def test_a_token_may_be_kept_in_the_environment_and_a_taken_port_is_named(
     async with serving(engine, chat, enabled=True, token="$MY_TOKEN") as server:
         assert server.token == "secret"
         port = int(server.base_url.split(":")[2].split("/")[0])
-        with pytest.raises(ConfigError, match=rf"`serving.port` = {port} can not be listened on"):
+        with pytest.raises(ConfigError, match=rf"`serving.port` = {port} cannot be listened on"):
             async with serving(engine, chat, port=port):
                 pass
     with pytest.raises(ConfigError, match="no such environment variable"):

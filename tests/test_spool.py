@@ -92,7 +92,7 @@ async def test_what_is_spilled_is_mapped_and_survives_its_file(tmp_path):
     assert kept.trajectory == sent
     table = kept.trajectory.samples[0].table
     assert all(a.flags.aligned and not a.flags.writeable for _, a in table.items())
-    unpacked = sum(a.nbytes for n, a in table.items() if SCHEMA.columns[n].steady)
+    unpacked = sum(a.nbytes for n, a in table.items() if SCHEMA.columns[n].compressible)
     header = encode_trajectory(sent)[0]
     assert kept.nbytes == len(header) + wire.read_header(header).nbytes + unpacked
     await spool.commit([sent.group_index])

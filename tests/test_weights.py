@@ -67,7 +67,7 @@ def test_the_last_versions_are_kept(publisher):
         "version-5.safetensors",
     ]
     verify(manifests[1])
-    with pytest.raises(WeightError, match=r"version 0 .*can not be read"):
+    with pytest.raises(WeightError, match=r"version 0 .*cannot be read"):
         verify(manifests[0])
 
 
@@ -81,7 +81,7 @@ def test_a_mapped_version_outlives_its_file(publisher):
 @pytest.mark.parametrize("version", [4, 3])
 def test_versions_only_go_up(publisher, version):
     publisher.publish(4, tensors(), torch.float32)
-    with pytest.raises(WeightError, match=f"version {version} can not follow version 4"):
+    with pytest.raises(WeightError, match=f"version {version} cannot follow version 4"):
         publisher.publish(version, tensors(), torch.float32)
 
 
@@ -107,7 +107,7 @@ def test_a_truncated_file_is_refused(publisher):
     manifest = publisher.publish(0, tensors(), torch.float32)
     path = Path(manifest.path)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(WeightError, match="can not be read"):
+    with pytest.raises(WeightError, match="cannot be read"):
         verify(manifest)
 
 

@@ -18,8 +18,8 @@ from r3async.data.records import SCHEMA, Column, Sample, Schema, TokenTable, Tra
 from r3async.transport import codec, wire
 from r3async.transport.wire import WireError, decode_control, decode_trajectory, encode_trajectory
 
-RAW = [n for n, c in SCHEMA.columns.items() if not c.steady]
-STEADY = [n for n, c in SCHEMA.columns.items() if c.steady]
+RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible]
+COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]
 FRAMES = len(RAW) + 1
 """Of a table with all columns: the raw ones, and the packed."""
 FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -141,7 +141,7 @@ def test_columns_that_are_steady_travel_packed_in_one_frame_a_row():
     for i, table in enumerate(tables):
         *raw, packed = frames[1 + i * FRAMES : 1 + (i + 1) * FRAMES]
         assert [len(f) for f in raw] == [table[name].nbytes for name in RAW]
-        assert len(packed) * 12 < sum(table[name].nbytes for name in STEADY)
+        assert len(packed) * 12 < sum(table[name].nbytes for name in COMPRESSIBLE)
     assert len(frames[0]) < 3000
     received = decode_trajectory(as_bytes(frames))
     assert received == sent
@@ -162,7 +162,7 @@ def test_packed_columns_can_not_grow_beyond_what_arrived():
     def packed(columns: dict[str, np.ndarray]) -> list[bytes]:
         return [*frames[:-1], codec.pack(list(columns.items()))]
 
-    table = {n: a for n, a in runny_table(100).items() if n in STEADY}
+    table = {n: a for n, a in runny_table(100).items() if n in COMPRESSIBLE}
     longer = {n: np.resize(a, 100_000) for n, a in table.items()}
     not_bool = {**table, "loss_mask": np.full(100, 2, np.uint8).view(bool)}
     cases = [

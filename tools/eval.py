@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from r3async.actors.process import RunFailed
 from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
 from r3async.config.read import Overrides, nested, refuse_spoken, with_overrides
-from r3async.envs.base import environment_factory
+from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
 from r3async.rollout.agents.tasks import evaluated
 from r3async.rollout.chat import ChatRenderer, TemplateError

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, environment_factory
+from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle
+from r3async.envs.factory import environment_factory
 from r3async.rollout.chat import ChatRenderer, Conversation
 
 # Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.

@@ -35,8 +35,8 @@ CALL = '<tool_call>{{"name":"add","arguments":{{"a":{a},"b":{b}}}}}</tool_call>'
 
 def play(base_url: str, api_key: str, task_seed: int) -> float:
     """One episode: at most 1, half of it for the call and half for the answer. What is nearly right earns a little."""
-    chance = random.Random(task_seed)
-    a, b = chance.randint(1, 9), chance.randint(1, 9)
+    rng = random.Random(task_seed)
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list = [{"role": "user", "content": f"{a}+{b}"}]
     first = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0].message

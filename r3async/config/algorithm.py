@@ -193,7 +193,7 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
     try:
         function = pkgutil.resolve_name(path)
     except Exception as error:  # importing somebody's module may raise anything
-        raise ValueError(f"`policy_loss` = {path!r} can not be loaded: {error}") from error
+        raise ValueError(f"`policy_loss` = {path!r} cannot be loaded: {error}") from error
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:

@@ -14,7 +14,7 @@ import msgspec
 
 
 class ConfigError(ValueError):
-    """A configuration that can not be used; the message names the key and the fix."""
+    """A configuration that cannot be used; the message names the key and the fix."""
 
 
 def did_you_mean(

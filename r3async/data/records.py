@@ -1,7 +1,7 @@
 """The nouns: per-token columns, samples, trajectories.
 
 A per-token column is declared once, in `SCHEMA`. Every operation on token data (slice, concat, pad, encode,
-decode) is derived from that declaration, so that a column can not be forgotten by one of them: adding one is
+decode) is derived from that declaration, so that a column cannot be forgotten by one of them: adding one is
 one line here. Arrays are NumPy, rows are tokens, and a table is never changed in place.
 """
 
@@ -36,7 +36,7 @@ class Column(msgspec.Struct, frozen=True):
     `inner`: names of the dimensions after the token dimension; their sizes are free but equal within a concat.
     `fill`: value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
     `optional`: may be absent, on all samples of a batch or on none.
-    `steady`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
+    `compressible`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Column(msgspec.Struct, frozen=True):
     fill: float | int | bool | str
     inner: tuple[str, ...] = ()
     optional: bool = False
-    steady: bool = False
+    compressible: bool = False
 
     def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> np.ndarray:
         """`[length, *inner_shape]` of the fill value."""
@@ -63,9 +63,9 @@ class Schema:
         for column in columns:
             if column.name in self.columns:
                 raise SchemaError(f"column {column.name!r} is declared twice")
-            if column.steady and (column.inner or not self.columns):
+            if column.compressible and (column.inner or not self.columns):
                 raise SchemaError(
-                    f"column {column.name!r} is declared steady: it is the first, or has inner dimensions"
+                    f"column {column.name!r} is declared compressible: it is the first, or has inner dimensions"
                 )
             self.columns[column.name] = column
         declaration = msgspec.msgpack.encode([msgspec.structs.astuple(c) for c in self.columns.values()])
@@ -78,26 +78,26 @@ class Schema:
 SCHEMA = Schema(
     [
         Column("token_ids", ("int32",), 0),
-        Column("loss_mask", ("bool",), False, steady=True),
+        Column("loss_mask", ("bool",), False, compressible=True),
         # Log-prob under the policy that sampled the token, after temperature: what was really sampled from.
         Column("rollout_logprobs", ("float32",), 0.0),
-        Column("policy_version", ("int32",), UNSAMPLED_VERSION, steady=True),
+        Column("policy_version", ("int32",), UNSAMPLED_VERSION, compressible=True),
         # Turn that sampled the token; -1 where not sampled.
-        Column("turn", ("int32",), -1, steady=True),
-        Column("rewards", ("float32",), 0.0, steady=True),
+        Column("turn", ("int32",), -1, compressible=True),
+        Column("rewards", ("float32",), 0.0, compressible=True),
         # The next six are added by the learner. Which episode of the minibatch the sample is of, `0..E - 1`; -1: of none other's.
-        Column("episode", ("int32",), -1, optional=True, steady=True),
+        Column("episode", ("int32",), -1, optional=True, compressible=True),
         # A trained token's number in the minibatch, episode by episode, wherever it is packed; -1 for the others.
         Column("place", ("int32",), -1, optional=True),
-        Column("advantages", ("float32",), 0.0, optional=True, steady=True),
+        Column("advantages", ("float32",), 0.0, optional=True, compressible=True),
         # What the token's terms of the loss are multiplied by: 1 / the denominator of `algorithm.reduction`.
-        Column("loss_weights", ("float32",), 0.0, optional=True, steady=True),
+        Column("loss_weights", ("float32",), 0.0, optional=True, compressible=True),
         # Log-probs of the learner before the step's first update, and of the frozen reference model.
         Column("old_logprobs", ("float32",), 0.0, optional=True),
         Column("reference_logprobs", ("float32",), 0.0, optional=True),
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
         Column("routed_experts", ("uint8", "uint16"), "arange", inner=("layers", "top_k"), optional=True),
-        Column("routing_recorded", ("bool",), False, optional=True, steady=True),
+        Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
     ]
 )
 
@@ -189,7 +189,7 @@ class TokenTable:
         """Rows of fill values appended until `length`. `fills` overrides a fill (the pad token id, say)."""
         extra = length - len(self)
         if extra < 0:
-            raise SchemaError(f"can not pad {len(self)} tokens to {length}")
+            raise SchemaError(f"cannot pad {len(self)} tokens to {length}")
         tail = {}
         for name, array in self.items():
             tail[name] = self.schema.columns[name].filled(extra, array.shape[1:], array.dtype)

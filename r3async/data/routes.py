@@ -12,13 +12,13 @@ import numpy as np
 
 
 class RoutingError(ValueError):
-    """Routed experts that can not be a record of top-k choices."""
+    """Routed experts that cannot be a record of top-k choices."""
 
 
 def route_dtype(num_experts: int) -> np.dtype:
     """uint8 up to 256 experts, uint16 beyond."""
     if not 0 < num_experts <= 65536:
-        raise RoutingError(f"{num_experts} experts can not be held by uint16 ids")
+        raise RoutingError(f"{num_experts} experts cannot be held by uint16 ids")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
@@ -92,7 +92,7 @@ class RoutingTrace:
         after other ones. The two traces grow independently. Raises `RoutingError` for a negative length.
         """
         if length < 0:
-            raise RoutingError(f"a branch can not keep {length} positions")
+            raise RoutingError(f"a branch cannot keep {length} positions")
         other = RoutingTrace(layers=self.layers, top_k=self.top_k, num_experts=self.num_experts)
         other._blocks = [(first, rows[: length - first]) for first, rows in self._blocks if first < length]
         other.fed = min(self.fed, length)

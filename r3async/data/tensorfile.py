@@ -44,7 +44,7 @@ def encode_header(
     at = 0
     for name, dtype, shape in tensors:
         if dtype_name(dtype) not in CODES:
-            raise ValueError(f"tensor {name!r} has dtype {dtype}, which safetensors can not hold")
+            raise ValueError(f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold")
         end = at + math.prod(shape) * dtype.itemsize
         table[name] = {"dtype": CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [at, end]}
         at = end

@@ -201,7 +201,7 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
     """`ID` is a taskset's, as verifiers finds it: a module that exports its `Taskset` (and an `Env`, if it has one) in `__all__`.
 
     `env.args`: `tasks`, how many of the taskset's are played (default 1000); the rest is the verifiers environment's own
-    configuration, for example `taskset = { difficulty = 3 }`. Refused are those that our one policy can not play: several
+    configuration, for example `taskset = { difficulty = 3 }`. Refused are those that our one policy cannot play: several
     agents, tools, interceptors, and containers.
     """
     vf = optional_package("verifiers.v1", config)
@@ -215,15 +215,15 @@ def make(target: str, config: EnvConfig) -> EnvironmentFactory:
         tasks = list(itertools.islice(env.taskset, count))
     except Exception as error:  # the taskset is somebody's code: whatever it raises, here is where to look
         raise ConfigError(
-            f"`env.name` = {config.name!r} with `env.args` = {config.args} can not be loaded: {error}"
+            f"`env.name` = {config.name!r} with `env.args` = {config.args} cannot be loaded: {error}"
         ) from error
     if not tasks:
         raise ConfigError(f"`env.name` = {config.name!r} has no tasks")
-    refuse_what_we_can_not_play(vf, env, tasks[0], config)
+    refuse_what_we_cannot_play(vf, env, tasks[0], config)
     return lambda: VerifiersEpisode(vf, env, tasks)
 
 
-def refuse_what_we_can_not_play(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
+def refuse_what_we_cannot_play(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
     decorators = importlib.import_module("verifiers.v1.utils.decorators")
     session = importlib.import_module("verifiers.v1.session")
     roles = [name for name, value in env.config if isinstance(value, vf.AgentConfig)]

@@ -8,8 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from r3async.config import EnvConfig
-
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message, as chat templates take it. What is empty is left out of what the template sees."""
@@ -90,17 +88,7 @@ class HasSize(Protocol):
 class HasRandomAnswer(Protocol):
     """An environment that can answer what it asked last as a policy would that knows the format and nothing else; for scale."""
 
-    def random_answer(self, chance: random.Random) -> str: ...
+    def random_answer(self, rng: random.Random) -> str: ...
 
 
 EnvironmentFactory = Callable[[], Environment]
-
-
-def environment_factory(config: EnvConfig) -> EnvironmentFactory:
-    """A callable that makes environments; call this once a process. See `factory.py`.
-
-    Raises `ConfigError` for an unknown name, wrong `env.args` or a package that is not installed.
-    """
-    from r3async.envs.factory import make_factory
-
-    return make_factory(config)

@@ -13,29 +13,33 @@ from r3async.envs.base import EnvironmentFactory
 from r3async.envs.pool import pooled
 
 BUILT_IN = {
-    "reverse-text": "r3async.envs.reverse_text:ReverseText",
-    "alphabet-sort": "r3async.envs.alphabet_sort:AlphabetSort",
-    "guess": "r3async.envs.guess:Guess",
-    "countdown": "r3async.envs.countdown:Countdown",
-    "tool-calculator": "r3async.envs.tool_calculator:ToolCalculator",
+    "reverse-text": "r3async.envs.tasks:ReverseText",
+    "alphabet-sort": "r3async.envs.tasks:AlphabetSort",
+    "guess": "r3async.envs.tasks:Guess",
+    "countdown": "r3async.envs.tasks:Countdown",
+    "tool-calculator": "r3async.envs.tasks:ToolCalculator",
 }
 ADAPTERS = {
-    "dataset": "r3async.envs.dataset",
-    "reasoning-gym": "r3async.envs.adapt_reasoning_gym",
-    "gymnasium": "r3async.envs.adapt_gymnasium",
-    "textarena": "r3async.envs.adapt_textarena",
-    "verifiers": "r3async.envs.adapt_verifiers",
+    "dataset": "r3async.envs.dataset:make",
+    "reasoning-gym": "r3async.envs.adapters:make_reasoning_gym",
+    "gymnasium": "r3async.envs.adapters:make_gymnasium",
+    "textarena": "r3async.envs.adapters:make_textarena",
+    "verifiers": "r3async.envs.adapt_verifiers:make",
 }
-"""`PREFIX:TARGET` is made by `make(TARGET, config)` of that module."""
+"""`PREFIX:TARGET` is made by that function of TARGET and the section."""
 
 
-def make_factory(config: EnvConfig) -> EnvironmentFactory:
-    """See `environment_factory`. A class is constructed once, here, so that wrong arguments show before anything starts."""
+def environment_factory(config: EnvConfig) -> EnvironmentFactory:
+    """A callable that makes environments; call this once a process. A class is constructed once, here, so that wrong arguments
+    show before anything starts.
+
+    Raises `ConfigError` for an unknown name, wrong `env.args` or a package that is not installed.
+    """
     prefix, colon, target = config.name.partition(":")
     if colon and prefix in ADAPTERS:
         if not target:
             raise ConfigError(f"`env.name` = {config.name!r}: say which, as in `{prefix}:NAME`")
-        return importlib.import_module(ADAPTERS[prefix]).make(target, config)
+        return pkgutil.resolve_name(ADAPTERS[prefix])(target, config)
     path = BUILT_IN.get(config.name, config.name)
     if ":" not in path:
         hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}")
@@ -94,7 +98,7 @@ def load(path: str, setting: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"`{setting}` = {path!r} can not be loaded: {error}") from error
+        raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {error}") from error
 
 
 def optional_package(name: str, config: EnvConfig) -> Any:

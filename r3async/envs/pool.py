@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,10 +28,28 @@ import msgspec
 from r3async.config import EnvConfig
 from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.pool_worker import Call, Reply
-from r3async.envs.variables import passed_on
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import r3async.envs.pool_worker as w; w.main()"
+
+VARIABLES = frozenset(
+    [
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "TEMP", "TMP"),
+        *("VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NO_PROXY", "no_proxy"),
+        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "R3ASYNC_USER_PATH"),
+    ]
+)
+PREFIXES = ("LC_", "XDG_", "PYTHON")
+"""Of our own environment variables, what every program needs. Among the others may be tokens of a cluster, of a model hub or of
+a metrics service: no task, and no program that plays one, needs them."""
+
+
+def passed_on(more: Iterable[str] = (), ours: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of `ours` (this process's) that every program needs, and those of them that `more` names."""
+    ours = os.environ if ours is None else ours
+    wanted = VARIABLES | set(more)
+    return {name: value for name, value in ours.items() if name in wanted or name.startswith(PREFIXES)}
 
 
 class Worker:
@@ -140,7 +159,7 @@ class Worker:
         reply = self._exchange(hello, timeout, f"it took longer to start than env.start_timeout = {timeout:g} s")
         if reply.error:
             self.stop("it could not be loaded")
-            raise EnvironmentFailed(f"{self.path} can not be loaded in a process of its own:\n{reply.error}")
+            raise EnvironmentFailed(f"{self.path} cannot be loaded in a process of its own:\n{reply.error}")
 
     def _exchange(self, call: Call, timeout: float, late: str) -> Reply:
         assert self._pipe is not None

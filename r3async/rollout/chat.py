@@ -19,7 +19,7 @@ from r3async.envs.base import Message
 
 
 class TemplateError(ValueError):
-    """A tokenizer or chat template that can not be used."""
+    """A tokenizer or chat template that cannot be used."""
 
 
 class TextTooLong(ValueError):

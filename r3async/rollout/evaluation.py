@@ -188,16 +188,16 @@ async def _play_policy(
 ) -> tuple[list[float], str]:
     """Rewards of the turns, and why it ended."""
     await env.reset(task_seed)
-    chance = random.Random(f"random/{task_seed}")
+    rng = random.Random(f"random/{task_seed}")
     rewards: list[float] = []
     while len(rewards) < max_turns:
         if policy == "oracle" and isinstance(env, HasOracle):
             answer = env.oracle()
         elif policy == "random" and isinstance(env, HasRandomAnswer):
-            answer = env.random_answer(chance)
+            answer = env.random_answer(rng)
         else:
-            wanted = "an oracle()" if policy == "oracle" else "a random_answer(chance)"
-            raise ConfigError(f"`--policy {policy}`: the environment {name!r} has not got {wanted}")
+            wanted = "oracle()" if policy == "oracle" else "random_answer(rng)"
+            raise ConfigError(f"`--policy {policy}`: the environment {name!r} has no {wanted}")
         result = await env.step(Action(answer))
         rewards.append(float(result.reward))
         if result.done:

@@ -2,7 +2,7 @@
 
 A trajectory is `[header, frame, frame, ...]`: a msgpack header (schema fingerprint, checksum, every field of the
 trajectory, and in place of each token table its layouts) and for each sample one raw little-endian frame a column, in
-the order of the layouts, and then one frame with all columns that are declared steady (turn, version, mask, rewards),
+the order of the layouts, and then one frame with all columns that are declared compressible (turn, version, mask, rewards),
 packed together by `codec.py`. Which columns there are, their dtypes and their dimensions come from the `Schema` alone,
 so a column added there travels without a change here.
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How to read one column: from its frame, or, if it is declared steady, from the packed frame of its table.
+    """How to read one column: from its frame, or, if it is declared compressible, from the packed frame of its table.
 
     A bool column is declared `bool` and travels as one byte, 0 or 1, a value.
     """
@@ -125,7 +125,7 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
         layouts: list[Layout] = []
         steady: list[tuple[str, np.ndarray]] = []
         for name, array in value.items():
-            if schema.columns[name].steady:
+            if schema.columns[name].compressible:
                 steady.append((name, array))
             else:
                 raw = raw_bytes(array)
@@ -187,7 +187,7 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Traje
             raise WireError(f"a column comes twice: {', '.join(layout.column for layout in layouts)}")
         for layout in layouts:
             name = layout.column
-            if _declared(layout, schema).steady:
+            if _declared(layout, schema).compressible:
                 rows = len(columns[first]) if first in columns else 0
                 if rows != layout.shape[0]:
                     raise WireError(f"column {name!r} has {layout.shape[0]} rows, expected {rows}")
@@ -270,7 +270,7 @@ def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
     unpacked = read_header(frames[0]).nbytes
     for sample in trajectory.samples:
         columns = sample.table.schema.columns
-        unpacked += sum(array.nbytes for name, array in sample.table.items() if columns[name].steady)
+        unpacked += sum(array.nbytes for name, array in sample.table.items() if columns[name].compressible)
     return sum(map(len, frames)) + unpacked
 
 

@@ -251,17 +251,17 @@ class NcclSender:
     def send(
         self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
     ) -> Publication:
-        """See `WeightSender.send`. Raises `WeightError` also for tensors that vLLM can not pack: scalars, and elements of
+        """See `WeightSender.send`. Raises `WeightError` also for tensors that vLLM cannot pack: scalars, and elements of
         different sizes."""
         widths = {}
         for name, tensor in tensors.items():
             widths[(dtype if tensor.is_floating_point() else tensor.dtype).itemsize] = name
             if not tensor.dim():
-                raise WeightError(f'tensor {name!r} is a scalar, which weights.backend="nccl" can not send')
+                raise WeightError(f'tensor {name!r} is a scalar, which weights.backend="nccl" cannot send')
         if len(widths) > 1:
             raise WeightError(
                 f"tensors {' and '.join(map(repr, widths.values()))} have elements of different sizes, which "
-                'weights.backend="nccl" can not send'
+                'weights.backend="nccl" cannot send'
             )
         manifest = self._publisher.publish(version, tensors, dtype, reading)
         kept = {v: p for v, p in self._paths.items() if Path(p).exists()}

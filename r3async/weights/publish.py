@@ -33,7 +33,7 @@ Buffer = bytes | memoryview
 
 
 class WeightError(RuntimeError):
-    """Weights that can not be published, or a published file that is not what its manifest says."""
+    """Weights that cannot be published, or a published file that is not what its manifest says."""
 
 
 def default_directory() -> Path:
@@ -80,7 +80,7 @@ class VersionFolder:
         complete. Raises `WeightError` if the version is not newer than the last one, or if there is no space.
         """
         if self._versions and version <= self._versions[-1][0]:
-            raise WeightError(f"version {version} can not follow version {self._versions[-1][0]}: versions only go up")
+            raise WeightError(f"version {version} cannot follow version {self._versions[-1][0]}: versions only go up")
         free = self._files.free(self.path)
         if nbytes + _SPARE_BYTES > free:
             raise WeightError(
@@ -141,7 +141,7 @@ class EncodedWeights:
     """A safetensors file as a series of parts, none larger than `bucket_bytes`, made one by one as it is iterated over.
 
     The manifest is known when the last part has been taken: the checksums come from the bytes that were given out. Raises
-    `WeightError` for a tensor that safetensors can not hold, or if there is none.
+    `WeightError` for a tensor that safetensors cannot hold, or if there is none.
     """
 
     def __init__(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_bytes: int):
@@ -186,7 +186,7 @@ def read_verified(manifest: WeightManifest, *, checksums: bool = True) -> Iterat
     try:
         file = safe_open(manifest.path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise WeightError(f"{where} can not be read: {error}") from error
+        raise WeightError(f"{where} cannot be read: {error}") from error
     with file:
         names = set(file.keys())
         if missing := sorted(set(manifest.tensors) - names):

@@ -78,7 +78,7 @@ def test_a_learner_that_refuses_too_much_ends_the_run_with_its_reason(machine, s
 
 
 class Rows:
-    """A data set of `SIZE` rows, of which one can not be posed."""
+    """A data set of `SIZE` rows, of which one cannot be posed."""
 
     size = SIZE
 

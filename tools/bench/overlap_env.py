@@ -7,7 +7,7 @@ import itertools
 import random
 
 from r3async.envs.base import Action, Message, StepResult
-from r3async.envs.reverse_text import ReverseText
+from r3async.envs.tasks import ReverseText
 
 _EPISODES = itertools.count()
 """Of this process: no two episodes wait alike, also not those of one group."""

@@ -82,7 +82,7 @@ async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig
     """Episodes of the run's environment, each of another task."""
     from transformers import AutoTokenizer
 
-    from r3async.envs.base import environment_factory
+    from r3async.envs.factory import environment_factory
     from r3async.rollout.chat import ChatRenderer
 
     factory = environment_factory(load_config(job.episodes).env)

@@ -107,7 +107,7 @@ def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str]]:
     for sample in body["samples"]:
         packed = []
         for name, dtype, shape in sample["table"]:
-            if name in SCHEMA.columns and SCHEMA.columns[name].steady:
+            if name in SCHEMA.columns and SCHEMA.columns[name].compressible:
                 packed.append(f"{name} {dtype}")
             else:
                 framed.append(f"{name} {dtype} {list(shape)} of sample {sample['sample_id']}")

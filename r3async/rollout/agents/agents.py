@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, did_you_mean, revealed, secret_settings
-from r3async.envs.base import environment_factory
-from r3async.envs.variables import passed_on
+from r3async.envs.factory import environment_factory
+from r3async.envs.pool import passed_on
 from r3async.rollout.agents.server import AgentServer
 from r3async.rollout.agents.session import Session
 from r3async.rollout.agents.tasks import evaluated, refuse_trained_tasks
@@ -48,7 +48,7 @@ def is_agent(env: EnvConfig) -> bool:
 
 
 def check_environment(config: Config) -> None:
-    """Raise `ConfigError` for an environment, or an agent, that can not be used in this run, to train or to evaluate."""
+    """Raise `ConfigError` for an environment, or an agent, that cannot be used in this run, to train or to evaluate."""
     for setting, secret in secret_settings(config).items():
         check_kept(secret, setting)
     played = evaluated(config) if config.evaluation.every else config.env
@@ -61,7 +61,7 @@ def check_environment(config: Config) -> None:
                 refuse_trained_tasks(env, getattr(factory(), "size", None), config.env)
     if config.evaluation.every and played.name == OUTSIDE:
         raise ConfigError(
-            f'`env.name` = "{OUTSIDE}" can not be evaluated, since nobody has to come: set `evaluation.env.name` to something '
+            f'`env.name` = "{OUTSIDE}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to something '
             "that plays by itself, or `evaluation.every` = 0"
         )
     if not is_agent(config.env):
@@ -100,7 +100,7 @@ class FunctionAgent:
             self._play = pkgutil.resolve_name(path)
             inspect.signature(self._play).bind(base_url="", api_key="", task_seed=0, **args)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"`env.name` = {name!r} can not be loaded: {error}") from error
+            raise ConfigError(f"`env.name` = {name!r} cannot be loaded: {error}") from error
         except TypeError as error:
             raise ConfigError(
                 f"`env.name` = {name!r} is called with base_url, api_key, task_seed and `env.args`: {error}"
@@ -120,7 +120,7 @@ class FunctionAgent:
 
 
 async def in_thread(work: Callable[[], Any], name: str) -> Any:
-    """`work()`, in a thread of its own that nobody waits for if this is cancelled: a blocked agent can not be interrupted."""
+    """`work()`, in a thread of its own that nobody waits for if this is cancelled: a blocked agent cannot be interrupted."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 

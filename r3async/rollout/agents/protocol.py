@@ -1,6 +1,6 @@
 """What the endpoint reads and writes: requests, answers and errors in the shape of OpenAI's API.
 
-What would change how tokens are sampled, and can not be granted, is refused and never ignored: an episode is trained with the
+What would change how tokens are sampled, and cannot be granted, is refused and never ignored: an episode is trained with the
 log-probs of the distribution that `episode.temperature` says.
 """
 
@@ -116,11 +116,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "response_format": ({"type": "text"},),
 }
-"""Parameters that can not be granted, and the values with which they ask for nothing. None is one for all."""
+"""Parameters that cannot be granted, and the values with which they ask for nothing. None is one for all."""
 
 
 def read_request(kind: Any, body: Any, settings: EpisodeConfig) -> Any:
-    """`body` as a `kind`. Raises `Refused` for what is ill-formed or can not be granted."""
+    """`body` as a `kind`. Raises `Refused` for what is ill-formed or cannot be granted."""
     if not isinstance(body, Mapping):
         raise Refused("the body must be a JSON object")
     for name, values in _NEUTRAL.items():

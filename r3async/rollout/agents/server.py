@@ -81,7 +81,7 @@ class AgentServer:
         self._connections = Connections(serving.max_connections, serving.read_timeout)
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` if `serving.host` and `serving.port` can not be had."""
+        """Listen. Raises `ConfigError` if `serving.host` and `serving.port` cannot be had."""
         app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._answer_errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
@@ -108,7 +108,7 @@ class AgentServer:
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"`serving.host` = {host!r}, `serving.port` = {port} can not be listened on: {error.strerror or error}; "
+                f"`serving.host` = {host!r}, `serving.port` = {port} cannot be listened on: {error.strerror or error}; "
                 "port 0 takes a free one"
             ) from error
         bound = self._runner.addresses[0]
@@ -206,7 +206,7 @@ class AgentServer:
         asked: ChatRequest = read_request(ChatRequest, await self._body(request), self.settings)
         if asked.tool_choice not in (None, "auto", "none"):
             raise Refused(
-                f"tool_choice = {asked.tool_choice!r} can not be enforced: leave it out",
+                f"tool_choice = {asked.tool_choice!r} cannot be enforced: leave it out",
                 param="tool_choice",
                 code="unsupported_parameter",
             )

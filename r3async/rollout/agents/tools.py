@@ -20,7 +20,7 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
 
 
 def parse_answer(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """`content, tool_calls` of an answer, in OpenAI's shape. Where one call can not be read, or no `tools` were offered, the
+    """`content, tool_calls` of an answer, in OpenAI's shape. Where one call cannot be read, or no `tools` were offered, the
     whole text is content. A call of a tool that was not offered is a call if it is tagged as one."""
     if not tools:
         return text, []

@@ -13,7 +13,7 @@ from r3async.weights.manifest import Difference, WeightManifest
 
 
 class EngineError(RuntimeError):
-    """The engine failed or returned something that can not be trained on."""
+    """The engine failed or returned something that cannot be trained on."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):

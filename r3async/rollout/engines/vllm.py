@@ -153,7 +153,7 @@ class VllmEngine:
 
         Only `request.stop_token_ids` end it early: the model's own end-of-sequence token is not added. Cancelling it
         aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
-        something that can not be trained on. There is no timeout here: the caller knows how long an answer may take.
+        something that cannot be trained on. There is no timeout here: the caller knows how long an answer may take.
         """
         prompt_ids = request.prompt_ids.tolist()
         while True:

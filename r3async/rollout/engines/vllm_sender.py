@@ -95,7 +95,7 @@ def nccl_carrier() -> Carrier:
 def check_group(engine: Any) -> None:
     """vLLM's broadcasts do nothing at all, and raise nothing, if it could not load NCCL: `WeightError` then."""
     if getattr(engine.model_update_group, "disabled", True):
-        raise WeightError('weights.backend="nccl": vLLM can not use NCCL here (is VLLM_DISABLE_PYNCCL set?)')
+        raise WeightError('weights.backend="nccl": vLLM cannot use NCCL here (is VLLM_DISABLE_PYNCCL set?)')
 
 
 def read(path: str) -> dict[str, torch.Tensor]:

@@ -24,9 +24,8 @@ from r3async.config import Config, config_from_dict
 from r3async.data.lineage import FIRST, Lineage
 from r3async.data.model_shape import RoutingShape
 from r3async.record.events import open_events
-from r3async.record.lag import LagMeter
-from r3async.record.steps import StepBook
-from r3async.record.timeline import Timeline
+from r3async.record.steps import StepRows
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.admission import Admission
 from r3async.schedule.groups import largest_buffer
 from r3async.schedule.pace import Pacing
@@ -55,7 +54,7 @@ class Conductor:
         self.run_id, self.run_dir, self.lineage, self.learner = run_id, Path(run_dir), lineage, learner
         self.events = open_events(self.run_dir, "conductor", world=world)
         self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline, world=world)
-        self.book = StepBook(self.run_dir, self.events.error, world=world)
+        self.rows = StepRows(self.run_dir, self.events.error, world=world)
         self.tasks = Tasks(self.config, self.run_dir, self.events, world=world)
         schedule, clock = self.config.schedule, world.clock.monotonic
         self.admission = Admission(
@@ -101,7 +100,7 @@ class Conductor:
         return {
             "phase": self._phase,
             "steps": self.config.steps,
-            "rows": self.book.since(since),
+            "rows": self.rows.since(since),
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": self.fleet.describe(),
@@ -142,7 +141,7 @@ class Conductor:
                 self.events.info("run_finished", steps=step, stopped=True, model=None)
                 return {"steps": step, "model": "", "stopped": True}
             self._phase = "training"
-            self.book.restart_clock()
+            self.rows.restart_clock()
             steps = Steps(self, installer, self._state)
             delivering = asyncio.create_task(steps.deliver_forever())
             watching = asyncio.create_task(self._watch(installer).run())
@@ -257,7 +256,7 @@ class Conductor:
         missing = await self.learner.call("missing", list(groups))
         again = self.admission.adopt(newest, lambda g: missing.get(g, []))
         if state is not None:
-            self.book.restore(state.pending_rows, state.generated_tokens)
+            self.rows.restore(state.pending_rows, state.generated_tokens)
         self.events.warning(
             "resumed",
             step=state.steps if state else 0,
@@ -284,7 +283,7 @@ class Conductor:
         """For a checkpoint of the run as it is between two steps."""
         state = ConductorState(
             admission=self.admission.snapshot(),
-            pending_rows=self.book.pending,
+            pending_rows=self.rows.pending,
             elapsed=self._elapsed,
             generated_tokens=self._generated_tokens,
         )
@@ -300,7 +299,7 @@ class Conductor:
             **{f"lag/generator_{name}": self._worst(f"lag_{name}") for name in self.lag.NAMES},
             **self.tasks.figures(self.admission.groups_leased),
         }
-        self.book.delivered(version, self._generated_tokens, figures)
+        self.rows.delivered(version, self._generated_tokens, figures)
 
     def _worst(self, stat: str) -> float:
         return max((load[stat] for load in self.dispatch.loads.values()), default=0.0)

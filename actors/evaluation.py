@@ -11,11 +11,11 @@ import msgspec
 
 from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator
 from r3async.config import Config
+from r3async.record.reading import EVALUATION
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
-FILE = "evaluation.jsonl"
 POLL_SECONDS = 0.2
 PING_SECONDS = 1.0
 """Between two questions to a generator that plays an evaluation, whether it answers."""
@@ -36,7 +36,7 @@ class Evaluator:
     def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Fleet, *, world: World = REAL):
         self.config, self.settings = config, config.evaluation
         self._clock, self._events, self._fleet = world.clock, events, fleet
-        self._file = AppendFile(run_dir / FILE, world=world)
+        self._file = AppendFile(run_dir / EVALUATION, world=world)
         self._task: asyncio.Task[None] | None = None
         self._evaluated = -1
         """The step after which the last one began."""

@@ -15,8 +15,7 @@ from r3async.actors.playing import Context, GeneratorParts, Loaded, Playing
 from r3async.actors.process import NotLoaded, begin, whereabouts
 from r3async.config import config_from_dict
 from r3async.record.events import open_events
-from r3async.record.lag import LagMeter
-from r3async.record.timeline import Timeline
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.rollout.agents.tasks import count_tasks
 from r3async.rollout.engines.base import InstallReport
 from r3async.rollout.engines.probing import sample_probe

@@ -24,8 +24,7 @@ from r3async.data.lineage import FIRST, Lineage
 from r3async.data.model_shape import RoutingShape
 from r3async.learner.batch.cost import cost_model
 from r3async.record.events import open_events
-from r3async.record.lag import LagMeter
-from r3async.record.timeline import Timeline
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.world import World
 from r3async.world.files import read_file

@@ -18,11 +18,9 @@ from r3async.config import Config
 from r3async.data.lineage import Lineage
 from r3async.data.records import Trajectory
 from r3async.learner.batch.cost import Cost
-from r3async.record.lag import LagMeter
-from r3async.record.timeline import Timeline
+from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.record.tracing import StepTracer
-from r3async.record.trained import FILE as TRAINED_FILE
-from r3async.record.trained import episode_metrics, previews, trained_step
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.schedule.age import age_metrics, check_ages
 from r3async.schedule.groups import GroupBuffer
@@ -78,7 +76,7 @@ class Learning:
         tracer = StepTracer(self.run_dir, self.config, self.events.warning, world=self.world)
         model = self.model
         self.trainer = Trainer(self.config, model.cost, model.backend, tracer, self.events, self._stand_in)
-        self._trained_file = AppendFile(self.run_dir / TRAINED_FILE, world=self.world)
+        self._trained_file = AppendFile(self.run_dir / TRAINED, world=self.world)
 
     async def train_step(self, last: bool, interrupted: asyncio.Event) -> dict[str, Any] | None:
         """See `LearnerActor.train_step`."""

@@ -16,9 +16,7 @@ from r3async.config import Config, EnvConfig, to_dict
 from r3async.data.records import Trajectory
 from r3async.envs.base import EnvironmentFactory
 from r3async.envs.factory import environment_factory
-from r3async.record.calls import timed
-from r3async.record.lag import LagMeter
-from r3async.record.timeline import Timeline
+from r3async.record.timeline import LagMeter, Timeline, timed
 from r3async.record.tracing import recording
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.agents.runner import Play, agent_player

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint.lock import RunLock
+from r3async.record.prometheus import serve_actor
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules
@@ -45,7 +47,7 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
     lock = RunLock(run_dir, files=world.files)
     lock.shared()
     world.processes.redirect_output(run_dir / "logs" / f"{role}.log")
-    world.processes.serve_figures(role, run_dir)
+    world.processes.serve_figures(partial(serve_actor, role, run_dir))
     return lock
 
 

@@ -23,7 +23,7 @@ from r3async.checkpoint.resume import mark, origin_of, read_starts
 from r3async.checkpoint.state import RECORDS
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml
 from r3async.record.events import open_events
-from r3async.record.quarantine import FILE as QUARANTINE
+from r3async.record.reading import QUARANTINE
 from r3async.world import Files, World
 from r3async.world.files import make_directory, read_file, replace_file, settle_directory
 from r3async.world.real import REAL

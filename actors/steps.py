@@ -22,7 +22,7 @@ class Steps:
 
     def __init__(self, conductor: Conductor, installer: Installer, state: RunState | None):
         self._conductor, self._installer, self._config = conductor, installer, conductor.config
-        self._learner, self._book, self._events = conductor.learner, conductor.book, conductor.events
+        self._learner, self._rows, self._events = conductor.learner, conductor.rows, conductor.events
         self._clock = conductor.world.clock.monotonic
         self.updates = Updates(self._config.supervise.max_skipped_steps, self._events.warning, self._events.info)
         self.made = state.steps if state else 0
@@ -61,7 +61,7 @@ class Steps:
         self.version = result["version"]
         conductor.admission.trained(self.version, groups)
         metrics |= conductor.pacing.stepped(self.made, len(groups), metrics)
-        self._book.add(self.made, self.version, metrics, result["previews"])
+        self._rows.add(self.made, self.version, metrics, result["previews"])
         if reason := self.updates.stepped(self.made, metrics):
             raise RunFailed(reason)
         conductor.evaluator.after(self.made)
@@ -87,7 +87,7 @@ class Steps:
         from here on is the newest version, which outlives the next one in any case.
         """
         published = await self._learner.call("write", self._installer.reading)
-        self._book.amend(version, {"weights/write_seconds": published.seconds})
+        self._rows.amend(version, {"weights/write_seconds": published.seconds})
         self._installer.published = published
         self._conductor.news.set()
 
@@ -98,7 +98,7 @@ class Steps:
             await conductor.news.wait()
             conductor.news.clear()
             version = installer.published.version
-            if not installer.behind and not self._book.waits_for(version):
+            if not installer.behind and not self._rows.waits_for(version):
                 continue
             with conductor.timeline.span("deliver", version=version):
                 figures = await installer.deliver()
@@ -110,7 +110,7 @@ class Steps:
     async def settle(self, delivering: asyncio.Task[None]) -> None:
         """Let the last weights be delivered, so that every step has its row. Raises what the delivery failed with."""
         deadline = self._clock() + RPC_SECONDS
-        while not self._book.empty and self._clock() < deadline:
+        while not self._rows.empty and self._clock() < deadline:
             self._conductor.news.set()
             await while_well(asyncio.sleep(0.05), [delivering])
         self._conductor.delivered(self.version, no_delivery())

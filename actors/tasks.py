@@ -11,7 +11,7 @@ import msgspec
 
 from r3async.actors.process import RunFailed
 from r3async.config import Config
-from r3async.record.quarantine import FILE, QuarantinedTask, read_quarantine
+from r3async.record.reading import QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.schedule.admission import slots_of
 from r3async.schedule.cursor import Cursor
 from r3async.schedule.failures import By, EpisodeEnd, FailedTask, TaskFailures
@@ -31,7 +31,7 @@ class Tasks:
 
     def __init__(self, config: Config, run_dir: Path, events: Any, *, world: World = REAL):
         self._config, self._run_dir, self._events, self._world = config, run_dir, events, world
-        self._file = AppendFile(run_dir / FILE, world=world)
+        self._file = AppendFile(run_dir / QUARANTINE, world=world)
         self._quarantined = {t.task_seed: t.from_group for t in read_quarantine(run_dir, files=world.files)}
         schedule = config.schedule
         self._failures = TaskFailures(

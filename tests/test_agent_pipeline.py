@@ -12,7 +12,7 @@ from rich.console import Console
 
 from r3async.config import EnvConfig, InitConfig, load_config
 from r3async.envs.factory import environment_factory
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.record.routes import RouteIndex
 from r3async.record.verify import verify_routes
 from r3async.rollout.chat import ChatRenderer
@@ -80,7 +80,7 @@ def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_it
     except BaseException:
         print(screen.getvalue())
         raise
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_objects(run_dir / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert row["routing/recorded_fraction"] >= 0.95

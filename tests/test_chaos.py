@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from r3async.record.trained import TrainedStep
+from r3async.record.steps import TrainedStep
 from r3async.tools.chaos.books import (
     Acknowledged,
     Began,

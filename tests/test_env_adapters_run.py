@@ -10,7 +10,7 @@ from rich.console import Console
 from r3async.actors.process import NotTrained
 from r3async.config import EnvConfig, EpisodeConfig, load_config
 from r3async.envs.factory import environment_factory
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.group import GroupPlayer
@@ -98,7 +98,7 @@ def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
     run = tmp_path / "runs" / "run"
     with contextlib.suppress(NotTrained):  # eight episodes of a model that knows nothing may all be worth the same
         train(settings, "game", Console(file=io.StringIO()), tmp_path / "runs")
-    steps = read_metrics(run / "metrics.jsonl")
+    steps = read_objects(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[-1]["episode/turns_mean"] > 1
     said = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]

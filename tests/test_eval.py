@@ -21,8 +21,7 @@ from r3async.actors.process import NotLoaded, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.factory import environment_factory
 from r3async.record.events import open_events
-from r3async.record.lag import LagMeter
-from r3async.record.timeline import Timeline
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.rollout.agents.agents import check_environment
 from r3async.rollout.agents.tasks import evaluation_tasks
 from r3async.rollout.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes

@@ -16,7 +16,8 @@ from r3async.config import BufferConfig, config_from_dict
 from r3async.data.lineage import Lineage
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, TokenTable, Trajectory, trajectory_name
-from r3async.record.events import open_events, read_events
+from r3async.record.events import open_events
+from r3async.record.reading import read_objects
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.spool import Spool
 from r3async.transport import wire
@@ -91,7 +92,7 @@ def waiting(actor: Heard) -> list[tuple[int, int, int]]:
 
 
 def named(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    return [e for e in read_events(run_dir / "events.jsonl") if e["event"] == event]
+    return [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == event]
 
 
 def spooled(run_dir: Path) -> int:

@@ -18,8 +18,9 @@ from rich.console import Console
 
 from r3async.config import Config, to_toml
 from r3async.record.catalogue import METRICS
-from r3async.record.events import format_event, open_events, read_events
-from r3async.record.metrics import MetricsWriter, read_metrics
+from r3async.record.events import format_event, open_events
+from r3async.record.reading import read_objects
+from r3async.record.steps import MetricsWriter
 from r3async.views.charts import CHARTS, describe_charts
 from r3async.views.follow import FollowedRun
 from r3async.views.history import counted, history_of
@@ -35,7 +36,7 @@ def test_event_has_time_level_role_and_facts(tmp_path: Path) -> None:
     events = open_events(tmp_path, "learner")
     events.info("started", pid=7)
     events.bind(step=3).warning("odd", value=0.5)
-    first, second = read_events(tmp_path / "events.jsonl")
+    first, second = read_objects(tmp_path / "events.jsonl")
     assert list(first) == ["time", "level", "role", "event", "pid"]
     assert isinstance(first["time"], float)
     assert (first["level"], first["role"], first["event"], first["pid"]) == ("info", "learner", "started", 7)
@@ -48,7 +49,7 @@ def test_exception_is_text(tmp_path: Path) -> None:
         raise ValueError("what went wrong")
     except ValueError:
         events.exception("failed", step=1)
-    (event,) = read_events(tmp_path / "events.jsonl")
+    (event,) = read_objects(tmp_path / "events.jsonl")
     assert event["level"] == "error"
     assert "ValueError: what went wrong" in event["exception"]
     assert "Traceback" in event["exception"]
@@ -65,7 +66,7 @@ def test_any_value_is_taken(tmp_path: Path, value: object) -> None:
     itself: list[object] = [value]
     itself.append(itself)
     events.info("very_odd", value=itself)
-    assert [e["event"] for e in read_events(tmp_path / "events.jsonl")] == ["odd", "very_odd"]
+    assert [e["event"] for e in read_objects(tmp_path / "events.jsonl")] == ["odd", "very_odd"]
 
 
 def test_structlog_is_configured_for_nobody_else(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_processes_append_whole_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     writers = [subprocess.Popen([*command, f"p{i}"]) for i in range(3)]
     assert [w.wait() for w in writers] == [0, 0, 0]
-    events = read_events(tmp_path / "events.jsonl")
+    events = read_objects(tmp_path / "events.jsonl")
     for role in ("p0", "p1", "p2"):
         assert [e["index"] for e in events if e["role"] == role] == list(range(500))
 
@@ -92,7 +93,7 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"time":1.0,"event":"whole"}\n{"time":2.0,"eve')
     open_events(tmp_path, "x").info("after")
-    assert [e["event"] for e in read_events(path)] == ["whole", "after"]
+    assert [e["event"] for e in read_objects(path)] == ["whole", "after"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -105,7 +106,7 @@ def test_events_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path
     assert not keeper.retry()
     path.unlink()
     assert keeper.retry()
-    assert [e["event"] for e in read_events(path)] == ["one", "records_kept", "two", "records_written"]
+    assert [e["event"] for e in read_objects(path)] == ["one", "records_kept", "two", "records_written"]
 
 
 def test_console_shows_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +123,7 @@ def test_non_finite_values_are_null_and_reported(tmp_path: Path) -> None:
     row = {"step": 1, "reward/mean": 0.5, "grad_norm": float("nan"), "ratio/max": np.float32(np.inf), "x": None}
     assert writer.write(row) == ["grad_norm", "ratio/max"]
     assert writer.write({"step": np.int64(2), "reward/mean": np.float64(0.25)}) == []
-    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    first, second = read_objects(tmp_path / "metrics.jsonl")
     assert first == {"step": 1, "reward/mean": 0.5, "grad_norm": None, "ratio/max": None, "x": None}
     assert second == {"step": 2, "reward/mean": 0.25}
     assert row["ratio/max"] == np.inf, "the caller's row is left as it was"
@@ -132,7 +133,7 @@ def test_a_metric_is_a_number(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     with pytest.raises(TypeError, match="number"):
         writer.write({"step": 1, "loss/policy": [1.0]})
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_objects(tmp_path / "metrics.jsonl") == []
 
 
 def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
@@ -140,10 +141,10 @@ def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).write({"step": 1})
     with path.open("ab") as file:
         file.write(b'{"step":2,"rew')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_objects(path) == [{"step": 1}]
     MetricsWriter(tmp_path).write({"step": 2})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-    assert read_metrics(tmp_path / "nothing.jsonl") == []
+    assert read_objects(path) == [{"step": 1}, {"step": 2}]
+    assert read_objects(tmp_path / "nothing.jsonl") == []
 
 
 def test_every_drawn_metric_is_documented() -> None:
@@ -221,7 +222,7 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
     assert counted([]) == 0
     view = FollowedRun(run)
     view.poll()
-    assert view.history == history_of(read_events(run / "events.jsonl"))
+    assert view.history == history_of(read_objects(run / "events.jsonl"))
 
 
 def rendered(summary) -> str:

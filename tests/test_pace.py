@@ -6,7 +6,7 @@ import time
 import pytest
 
 from r3async.config import ScheduleConfig
-from r3async.record.lag import SAMPLES, LagMeter
+from r3async.record.timeline import LAG_SAMPLES, LagMeter
 from r3async.schedule.concurrency import Concurrency
 from r3async.schedule.cursor import Cursor
 from r3async.schedule.pace import IdleShare, Pace, StepPace, useful_places
@@ -171,11 +171,11 @@ async def test_a_blocked_event_loop_is_late():
 
 def test_figures_are_of_the_last_minute():
     meter = LagMeter()
-    for lag in [5.0, *(number / 1000 for number in range(SAMPLES))]:
+    for lag in [5.0, *(number / 1000 for number in range(LAG_SAMPLES))]:
         meter.add(lag)
     assert meter.figures() == {"p50_ms": 600.0, "p99_ms": 1187.0, "max_ms": 1199.0}
     meter.add(-1.0)
     assert meter.figures()["p50_ms"] == 600.0
-    for _ in range(SAMPLES):
+    for _ in range(LAG_SAMPLES):
         meter.add(0.002)
     assert meter.figures() == {"p50_ms": 2.0, "p99_ms": 2.0, "max_ms": 2.0}

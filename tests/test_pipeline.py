@@ -12,7 +12,7 @@ from rich.console import Console
 
 from r3async.config import load_config
 from r3async.record.catalogue import METRICS
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.record.routes import RouteIndex
 from r3async.record.verify import verify_routes
 from r3async.tools.inspect.routes import print_verification, show_routes
@@ -87,7 +87,7 @@ def kill_generator_at_step(run_dir, step, killed):
     while time.monotonic() < deadline:
         time.sleep(0.1)
         metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and len(read_metrics(metrics)) >= step:
+        if metrics.exists() and len(read_objects(metrics)) >= step:
             pid = next(e["pid"] for e in events(run_dir) if e["event"] == "generator_started")
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
@@ -104,7 +104,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     killer.join(timeout=10)
     assert len(killed) == 1
 
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_objects(run_dir / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
     assert {m for m in PROMISED_METRICS if not m.startswith("lag/")} <= set(METRICS)
     for row in rows[1:]:
@@ -161,7 +161,7 @@ def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm
         "routing.replay=off",
         "steps=3",
     )
-    for row in read_metrics(run_dir / "metrics.jsonl"):
+    for row in read_objects(run_dir / "metrics.jsonl"):
         assert row["staleness/max"] == 0
         assert row["rollout_kl/k3"] < 1e-6
         assert row["routing/agreement"] > 0.999

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from r3async.actors.process import NotTrained
 from r3async.config import load_config
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.tools.init_model import init_model
 from r3async.tools.plan import make_plan
 from r3async.tools.presets import list_presets, preset_paths, read_header, show_preset
@@ -70,7 +70,7 @@ def test_a_preset_runs_with_a_model_that_plays_and_keeps_its_bound(tmp_path):
     except BaseException:
         print(screen.getvalue())
         raise
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = read_objects(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4
     assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound
 

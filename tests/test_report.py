@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from r3async.config import config_from_dict, to_toml
 from r3async.record.catalogue import BOOKKEEPING, METRICS
 from r3async.record.events import open_events
-from r3async.record.metrics import MetricsWriter
 from r3async.record.routes import RouteFile
+from r3async.record.steps import MetricsWriter
 from r3async.record.timeline import FILE, Span, Timeline, busy_shares, read_timeline
 from r3async.tools.cli import app
 from r3async.tools.init_model import byte_tokenizer

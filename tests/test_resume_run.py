@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 
 from r3async.checkpoint import Checkpoints
 from r3async.config import load_config
-from r3async.record.events import read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -54,18 +52,18 @@ def run(model, root, name, *overrides):
 
 
 def trained(run_dir):
-    return list(read_objects(run_dir / "trained.jsonl"))
+    return read_objects(run_dir / "trained.jsonl")
 
 
 def events(run_dir, name):
-    return [e for e in read_events(run_dir / "events.jsonl") if e["event"] == name]
+    return [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == name]
 
 
 def check_books(run_dir, steps, groups_per_step=2, samples=4):
     """Every step once, in order; every group once; every episode of it once; a row for every step."""
     lines = trained(run_dir)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert [r["step"] for r in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert [r["step"] for r in read_objects(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     groups = [g for line in lines for g in line["groups"]]
     assert sorted(groups) == list(range(steps * groups_per_step))
     names = [t for line in lines for t in line["trajectories"]]

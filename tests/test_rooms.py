@@ -38,7 +38,7 @@ def test_no_import_goes_up(copy):
     [
         ("r3async/learner/losses/policy_loss.py", "from r3async.actors.conductor import Conductor"),
         ("r3async/transport/sender.py", "from r3async.schedule.groups import GroupBuffer"),
-        ("r3async/world/disk.py", "import r3async.record.metrics"),
+        ("r3async/world/disk.py", "import r3async.record.steps"),
         ("actors/conductor.py", "import r3async.tools.cli"),
     ],
 )

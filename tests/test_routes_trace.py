@@ -19,7 +19,7 @@ from r3async.envs.tasks import ReverseText
 from r3async.learner.base import MinibatchResult, RouteTrace
 from r3async.learner.batch.packing import aligned, pack
 from r3async.learner.replay import RoutingReplay
-from r3async.record.jsonl import read_objects
+from r3async.record.reading import read_objects
 from r3async.record.routes import (
     EngineCall,
     RouteFile,
@@ -332,7 +332,7 @@ def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Pat
     result = msgspec.structs.replace(step_result(samples), traces=[])
     for step in range(1, LOAD_EVERY + 2):
         tracer.write(step, samples, result)
-    lines = list(read_objects(tmp_path / "routing.jsonl"))
+    lines = read_objects(tmp_path / "routing.jsonl")
     assert [line["step"] for line in lines] == list(range(1, LOAD_EVERY + 2))
     assert lines[0]["agreement"] == [0.5, 1.0, 0.33333]
     assert [line["step"] for line in lines if "load" in line] == [1, LOAD_EVERY + 1]

@@ -21,7 +21,7 @@ from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import BufferConfig, ConfigError, load_config, to_dict
 from r3async.data.lineage import Lineage
-from r3async.record.events import read_events
+from r3async.record.reading import read_objects
 from r3async.schedule.spool import Spool
 from r3async.tools.capacity import full_disk_is_named
 from r3async.tools.run_dir import open_run
@@ -142,7 +142,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_name
     assert (path / "spool" / "000000000-0000.spool").read_bytes() == b"kept"
     assert any("has no checkpoint yet: the run begins again" in line for line in said)
     assert any("learner.lr was" in line for line in said)
-    assert read_events(path / "events.jsonl")[-1]["event"] == "begun_without_checkpoint"
+    assert read_objects(path / "events.jsonl")[-1]["event"] == "begun_without_checkpoint"
     run.lock.close()
     with pytest.raises(CheckpointError, match="`seed` was 0 and is 7"):
         open_run(configured(model, "seed=7"), "quickstart", said.append, tmp_path)

@@ -11,11 +11,9 @@ from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, o
 from r3async.checkpoint.state import ConductorState
 from r3async.checkpoint.tensors import write_part
 from r3async.config import load_config
-from r3async.record.events import open_events, read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.metrics import read_metrics
-from r3async.record.steps import StepBook
-from r3async.record.trained import FILE, trained_step
+from r3async.record.events import open_events
+from r3async.record.reading import read_objects
+from r3async.record.steps import TRAINED, StepRows, trained_step
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport import Ledger
 from r3async.world.appending import AppendFile
@@ -74,7 +72,7 @@ def parts_of(state):
 
 
 def events_of(tmp_path):
-    return [(e["event"], e["level"], e["step"]) for e in read_events(tmp_path / "events.jsonl")]
+    return [(e["event"], e["level"], e["step"]) for e in read_objects(tmp_path / "events.jsonl")]
 
 
 async def test_what_is_written_is_the_copy_and_both_sides_state(writer_of, tmp_path):
@@ -114,7 +112,7 @@ async def test_one_that_fails_is_told_and_training_goes_on_until_the_run_would_e
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"], "nothing is left of the others"
     failed = [("checkpoint_failed", "error", 1), ("checkpoint_failed", "error", 2)]
     assert events_of(tmp_path) == [*failed, ("checkpoint_written", "info", 3)]
-    assert "No space left" in read_events(tmp_path / "events.jsonl")[0]["error"]
+    assert "No space left" in read_objects(tmp_path / "events.jsonl")[0]["error"]
 
 
 async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does(writer_of, tmp_path):
@@ -158,7 +156,7 @@ async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_remov
     for step in (1, 2):
         await writer.save(training_state(step), hold_nothing, parts_of(tiny_state(step)))
         await writer.finish()
-    events = [e["event"] for e in read_events(tmp_path / "events.jsonl")]
+    events = [e["event"] for e in read_objects(tmp_path / "events.jsonl")]
     assert events == ["checkpoint_written", "checkpoint_written", "checkpoint_prune_failed"]
     assert Checkpoints(tmp_path / "checkpoints").newest().state.steps == 2
 
@@ -203,24 +201,24 @@ def test_a_resumed_buffer_and_ledger_take_nothing_that_was_trained():
 
 def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rates_of_their_own(tmp_path):
     now = iter([0.0, 0.0, 10.0, 20.0, 30.0]).__next__
-    book = StepBook(tmp_path / "a", lambda *a, **k: None, clock=now)
+    book = StepRows(tmp_path / "a", lambda *a, **k: None, clock=now)
     book.add(1, 1, {"batch/trained_tokens": 5}, [])
     pending = book.pending
     book.delivered(1, 100, {})
     assert pending == [{"step": 1, "version": 1, "batch/trained_tokens": 5}]
-    resumed = StepBook(tmp_path / "b", lambda *a, **k: None, clock=now)
+    resumed = StepRows(tmp_path / "b", lambda *a, **k: None, clock=now)
     resumed.restore(pending, 100)
     resumed.delivered(1, 150, {})
-    (row,) = read_metrics(tmp_path / "b" / "metrics.jsonl")
+    (row,) = read_objects(tmp_path / "b" / "metrics.jsonl")
     assert row["step"] == 1
     assert row["throughput/generated_tokens_per_second"] == 5.0
 
 
 def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp_path):
     groups = [[make_trajectory(0, 0), make_trajectory(0, 1)], [make_trajectory(3)]]
-    AppendFile(tmp_path / FILE).append(msgspec.json.encode(trained_step(7, 6, groups, 2)))
+    AppendFile(tmp_path / TRAINED).append(msgspec.json.encode(trained_step(7, 6, groups, 2)))
     tokens = groups[0][0].samples[0].table["token_ids"]
-    assert list(read_objects(tmp_path / FILE)) == [
+    assert read_objects(tmp_path / TRAINED) == [
         {
             "step": 7,
             "version": 6,

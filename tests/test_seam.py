@@ -67,7 +67,7 @@ PLANTED = {
     "from r3async.record.events import open_events\nopen_events(1, 'learner')": "open_events(...) with the real world",
     "from r3async.schedule.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import Checkpoints\nCheckpoints(1)": "Checkpoints(...) with the real files",
-    "from r3async.record.lag import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
+    "from r3async.record.timeline import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
     "from r3async.world import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
 }
 
@@ -83,7 +83,7 @@ import numpy as np
 if TYPE_CHECKING:
     import ray
 
-from r3async.record.lag import LagMeter
+from r3async.record.timeline import LagMeter
 from r3async.record.events import open_events
 from r3async.world import World
 from r3async.world.real import REAL

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, ObserveConfig, config_from_dict, load_config, to_toml
-from r3async.record import sink_backends
 from r3async.record.prometheus import metric_name, serve_metrics
-from r3async.record.sinks import Sink, SinkSet, check_sinks, open_sinks
+from r3async.record.sinks import BACKENDS, PACKAGES, Sink, SinkSet, check_sinks, missing_package, open_sinks
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
 
@@ -105,12 +104,12 @@ def test_nonsense_is_refused_by_name(override, part):
 
 
 def test_every_sink_that_can_be_named_has_a_package_and_a_backend():
-    assert set(sink_backends.PACKAGES) == set(sink_backends.BACKENDS)
+    assert set(PACKAGES) == set(BACKENDS)
 
 
 def written(name, tmp_path, **options):
     """A run directory with three rows in sink `name`."""
-    if sink_backends.missing_package(name):
+    if missing_package(name):
         pytest.skip(f"{name} is not installed (pip install 'r3async[sinks]')")
     run_dir = tmp_path / "run"
     run_dir.mkdir()

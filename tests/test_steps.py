@@ -2,13 +2,13 @@
 
 import json
 
-from r3async.record.metrics import read_metrics
-from r3async.record.steps import StepBook
+from r3async.record.reading import read_objects
+from r3async.record.steps import StepRows
 
 
 def make(tmp_path, reports):
     now = iter([0.0, 10.0, 20.0, 25.0, 35.0, 45.0]).__next__
-    return StepBook(tmp_path, lambda event, **fields: reports.append((event, fields)), clock=now)
+    return StepRows(tmp_path, lambda event, **fields: reports.append((event, fields)), clock=now)
 
 
 def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
@@ -21,7 +21,7 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     assert not book.waits_for(0)
     assert book.waits_for(1)
     book.delivered(1, 100, {"weights/update_seconds": 0.5})  # 20
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert [r["step"] for r in read_objects(tmp_path / "metrics.jsonl")] == [1]
     assert book.since(0)[-1]["throughput/generated_tokens_per_second"] == 10.0
     assert book.since(0)[-1]["throughput/trained_tokens_per_second"] == 5.0
     assert book.since(0)[-1]["weights/update_seconds"] == 0.5
@@ -41,6 +41,6 @@ def test_steps_of_one_version_share_one_rate(tmp_path):
     book.add(1, 1, {"batch/trained_tokens": 30}, [])
     book.add(2, 1, {"batch/trained_tokens": 50}, [])
     book.delivered(1, 200, {})  # 20
-    for row in read_metrics(tmp_path / "metrics.jsonl"):
+    for row in read_objects(tmp_path / "metrics.jsonl"):
         assert row["throughput/trained_tokens_per_second"] == 8.0
         assert row["throughput/generated_tokens_per_second"] == 20.0

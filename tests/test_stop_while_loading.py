@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from r3async.config import load_config
-from r3async.record.events import read_events
+from r3async.record.reading import read_objects
 from r3async.tools.run_dir import open_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
@@ -69,4 +69,4 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     run = open_run(load_config("quickstart", words), "quickstart", print, tmp_path)
     run.lock.close()
     assert run.resume is None
-    assert not [e for e in read_events(tmp_path / "stopped" / "events.jsonl") if e["event"] == "run_failed"]
+    assert not [e for e in read_objects(tmp_path / "stopped" / "events.jsonl") if e["event"] == "run_failed"]

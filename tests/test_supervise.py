@@ -13,7 +13,7 @@ from r3async.actors.pipeline import Pipeline, Running
 from r3async.actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.actors.supervise import supervise
 from r3async.config import load_config
-from r3async.record.events import read_events
+from r3async.record.reading import read_objects
 from r3async.world import ActorLost
 from tests.helpers_world import Clock, Outside, StandIn
 
@@ -189,7 +189,7 @@ async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ende
     assert isinstance(caught.value, ProcessDied) == (action == "restart")
     assert world.asked == [(7, "here")]
     assert (7, "here") in world.killed
-    (stalled,) = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "stalled"]
+    (stalled,) = [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == "stalled"]
     assert (stalled["stage"], stalled["action"]) == ("answering/conductor", action)
 
 

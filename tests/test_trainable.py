@@ -18,8 +18,7 @@ from r3async.data.records import Sample, Trajectory, Turn
 from r3async.learner.sound import sound
 from r3async.learner.trainer import prepare
 from r3async.record.events import open_events
-from r3async.record.lag import LagMeter
-from r3async.record.timeline import Timeline
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.quarantine import Quarantine
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.wire import encode_trajectory

@@ -18,7 +18,7 @@ from r3async.data.records import Sample, Trajectory, Turn
 from r3async.learner.batch.packing import MicroBatch, pack
 from r3async.learner.build import build_learner
 from r3async.learner.trainer import train_minibatch
-from r3async.record.events import read_events
+from r3async.record.reading import read_objects
 from r3async.world.real import REAL
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns
@@ -270,7 +270,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
     assert [s["updates"] for s in steps] == [1, 1, 2]
     assert [s["version"] for s in steps] == [1, 2, 3]  # a step without an update is published, and frees its slots
     broken, skipped = (
-        [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == name]
+        [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == name]
         for name in ("trust_region_broke", "step_skipped")
     )
     assert [e["step"] for e in broken] == [e["step"] for e in skipped] == [2]

@@ -11,7 +11,7 @@ from r3async.actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.config import ConfigError
 from r3async.record.catalogue import METRICS
 from r3async.record.events import open_events
-from r3async.record.metrics import MetricsWriter
+from r3async.record.steps import MetricsWriter
 from r3async.schedule.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
 from r3async.tools import cli
 from r3async.tools.tail.live import describe_step

@@ -9,7 +9,7 @@ import pytest
 
 from r3async.actors.process import RunFailed
 from r3async.config import load_config
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.tools.train import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
@@ -30,7 +30,7 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
     with pytest.raises(RunFailed, match=r"generator-0: .*version 1 .*tensor '.*' is corrupt"):
         run(warm_model, tmp_path, **fault)
     # No slot was freed by it.
-    assert all(row["version"] < 1 for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert all(row["version"] < 1 for row in read_objects(tmp_path / "run" / "metrics.jsonl"))
 
 
 def test_a_run_through_the_object_store_with_every_version_probed(warm_model, tmp_path):
@@ -42,7 +42,7 @@ def test_a_run_through_the_object_store_with_every_version_probed(warm_model, tm
         "generator.on_update=recompute",
         "episode.temperature=0.8",
     )
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rows = read_objects(tmp_path / "run" / "metrics.jsonl")
     assert [r["version"] for r in rows] == [1, 2, 3, 4, 5, 6]
     assert all(r["weights/transfer_seconds"] > 0 and 0 < r["weights/paused_share"] < 1 for r in rows)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -27,9 +27,8 @@ from r3async.learner.base import LearnerError
 from r3async.learner.batch.cost import Cost
 from r3async.learner.trainer import TrainedGroups, Trainer
 from r3async.record.events import open_events
-from r3async.record.lag import LagMeter
-from r3async.record.metrics import read_metrics
-from r3async.record.timeline import Timeline
+from r3async.record.reading import read_objects
+from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.transport import Publication
@@ -254,7 +253,7 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
     assert conductor.trained == [(version, [version - 1]) for version in range(1, 6)]
     assert conductor.freed == sorted(conductor.freed)
     assert conductor.freed[-1] == 5
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_objects(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5]
     assert [r["weights/write_seconds"] for r in rows] == [1, 2, 3, 4, 5]
 

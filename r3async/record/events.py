@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from r3async.record.jsonl import read_objects
-from r3async.world import Files, World
+from r3async.world import World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.real import REAL
 
@@ -93,11 +92,6 @@ def open_events(
     bound = logger.bind(role=role)
     keeper.report_to(bound.warning)
     return bound
-
-
-def read_events(path: Path, *, files: Files = REAL.files) -> list[dict[str, Any]]:
-    """All events of the file, in the order of their writing; torn lines are passed over."""
-    return list(read_objects(path, files=files))
 
 
 def event_details(event: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from r3async.config.observe import ObserveConfig
 from r3async.record.catalogue import metric
-from r3async.record.settings import read_run_config
+from r3async.record.reading import read_run_config
 from r3async.world.files import make_directory, replace_file
 
 PORTS_TRIED = 100

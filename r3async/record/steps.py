@@ -1,23 +1,60 @@
-"""The rows of metrics.jsonl: a step's row is written when the weights trained in it are installed."""
+"""What a step leaves behind: its row of `metrics.jsonl`, written when the weights trained in it are installed, episodes to look
+at, and a line of `trained.jsonl` that says which trajectories it trained. `catalogue.py` says what each metric means."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from r3async.record.metrics import MetricsWriter
+from r3async.data.records import Trajectory
+from r3async.rollout.episode import ENDINGS
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
+TRAINED = "trained.jsonl"
+PREVIEWS = 2
 RECENT = 256
 
 
-class StepBook:
+def _number(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"a metric is a number, got {type(value).__name__}")
+    return item()
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_number)
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl`. One writer per run; a row is in the file when `write` returns, or kept."""
+
+    def __init__(self, run_dir: Path, *, world: World = REAL):
+        self._file = AppendFile(Path(run_dir) / "metrics.jsonl", world=world)
+
+    def write(self, row: Mapping[str, Any]) -> list[str]:
+        """Append one step. Non-finite values are written as null, and their names returned: they need attention.
+
+        Raises `TypeError` for a value that is no number (nor text or None).
+        """
+        plain = {k: v if isinstance(v, (int, float, str, type(None))) else _number(v) for k, v in row.items()}
+        odd = [name for name, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
+        self._file.append(_encoder.encode({**plain, **dict.fromkeys(odd)}))
+        return odd
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class StepRows:
     """Keeps what the learner reported until the delivery's figures are known, then writes the whole row.
 
     `report(event, **fields)` hears of metrics that are not finite. Rates are over the wall time between two rows.
@@ -97,3 +134,67 @@ class StepBook:
             if odd:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
             self._recent.append(row)
+
+
+# -- trained trajectories ----------------------------------------------------------------------------------------------
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over those that were played: one without turns stands for an episode that failed, and only its ending counts."""
+    played = [t for t in trajectories if t.turns]
+    rewards = [t.reward for t in played] or [0.0]
+    endings = Counter(t.stop_reason for t in trajectories)
+    return {
+        "reward/mean": float(np.mean(rewards)),
+        "reward/max": float(np.max(rewards)),
+        "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or [0])),
+        "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or [0])),
+        **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
+    }
+
+
+def previews(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """The first few that carry their conversation, for `episodes.jsonl`."""
+    return [
+        {"group": t.group_index, "reward": t.reward, "messages": t.preview, "rewards": [x.reward for x in t.turns]}
+        for t in trajectories
+        if t.preview
+    ][:PREVIEWS]
+
+
+class TrainedStep(msgspec.Struct, frozen=True):
+    """A line of `trained.jsonl`. `crc32`: of the token ids of each trajectory, sample by sample, as they were trained.
+
+    `lineage`: of the learner, in which `version` is counted. `lineages` and `newest`: of each trajectory, and its newest version
+    (-1: none)."""
+
+    step: int
+    version: int
+    groups: list[int]
+    trajectories: list[str]
+    crc32: list[int]
+    lineage: int = 0
+    lineages: list[int] = []
+    newest: list[int] = []
+
+
+def trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]], lineage: int = 0) -> TrainedStep:
+    """`version` and `lineage`: of the weights that the step changed."""
+    members = [t for group in groups for t in group]
+    return TrainedStep(
+        step,
+        version,
+        [group[0].group_index for group in groups],
+        [t.trajectory_id for t in members],
+        [checksum(t) for t in members],
+        lineage,
+        [t.lineage for t in members],
+        [t.newest_version for t in members],
+    )
+
+
+def checksum(trajectory: Trajectory) -> int:
+    crc = 0
+    for sample in trajectory.samples:
+        crc = zlib.crc32(sample.table["token_ids"].tobytes(), crc)
+    return crc

@@ -1,4 +1,4 @@
-"""Who did what when: `run_dir/timeline.jsonl`, to which all processes of a run append spans.
+"""Who did what when, and how long it took: `run_dir/timeline.jsonl`, to which all processes of a run append spans.
 
 A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what` (`train`, `wait`, `play`, …), `start` and
 `end` in unix seconds, and where they are known `step` and `version`.
@@ -6,19 +6,24 @@ A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from r3async.record.jsonl import read_objects
-from r3async.world import Files, World
+from r3async.record.reading import converted, read_objects
+from r3async.record.routes import RouteId, parse_id
+from r3async.rollout.engines.base import Engine, Generation, GenerationRequest
+from r3async.world import Files, Processes, World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
 FILE = "timeline.jsonl"
+LAG_SAMPLES = 1200
+"""How late an event loop was, of which so many are looked at together: a minute."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,14 +89,9 @@ class Timeline:
 
 def read_timeline(run_dir: Path, *, files: Files = REAL.files) -> list[Span]:
     """The spans in order of their beginning; what is none is passed over."""
-    spans = []
-    for entry in read_objects(Path(run_dir) / FILE, files=files):
-        try:
-            span = msgspec.convert(entry, Span)
-        except msgspec.ValidationError:
-            continue
-        if span.start <= span.end:
-            spans.append(span)
+    spans = [
+        span for span in converted(read_objects(Path(run_dir) / FILE, files=files), Span) if span.start <= span.end
+    ]
     return sorted(spans, key=lambda span: span.start)
 
 
@@ -108,3 +108,103 @@ def busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
         totals[key] = totals.get(key, 0.0) + max(0.0, span.end - start)
         until[key] = max(until.get(key, span.end), span.end)
     return {key: total / whole if whole > 0 else 0.0 for key, total in totals.items()}
+
+
+# -- engine calls ------------------------------------------------------------------------------------------------------
+
+
+def timed(engine: Engine, timeline: Timeline) -> Engine:
+    """`engine`, whose calls go to the timeline, and when it has any (`busy`); or `engine` itself, if that is off. Of each group
+    the calls of one episode are measured."""
+    return cast(Engine, _TimedEngine(engine, timeline)) if timeline.enabled else engine
+
+
+class _TimedEngine:
+    """Everything but `generate` is the engine's own."""
+
+    def __init__(self, engine: Engine, timeline: Timeline):
+        self._engine, self._timeline = engine, timeline
+        self._running = 0
+        self._busy_from = self._since = timeline.now()
+        self._beside = 0.0
+        """Running requests times seconds, up to `_since`."""
+        self._answered: dict[str, tuple[RouteId, float, int]] = {}
+        """By trajectory: its last call, when that was answered, and how many tokens the engine had of it then."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        which = parse_id(request.request_id)
+        self._changes(1)
+        try:
+            if which is None or which.episode_index:
+                return await self._engine.generate(request)
+            return await self._measured(which, request)
+        finally:
+            self._changes(-1)
+
+    def _changes(self, more: int) -> float:
+        """So many requests more run from now on. Returns now."""
+        now = self._timeline.now()
+        self._beside += self._running * (now - self._since)
+        if not self._running:
+            self._busy_from = now
+        self._running, self._since = self._running + more, now
+        if not self._running:
+            self._timeline.add("busy", self._busy_from, now)
+        return now
+
+    async def _measured(self, which: RouteId, request: GenerationRequest) -> Generation:
+        began, fed = self._changes(0), 0
+        beside = self._beside
+        before = self._answered.pop(which.trajectory_id, None)
+        if before is not None and before[0].number == which.number - 1:
+            self._timeline.add("environment", before[1], began)
+            fed = before[2]
+        generation = await self._engine.generate(request)
+        ended, prompt, tokens = self._changes(0), len(request.prompt_ids), len(generation.token_ids)
+        running = (self._beside - beside) / (ended - began) if ended > began else self._running
+        self._timeline.add(
+            "call", began, ended, turn=which.number, tokens=tokens, prompt=max(0, prompt - fed), running=running
+        )
+        self._answered[which.trajectory_id] = which, ended, prompt + tokens
+        while len(self._answered) > 1024:  # their last answer has no call behind it
+            del self._answered[next(iter(self._answered))]
+        return generation
+
+
+# -- event loops -------------------------------------------------------------------------------------------------------
+
+
+class LagMeter:
+    """Gathers how much later than asked a sleeping task wakes up. Figures are of the last minute."""
+
+    NAMES = ("p50_ms", "p99_ms", "max_ms")
+
+    def __init__(self, processes: Processes = REAL.processes):
+        self._processes = processes
+        self._lags: deque[float] = deque(maxlen=LAG_SAMPLES)
+        self._end: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Measure on the running event loop until `stop`. Idempotent."""
+        if self._end is None:
+            self._end = self._processes.measure_lag(self.add)
+
+    def stop(self) -> None:
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+    def add(self, seconds: float) -> None:
+        self._lags.append(max(0.0, seconds))
+
+    def figures(self) -> dict[str, float]:
+        """`p50_ms`, `p99_ms`, `max_ms`; zeros before the first measurement."""
+        lags = sorted(self._lags) or [0.0]
+
+        def quantile(q: float) -> float:
+            return 1000 * lags[round(q * (len(lags) - 1))]
+
+        return {"p50_ms": quantile(0.5), "p99_ms": quantile(0.99), "max_ms": 1000 * lags[-1]}

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.record.settings import read_run_config, read_schedule
+from r3async.record.reading import read_run_config, read_schedule
 from r3async.schedule.admission import age_bound, slots_of
 from r3async.views.history import History
 from r3async.views.summary import ended_as

@@ -21,10 +21,8 @@ from markupsafe import Markup
 
 from r3async.config import Config, flat, to_dict
 from r3async.record.catalogue import metric
-from r3async.record.events import event_details, read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.metrics import read_metrics
-from r3async.record.settings import read_run_config, same, value_text
+from r3async.record.events import event_details
+from r3async.record.reading import read_objects, read_run_config
 from r3async.record.timeline import Span, read_timeline
 from r3async.views import report_compare as compare
 from r3async.views.charts import describe_charts, describe_more
@@ -58,7 +56,7 @@ class RunRecord(msgspec.Struct):
     @classmethod
     def read(cls, run_dir: Path) -> RunRecord:
         """Missing, empty and torn files are fine."""
-        rows, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
+        rows, events = read_objects(run_dir / "metrics.jsonl"), read_objects(run_dir / "events.jsonl")
         config = read_run_config(run_dir)
         summary = summarize_records(run_dir, rows, events, config)
         return cls(run_dir, rows, events, config, summary, read_timeline(run_dir))
@@ -120,7 +118,7 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
         "series": series | evaluated | columns,
         "charts": charts,
         "more": more,
-        "maps": describe_maps(list(read_objects(run.run_dir / "routing.jsonl"))),
+        "maps": describe_maps(read_objects(run.run_dir / "routing.jsonl")),
         "ages": describe_ages(run.run_dir, run.rows, bound),
         "timeline": describe_timeline(run.spans),
     }
@@ -175,7 +173,7 @@ def _config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, bool
     """Section by section: key, value, and whether that is not the default of this release."""
 
     def lines(section: dict[str, Any], usual: dict[str, Any]) -> list[tuple[str, str, bool]]:
-        return [(k, value_text(v), k not in usual or not same(usual[k], v)) for k, v in section.items()]
+        return [(k, compare.value_text(v), k not in usual or not compare.same(usual[k], v)) for k, v in section.items()]
 
     defaults = to_dict(Config())
     top = {key: value for key, value in config.items() if not isinstance(value, dict)}

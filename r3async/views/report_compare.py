@@ -10,7 +10,6 @@ import msgspec
 
 from r3async.config import flat
 from r3async.record.catalogue import METRICS, figure_label
-from r3async.record.settings import same, value_text
 from r3async.record.timeline import Span, busy_shares
 from r3async.views.charts import CHARTS, Line, Series, chart_column, chart_frame
 from r3async.views.summary import RunSummary, format_metric, format_number, format_percent, format_seconds
@@ -93,3 +92,13 @@ def config_table(configs: Sequence[dict[str, Any]]) -> Lines:
         for key in dict.fromkeys(key for one in flats for key in one)
         if not all(key in one and same(flats[0].get(key), one[key]) for one in flats)
     ]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Lists and tuples of the same values are the same."""
+    lists = isinstance(one, (list, tuple)) and isinstance(other, (list, tuple))
+    return list(one) == list(other) if lists else one == other
+
+
+def value_text(value: Any) -> str:
+    return '""' if value == "" else value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from r3async.record.catalogue import finite
-from r3async.record.jsonl import read_objects
+from r3async.record.reading import read_objects
 from r3async.record.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
 from r3async.record.verify import engine_rows, same_experts
 from r3async.views.summary import format_number

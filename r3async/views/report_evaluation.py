@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from r3async.record.catalogue import finite
-from r3async.record.jsonl import read_objects
+from r3async.record.reading import EVALUATION, read_objects
 from r3async.views.charts import Chart, Line, Series, chart_column, chart_frame
 
-FILE = "evaluation.jsonl"
 REWARD, ERROR = "evaluation/reward_mean", "evaluation/reward_error"
 CHART = Chart(
     "Evaluation",
@@ -25,7 +24,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """`{"step", REWARD, ERROR}` in the order of steps; ERROR is None where unknown. Of one step that was evaluated again,
     after a resume, the last counts."""
     found = {}
-    for line in read_objects(run_dir / FILE):
+    for line in read_objects(run_dir / EVALUATION):
         step, reward = finite(line.get("step")), finite(line.get(REWARD))
         if step is not None and reward is not None:
             found[step] = {"step": step, REWARD: reward, ERROR: finite(line.get(ERROR))}

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats
-from r3async.record.events import read_events
-from r3async.record.metrics import read_metrics
-from r3async.record.settings import read_run_config, read_schedule
+from r3async.record.reading import read_objects, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
 from r3async.schedule.updates import NO_CONTRAST, why_no_update
 from r3async.views.history import History, counted, history_of
@@ -160,7 +158,7 @@ def ended_as(event: dict[str, Any]) -> tuple[str, str] | None:
 def summarize(run_dir: Path) -> RunSummary:
     """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
     run_dir = Path(run_dir)
-    rows, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
+    rows, events = read_objects(run_dir / "metrics.jsonl"), read_objects(run_dir / "events.jsonl")
     return summarize_records(run_dir, rows, events, read_run_config(run_dir))
 
 

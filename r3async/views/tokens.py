@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from r3async.record.settings import read_run_config
+from r3async.record.reading import read_run_config
 
 
 class RunTokenizer:

@@ -332,6 +332,12 @@ class Actors(Protocol):
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+class Figures(Protocol):
+    """Where a process serves its figures, and what `read()` returns whenever they are asked for, in a thread."""
+
+    read: Callable[[], Mapping[str, Any]]
+
+
 class Processes(Protocol):
     """This process, and those of actors."""
 
@@ -345,12 +351,13 @@ class Processes(Protocol):
         """Send what this process, and its children, print to `log`; a signal has it write its stacks there."""
         ...
 
-    def serve_figures(self, role: str, run_dir: Path) -> None:
-        """Serve this process's memory and CPU time, if the run's configuration sets `observe.prometheus_port`."""
+    def serve_figures(self, serve: Callable[[], Figures | None]) -> None:
+        """Serve this process's memory and CPU time from now on, where `serve` opens an endpoint. A simulated process serves
+        nothing."""
         ...
 
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Where this process serves its figures, also those that `read()` returns whenever they are asked for, in a thread."""
+        """Where this process serves its figures, also those that `read()` returns."""
         ...
 
     def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:

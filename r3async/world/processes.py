@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-if TYPE_CHECKING:
-    from r3async.record.prometheus import Endpoint
+from r3async.world import Figures
 
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable that tells an actor where the person's own modules are: where the run was started."""
@@ -42,7 +41,7 @@ class SystemProcesses:
     """See `world.Processes`."""
 
     def __init__(self) -> None:
-        self._endpoint: Endpoint | None = None
+        self._figures: Figures | None = None
 
     @property
     def pid(self) -> int:
@@ -66,14 +65,12 @@ class SystemProcesses:
         # The stacks of all threads, also where the event loop, or all of Python, is held up.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
-    def serve_figures(self, role: str, run_dir: Path) -> None:
-        from r3async.record.prometheus import serve_actor
-
-        self._endpoint = self._endpoint or serve_actor(role, run_dir)
+    def serve_figures(self, serve: Callable[[], Figures | None]) -> None:
+        self._figures = self._figures or serve()
 
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        if self._endpoint is not None:
-            self._endpoint.read = read
+        if self._figures is not None:
+            self._figures.read = read
 
     def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
         async def measure() -> None:

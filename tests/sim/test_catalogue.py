@@ -6,7 +6,7 @@ import contextlib
 
 from r3async.actors.process import NotTrained
 from r3async.record.catalogue import METRICS, metric
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 
 
 def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> None:
@@ -14,7 +14,7 @@ def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> Non
     machine.run_dir.mkdir(parents=True)
     with contextlib.suppress(NotTrained):
         machine.train(preset="fully_async", settings=[*settings, "generator.engine=scripted", "weights.probe=false"])
-    rows = read_metrics(machine.run_dir / "metrics.jsonl")
+    rows = read_objects(machine.run_dir / "metrics.jsonl")
     written = {name for row in rows for name in row}
     assert {name for name in written if metric(name).docs == name} == set()
     assert set(METRICS) - written == {"data/epochs"}  # the environment has no end of tasks

@@ -8,7 +8,7 @@ import errno
 import pytest
 
 from r3async.envs.base import Action, Message, StepResult
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 
 STEPS = 6
 SILENCE = ["supervise.silence_seconds=2", f"steps={STEPS}"]
@@ -29,7 +29,7 @@ class Slow:
 def run(machine, meddle, *overrides):
     """The run's directory, after it has made all its steps."""
     run_dir = machine.train(*SILENCE, *overrides, meddle=meddle)
-    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in read_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert (run_dir / "model" / "model.safetensors").stat().st_size > 0
 
 

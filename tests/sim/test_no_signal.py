@@ -10,7 +10,7 @@ from r3async.actors.process import NotTrained, RunFailed
 from r3async.checkpoint import Checkpoints
 from r3async.envs.base import Action, Message, StepResult
 from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.rollout.engines.scripted import DIGEST
 from r3async.views.summary import NOT_TRAINED, summarize
 from tests.test_resume_run import events
@@ -44,7 +44,7 @@ def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themsel
     assert "trained model" not in machine.person.screen
     assert not (run_dir / "model").exists()
 
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))  # slots were freed all the same
     assert {row["advantage/zero_variance_share"] for row in rows} == {1.0}
     assert {(row["optimizer/updates"], row["optimizer/no_contrast"]) for row in rows} == {(0.0, 1.0)}

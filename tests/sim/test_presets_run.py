@@ -8,7 +8,7 @@ import pytest
 
 from r3async.actors.process import NotTrained
 from r3async.config import load_config
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.tools.plan import make_plan
 
 CHANCE = contextlib.suppress(NotTrained)
@@ -27,7 +27,7 @@ def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, n
     machine.run_dir.mkdir(parents=True)
     with CHANCE:
         machine.train(preset=name, settings=settings)
-    rows = read_metrics(machine.run_dir / "metrics.jsonl")
+    rows = read_objects(machine.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["staleness/max"] for row in rows) <= make_plan(load_config(name, settings)).staleness_bound
     assert all(row["batch/trained_tokens"] > 0 for row in rows)

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from r3async.checkpoint import Checkpoints, open_checkpoint
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.rollout.engines.scripted import DIGEST
 from tests.sim.whole import Machine
 from tests.test_resume_run import check_books, events, trained
@@ -32,7 +32,7 @@ def test_a_run_whose_learner_and_conductor_are_killed_trains_everything_once(mac
     assert 4 <= first <= second
     assert first % 2 == second % 2 == 0
     assert second >= 8
-    assert all(row["staleness/max"] <= row["staleness/bound"] for row in read_metrics(run_dir / "metrics.jsonl"))
+    assert all(row["staleness/max"] <= row["staleness/bound"] for row in read_objects(run_dir / "metrics.jsonl"))
     assert not list((run_dir / "spool").iterdir())  # What the last checkpoint trained needs not be kept.
 
 
@@ -127,14 +127,14 @@ def test_a_stop_leaves_a_checkpoint_and_ends_well_and_the_same_command_goes_on(m
     machine.train(f"steps={step + 3}", "schedule.max_staleness=1", "checkpoint.every_steps=2")
     assert f"going on from step {step} " in machine.person.screen
     check_books(run_dir, step + 3)
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, step + 4))
 
 
 def test_a_run_with_neither_engine_nor_model_makes_its_steps_and_a_resume_goes_on(machine):
     for steps in (2, 3):
         run_dir = machine.train(f"steps={steps}", "checkpoint.every_steps=1", "schedule.max_staleness=0")
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_objects(run_dir / "metrics.jsonl")
     assert [(r["step"], r["version"]) for r in rows] == [(1, 1), (2, 2), (3, 3)]
     assert all(r["routing/recorded_fraction"] > 0.9 for r in rows)
     probed = events(run_dir, "probe")

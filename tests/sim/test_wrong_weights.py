@@ -8,7 +8,7 @@ import pytest
 
 from r3async.actors.playing import GeneratorParts
 from r3async.actors.process import RunFailed
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.rollout.engines.base import EngineError
 from r3async.rollout.engines.build import build_engine
 from r3async.rollout.engines.scripted import ScriptedEngine
@@ -107,7 +107,7 @@ def test_a_fault_of_delivery_stops_the_run_and_is_named(machine, kind, reason, s
     with pytest.raises(RunFailed, match=reason):
         machine.train(*CHANGES, pipeline=with_engine(kind))
     # No slot was freed by it.
-    assert all(row["version"] < 1 for row in read_metrics(machine.run_dir / "metrics.jsonl"))
+    assert all(row["version"] < 1 for row in read_objects(machine.run_dir / "metrics.jsonl"))
 
 
 def test_weights_that_arrive_corrupted_stop_the_run_before_it_trains(machine):

@@ -16,10 +16,8 @@ from r3async.actors.run_dir import open_run
 from r3async.actors.supervise import supervise
 from r3async.config import load_config
 from r3async.envs.base import Action, Message, StepResult
-from r3async.record.events import read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.metrics import read_metrics
-from r3async.record.trained import FILE as TRAINED
+from r3async.record.reading import read_objects
+from r3async.record.steps import TRAINED
 from r3async.rollout.chat import ChatRenderer
 from r3async.world import Files
 from r3async.world.files import make_directory
@@ -221,17 +219,17 @@ class Machine:
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
-        return read_metrics(path, files=self.files) if self.files.stat(path) else []
+        return read_objects(path, files=self.files) if self.files.stat(path) else []
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """All, or those of a name."""
         path = self.run_dir / "events.jsonl"
-        found = read_events(path, files=self.files) if self.files.stat(path) else []
+        found = read_objects(path, files=self.files) if self.files.stat(path) else []
         return [event for event in found if name in ("", event["event"])]
 
     def trained(self) -> list[dict[str, Any]]:
         path = self.run_dir / TRAINED
-        return list(read_objects(path, files=self.files)) if self.files.stat(path) else []
+        return read_objects(path, files=self.files) if self.files.stat(path) else []
 
     @property
     def seconds(self) -> float:

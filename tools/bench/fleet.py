@@ -17,7 +17,7 @@ from r3async.actors.leasing import Leasing
 from r3async.actors.process import whereabouts
 from r3async.config import Config, config_from_dict
 from r3async.data.window import Consumed
-from r3async.record.lag import LagMeter
+from r3async.record.timeline import LagMeter
 from r3async.rollout.engines.base import InstallReport
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from r3async.config import Config, config_from_dict, load_config, to_dict
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.schedule.admission import age_bound
 from r3async.tools.bench.jobs import BenchError, Say, run_job
 from r3async.tools.bench.overlap_predict import CALIBRATED_ON, Prediction, predict_all
@@ -138,7 +138,7 @@ def _runs(plan: Plan, place: Path, say: Say) -> list[Run]:
         config = configure(plan, max_staleness, model)
         if not directory.is_dir():
             _make(directory, config, say)
-        rows = read_metrics(directory / "run" / "metrics.jsonl")
+        rows = read_objects(directory / "run" / "metrics.jsonl")
         done = summarize(rows, plan, config, runs[0].seconds_per_step if runs else None)
         runs.append(done)
         say(

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from r3async.record.events import read_events
-from r3async.record.jsonl import read_objects
+from r3async.record.reading import read_objects
 from r3async.tools.bench.jobs import BenchError, Say
 
 SAMPLE_SECONDS = 5.0
@@ -127,7 +126,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
                     )
                 time.sleep(SAMPLE_SECONDS)
                 if not began:
-                    if next(read_objects(run_dir / "metrics.jsonl"), None) is None:
+                    if not read_objects(run_dir / "metrics.jsonl"):
                         continue
                     began = time.monotonic()
                 at = time.monotonic() - began
@@ -148,7 +147,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
             except subprocess.TimeoutExpired:
                 driver.kill()
                 driver.wait(10)
-    rows = list(read_objects(run_dir / "metrics.jsonl"))
+    rows = read_objects(run_dir / "metrics.jsonl")
     grown = {name: growth(found) for name, found in sorted(samples.items()) if len(found) > 1}
     schedule = config.schedule
     return Report(
@@ -167,7 +166,7 @@ def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
     from r3async.tools.chaos.sabotage import actor_process, environment_workers
 
     found = {"driver": psutil.Process(driver)}
-    for event in read_events(run_dir / "events.jsonl"):
+    for event in read_objects(run_dir / "events.jsonl"):
         if event["event"].endswith("_started") and "pid" in event and (process := actor_process(event["pid"])):
             found[event["role"]] = process
             for i, worker in enumerate(environment_workers(process)):

@@ -64,7 +64,7 @@ WARM_UP = 2
 
 def run(job: WeightsJob, say: Say) -> Report:
     """Make the run in a process of its own, and read its metrics."""
-    from r3async.record.metrics import read_metrics
+    from r3async.record.reading import read_objects
 
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         directory = Path(scratch)
@@ -73,7 +73,7 @@ def run(job: WeightsJob, say: Say) -> Report:
             f"weights: {job.updates} updates, {job.layers} layers of {job.experts} experts, {job.dtype}, {job.on_update}"
         )
         run_job("r3async.tools.bench.weights_job", directory, timeout=TIMEOUT, say=say)
-        rows = read_metrics(directory / "runs" / "bench" / "metrics.jsonl")[WARM_UP:]
+        rows = read_objects(directory / "runs" / "bench" / "metrics.jsonl")[WARM_UP:]
     seconds = {part: [row[name] for row in rows] for part, name in PARTS.items()}
     stood, went_on = sum(seconds["snapshot"]), sum(seconds["write"])
     return Report(

@@ -17,7 +17,7 @@ from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.pipeline import Pipeline, Running
 from r3async.data.records import Trajectory
-from r3async.record.trained import checksum
+from r3async.record.steps import checksum
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.chaos.books import Acknowledged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Noise, Relay

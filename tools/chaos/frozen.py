@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from r3async.record.events import read_events
+from r3async.record.reading import read_objects
 from r3async.tools.chaos.sabotage import Role, Saboteur
 
 STEPS_PER_FAULT = 2
@@ -105,4 +105,4 @@ class Frozen(Saboteur):
                 self.report(f"chaos: {role} ({process.pid}) wakes")
 
     def _count(self, event: str) -> int:
-        return sum(e["event"] == event for e in read_events(self.run_dir / "events.jsonl"))
+        return sum(e["event"] == event for e in read_objects(self.run_dir / "events.jsonl"))

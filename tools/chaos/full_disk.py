@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from r3async.config import ConfigError
-from r3async.record.events import read_events
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import read_objects
 from r3async.tools.chaos.sabotage import Saboteur
 
 MEGABYTES = 20
@@ -98,11 +97,11 @@ class FullDisk(Saboteur):
     def problems(self) -> list[str]:
         full = getattr(self, "full", [])
         problems = [f"the disk was full {len(full)} times, not {FILLS}: the run ended before"] * (len(full) != FILLS)
-        made = [row["time"] for row in read_metrics(self.run_dir / "metrics.jsonl")]
+        made = [row["time"] for row in read_objects(self.run_dir / "metrics.jsonl")]
         for began, ended in full:
             if not any(began < at < ended for at in made):
                 problems.append(f"no step was made in {ended - began:.1f} s in which the disk was full")
-        events = [e["event"] for e in read_events(self.run_dir / "events.jsonl")]
+        events = [e["event"] for e in read_objects(self.run_dir / "events.jsonl")]
         kept, written = events.count("records_kept"), events.count("records_written")
         if not kept or kept != written or "records_lost" in events:
             problems.append(f"{kept} processes kept records in memory, and {written} wrote them later")

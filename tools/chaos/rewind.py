@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from r3async.record.events import read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.trained import FILE
+from r3async.record.reading import read_objects
+from r3async.record.steps import TRAINED
 from r3async.tools.chaos.sabotage import Role, Saboteur
 
 EVERY = 5
@@ -36,11 +35,11 @@ class Losses(Saboteur):
 
     def reached(self) -> tuple[int, int]:
         """Lineage and step of the newest line that says what was trained."""
-        return max(((line["lineage"], line["step"]) for line in read_objects(self.run_dir / FILE)), default=(0, 0))
+        return max(((line["lineage"], line["step"]) for line in read_objects(self.run_dir / TRAINED)), default=(0, 0))
 
     def began(self) -> list[int]:
         """The step that each lineage began after."""
-        events = read_events(self.run_dir / "events.jsonl")
+        events = read_objects(self.run_dir / "events.jsonl")
         return [e["step"] for e in events if e["event"] == "lineage_began"]
 
 
@@ -73,7 +72,7 @@ class FirstCheckpoint(Losses):
                 return
 
     def problems(self) -> list[str]:
-        events = read_events(self.run_dir / "events.jsonl")
+        events = read_objects(self.run_dir / "events.jsonl")
         adopted = [e for e in events if e["event"] == "resumed" and not e["checkpoint"]]
         problems = (
             [] if self.began() == [0, 0, 0] else [f"lineages began after steps {self.began()}, not all with none"]

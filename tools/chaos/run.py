@@ -16,9 +16,8 @@ import msgspec
 from rich.console import Console
 
 from r3async.config import Config, load_config
-from r3async.record.events import read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.trained import FILE, TrainedStep
+from r3async.record.reading import read_objects
+from r3async.record.steps import TRAINED, TrainedStep
 from r3async.schedule.admission import slots_of
 from r3async.tools.chaos.books import (
     Acknowledged,
@@ -167,11 +166,11 @@ class Rehearsal:
 
 def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
     """What a run that has ended left behind."""
-    from r3async.record.metrics import read_metrics
+    from r3async.record.reading import read_objects
     from r3async.tools.chaos.actors import chaos_directory
 
     schedule = config.schedule
-    steps = [msgspec.convert(line, TrainedStep) for line in read_objects(run_dir / FILE)]
+    steps = [msgspec.convert(line, TrainedStep) for line in read_objects(run_dir / TRAINED)]
     passed = list(read_passed(chaos_directory(run_dir)))
     resumed = list(read_resumed(run_dir, config))
     problems = [
@@ -180,7 +179,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
         *check_kept(passed, resumed),
         *check_lineages(steps, read_began(run_dir)),
     ]
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_objects(run_dir / "metrics.jsonl")
     count = Counter(row["step"] for row in rows)
     problems += [f"step {n} has {count[n]} rows of metrics" for n in range(1, config.steps + 1) if count[n] != 1]
     problems += [
@@ -191,7 +190,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
     left = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
     if left and not rehearsal.fault:
         problems.append(f"the spool still holds {len(left)} files, though everything was trained: {left[:3]}")
-    events = Counter(e["event"] for e in read_events(run_dir / "events.jsonl"))
+    events = Counter(e["event"] for e in read_objects(run_dir / "events.jsonl"))
     return Report(
         preset=rehearsal.preset,
         scenario=rehearsal.scenario,
@@ -226,7 +225,7 @@ def read_passed(directory: Path) -> Iterator[Passed]:
 
 def read_began(run_dir: Path) -> list[Began]:
     """The starts of the run."""
-    events = [e for e in read_events(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
+    events = [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
     return [Began(e["lineage"], e["parent"], e["version"]) for e in events]
 
 
@@ -234,7 +233,7 @@ def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
     """Where the run began again. Without a checkpoint it did so from nothing."""
     schedule = config.schedule
     slots = slots_of(schedule)
-    starts = [e for e in read_events(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
+    starts = [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
     for event in starts[1:]:
         step = event["step"]
         yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.groups_per_step + slots)

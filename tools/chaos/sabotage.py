@@ -14,9 +14,8 @@ from typing import ClassVar, Literal
 
 import psutil
 
-from r3async.record.events import read_events
-from r3async.record.jsonl import read_objects
-from r3async.record.trained import FILE
+from r3async.record.reading import read_objects
+from r3async.record.steps import TRAINED
 
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
@@ -111,7 +110,7 @@ class Saboteur(threading.Thread, ABC):
 
     def trained(self) -> int:
         """Steps trained so far, at the most: what a resume takes back counts as well."""
-        self._most = max(self._most, sum(1 for _ in read_objects(self.run_dir / FILE)))
+        self._most = max(self._most, len(read_objects(self.run_dir / TRAINED)))
         return self._most
 
     def find(self, role: Role) -> psutil.Process | None:
@@ -124,7 +123,7 @@ class Saboteur(threading.Thread, ABC):
 
     def living(self, role: Role) -> list[psutil.Process]:
         """Processes of that role that live now."""
-        started = [e for e in read_events(self.run_dir / "events.jsonl") if e["event"].endswith("_started")]
+        started = [e for e in read_objects(self.run_dir / "events.jsonl") if e["event"].endswith("_started")]
         alike = "generator" if role == "environment" else role
         pids = {e["pid"] for e in started if e["event"] == f"{alike}_started"}
         living = [p for pid in sorted(pids) if (p := actor_process(pid)) is not None]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from r3async.record.jsonl import read_objects
-from r3async.record.quarantine import describe_quarantine
+from r3async.record.reading import EVALUATION, read_objects
 from r3async.tools.inspect import checkpoint as checkpoints
 from r3async.tools.inspect.export import export as write_file
 from r3async.tools.inspect.routes import describe_kept, print_verification, show_routes
@@ -18,6 +17,7 @@ from r3async.tools.inspect.show import print_list, print_tokens, printer, write_
 from r3async.tools.inspect.sources import (
     newest_sampled,
     newest_version,
+    quarantine_of,
     read_run,
     read_spool,
     run_of,
@@ -193,7 +193,7 @@ def describe_rest(run_dir: Path) -> list[str]:
     found, _ = checkpoints.overview(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else ([], [])
     lines.append(f"checkpoints: {len(found)}" + (f" (r3async inspect {run_dir / 'checkpoints'})" if found else ""))
     lines += [f"  {line}" for line in found[-3:]]
-    evaluations = sum(1 for _ in read_objects(run_dir / "evaluation.jsonl"))
+    evaluations = len(read_objects(run_dir / EVALUATION))
     if evaluations:
         lines.append(f"evaluations: {evaluations} (evaluation.jsonl; `r3async report` draws them)")
-    return lines + describe_quarantine(run_dir)
+    return lines + quarantine_of(run_dir)

@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from r3async.record.reading import read_run_config
 from r3async.record.routes import Entry, RouteIndex, TrainedRoutes, load
-from r3async.record.settings import read_run_config
 from r3async.record.verify import engine_rows, same_experts, verify_routes
 from r3async.tools.inspect.run import InspectError, fitted, nearest
 from r3async.tools.inspect.show import printer, write_json

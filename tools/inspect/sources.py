@@ -11,14 +11,12 @@ from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import decode_state
 from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
-from r3async.record.jsonl import read_objects
-from r3async.record.metrics import read_metrics
+from r3async.record.reading import QUARANTINE, read_objects, read_quarantine, read_run_config
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.record.routes import load as load_route
-from r3async.record.settings import read_run_config
 from r3async.record.verify import engine_rows
 from r3async.schedule.spool_file import SPOOL, load
-from r3async.tools.inspect.run import is_run
+from r3async.tools.inspect.run import fitted, is_run
 from r3async.tools.inspect.trajectories import Seen, of_episode, of_trained, of_trajectory
 from r3async.transport.wire import WireError
 
@@ -61,7 +59,7 @@ def read_traces(run_dir: Path, problem: Problem) -> Iterator[Seen]:
         problem(text)
     # A step's row has the version that the step made; ages count from the one before it.
     before = {
-        row.get("step"): int(row["version"]) - 1 for row in read_metrics(run_dir / "metrics.jsonl") if "version" in row
+        row.get("step"): int(row["version"]) - 1 for row in read_objects(run_dir / "metrics.jsonl") if "version" in row
     }
     for (step, _), entries in itertools.groupby(index.trained, lambda e: (e.facts["step"], e.facts["trajectory_id"])):
         kept = list(entries)
@@ -92,7 +90,7 @@ def newest_version(run_dir: Path | None) -> int | None:
     """The newest version that the run's records know of."""
     found = []
     if run_dir is not None:
-        found += [int(row["version"]) for row in read_metrics(run_dir / "metrics.jsonl")[-1:] if "version" in row]
+        found += [int(row["version"]) for row in read_objects(run_dir / "metrics.jsonl")[-1:] if "version" in row]
         for path in sorted((run_dir / "checkpoints").glob(f"step-*/{STATE}"))[-1:]:
             try:
                 found.append(decode_state(path.read_bytes()).version)
@@ -117,6 +115,21 @@ def refused_of(run_dir: Path) -> list[str]:
     size = sum(path.stat().st_size for path in kept)
     where = f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
     return [f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} bytes ({where})"] if kept else []
+
+
+def quarantine_of(run_dir: Path, shown: int = 10) -> list[str]:
+    """Lines of the tasks that are not posed any more; none if there are none."""
+    tasks = read_quarantine(run_dir)
+    if not tasks:
+        return []
+    lines = [
+        f"quarantined tasks: {len(tasks)} ({QUARANTINE}); every episode of them failed, and they are not posed again"
+    ]
+    for task in tasks[:shown]:
+        last = next((line for line in task.error.splitlines()[::-1] if line.strip()), "")
+        why = f"group {task.group} failed by the {task.failed_by}: {fitted(last, 120).rstrip()}"
+        lines.append(f"  task seed {task.task_seed}: {why}")
+    return lines + ([f"  and {len(tasks) - shown} more"] if len(tasks) > shown else [])
 
 
 def sources_of(run_dir: Path) -> list[str]:

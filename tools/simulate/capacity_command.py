@@ -86,10 +86,10 @@ def _model(config: Config, settings: Settings) -> Model:
 
 def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
     """How well the run itself is met, which was to make so many steps: what its durations predict, and what it took."""
-    from r3async.record.metrics import read_metrics
+    from r3async.record.reading import read_objects
 
     assert settings.run is not None
-    rows = read_metrics(settings.run / "metrics.jsonl")
+    rows = read_objects(settings.run / "metrics.jsonl")
     settle = min(8, len(rows) // 3)
     took = (rows[-1]["time"] - rows[settle]["time"]) / max(len(rows) - 1 - settle, 1)
     made = predict(model, steps=len(rows), settle=settle, seed=settings.seed, ends=len(rows) == steps)

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from r3async.world import Figures
 from r3async.world.simulated.loop import Process
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class SimulatedProcesses:
     def redirect_output(self, log: Path) -> None:
         self._process.check()
 
-    def serve_figures(self, role: str, run_dir: Path) -> None:
+    def serve_figures(self, serve: Callable[[], Figures | None]) -> None:
         self._process.check()
 
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:

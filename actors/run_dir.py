@@ -14,7 +14,6 @@ from r3async.checkpoint import (
     check_model,
     check_settings,
     find_checkpoint,
-    resume_from,
     rewind,
 )
 from r3async.checkpoint.directory import Report, silent
@@ -184,20 +183,20 @@ async def begin_again(
 def _resume(
     config: Config, directory: Path, say: Callable[[str], object], report: Report, files: Files
 ) -> Opened | None:
+    """The checkpoint that `resume` means, None to begin. The records are as they were then, and what came later is set aside."""
     checkpoints = Checkpoints.of(config, directory, report=report, files=files)
-    if config.resume not in ("auto", "none"):
-        # Looked at before anything is set aside for it.
-        found = find_checkpoint(Path(config.resume), files=files)
-        _check(found, config)
-        if not checkpoints.empty and found.path.parent.absolute() != checkpoints.directory.absolute():
-            raise ConfigError(
-                f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
-                "another `name`"
-            )
-        _check_origin(found, checkpoints, directory, files)
-    elif config.resume == "auto":
+    if config.resume == "none":
+        checkpoints.clean()
+        checkpoints.supersede(-1)
+        return None
+    if config.resume == "auto":
         _check_origin(None, checkpoints, directory, files)
-    opened = resume_from(config.resume, checkpoints)
+        checkpoints.clean()
+        opened = checkpoints.newest()
+    else:
+        opened = _checked(config, checkpoints, directory, files)
+        checkpoints.clean()
+        checkpoints.supersede(opened.state.steps)
     if opened is None:
         return None
     say(f"going on from step {opened.state.steps} ({opened.path})")
@@ -210,6 +209,19 @@ def _resume(
                 _copy(source / name, directory / name, files)
     _take_back(directory, opened, files)
     return opened
+
+
+def _checked(config: Config, checkpoints: Checkpoints, directory: Path, files: Files) -> Opened:
+    """That of the path `resume`, or the newest one of the run there. Raises if this run cannot resume from it."""
+    found = find_checkpoint(Path(config.resume), files=files)
+    _check(found, config)
+    if not checkpoints.empty and found.path.parent.absolute() != checkpoints.directory.absolute():
+        raise ConfigError(
+            f"`resume` = {config.resume!r} is of another run than {directory}, which has checkpoints of its own: choose "
+            "another `name`"
+        )
+    _check_origin(found, checkpoints, directory, files)
+    return found
 
 
 def _copy(path: Path, to: Path, files: Files) -> None:

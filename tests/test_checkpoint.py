@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from r3async.checkpoint import CheckpointError, Checkpoints, find_checkpoint, open_checkpoint, resume_from
+from r3async.checkpoint import CheckpointError, Checkpoints, find_checkpoint, open_checkpoint
 from r3async.checkpoint.manifest import FileRecord, Manifest, decode_manifest
 from r3async.checkpoint.tensors import LearnerParts, Place, write_part
 from tests.helpers_checkpoint import run_state, tiny_state, write_checkpoint
@@ -68,12 +68,12 @@ def test_a_run_none_of_whose_checkpoints_is_intact_is_not_begun_anew_in_silence(
     checkpoints = Checkpoints(tmp_path)
     (write_checkpoint(checkpoints, 10) / "run.json").unlink()
     with pytest.raises(CheckpointError, match=r'step 10: run\.json.*resume="none"'):
-        resume_from("auto", checkpoints)
+        checkpoints.newest()
     # A second try, with nothing left to read, must not begin anew either.
     with pytest.raises(CheckpointError, match=r'resume="none"'):
-        resume_from("auto", checkpoints)
-    assert resume_from("none", checkpoints) is None
-    assert resume_from("auto", checkpoints) is None
+        checkpoints.newest()
+    checkpoints.supersede(-1)
+    assert checkpoints.newest() is None
 
 
 def test_a_directory_of_another_step_under_a_step_s_name_is_refused(tmp_path):
@@ -137,15 +137,16 @@ def test_resuming_from_an_older_one_supersedes_the_later_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (10, 20, 30):
         write_checkpoint(checkpoints, step)
-    assert resume_from(str(tmp_path / "checkpoints" / "step-00000010"), checkpoints).state.steps == 10
+    assert find_checkpoint(tmp_path / "checkpoints" / "step-00000010").state.steps == 10
+    checkpoints.supersede(10)
     assert names(tmp_path / "checkpoints") == ["step-00000010", "step-00000020.superseded", "step-00000030.superseded"]
-    assert resume_from("auto", checkpoints).state.steps == 10
+    assert checkpoints.newest().state.steps == 10
     write_checkpoint(checkpoints, 20)
-    assert resume_from(str(tmp_path), checkpoints).state.steps == 20, "a run's newest"
-    assert resume_from("none", checkpoints) is None
+    assert find_checkpoint(tmp_path).state.steps == 20, "a run's newest"
+    checkpoints.supersede(-1)
     assert checkpoints.steps() == []
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a run"):
-        resume_from(str(tmp_path / "nowhere"), checkpoints)
+        find_checkpoint(tmp_path / "nowhere")
 
 
 def test_looking_for_a_checkpoint_changes_nothing(tmp_path):

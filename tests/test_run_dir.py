@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +17,7 @@ from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import RankActor
 from r3async.actors.run_dir import begin_again
+from r3async.actors.run_dir import open_run as open_run_of
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
@@ -28,6 +30,8 @@ from r3async.tools.run_dir import open_run
 from r3async.tools.train import train
 from r3async.transport.wire import encode_trajectory
 from r3async.world.appending import AppendFile
+from r3async.world.disk import Disk
+from r3async.world.real import RealWorld
 from tests.helpers_checkpoint import write_checkpoint
 from tests.test_buffer import make_trajectory
 
@@ -205,6 +209,25 @@ def test_an_older_checkpoint_of_its_own_can_be_named(tmp_path, model, said):
     assert run.resume.state.steps == 10
     assert Checkpoints(path / "checkpoints").steps() == [10]
     assert (path / "checkpoints" / "step-00000020.superseded").is_dir()
+
+
+def test_a_checkpoint_that_is_named_is_read_and_verified_once(tmp_path, model, said):
+    class Counting(Disk):
+        opened: ClassVar[list[str]] = []
+
+        def open(self, path, **how):
+            self.opened.append(path.name)
+            return super().open(path, **how)
+
+    class World(RealWorld):
+        files = Counting()
+
+    path = made(tmp_path, model, said, 10)
+    config = configured(model, f"resume={path / 'checkpoints' / 'step-00000010'}")
+    run = asyncio.run(open_run_of(config, path, said.append, world=World()))
+    run.lock.close()
+    assert run.resume.state.steps == 10
+    assert Counting.opened.count("learner-00000-of-00001.safetensors") == 1
 
 
 def test_a_run_can_begin_where_another_one_was(tmp_path, model, said):

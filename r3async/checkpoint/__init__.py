@@ -2,7 +2,7 @@
 
 from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint, open_checkpoint
 from r3async.checkpoint.manifest import CheckpointError, FileRecord
-from r3async.checkpoint.resume import check_model, check_settings, restore_admission, resume_from, rewind
+from r3async.checkpoint.resume import check_model, check_settings, restore_admission, rewind
 from r3async.checkpoint.state import RunState
 from r3async.checkpoint.writer import CheckpointWriter, Due
 
@@ -19,6 +19,5 @@ __all__ = [
     "find_checkpoint",
     "open_checkpoint",
     "restore_admission",
-    "resume_from",
     "rewind",
 ]

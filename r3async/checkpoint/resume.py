@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.checkpoint.directory import STATE, Checkpoints, Opened, find_checkpoint
+from r3async.checkpoint.directory import STATE, Opened
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
 from r3async.config import HIDDEN, Config, flat, to_dict
@@ -111,23 +111,6 @@ def fingerprint_model(directory: Path, *, files: Files = REAL.files) -> str:
             for at in range(0, size, step):
                 digest.update(file.read(at, _SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def resume_from(setting: str, checkpoints: Checkpoints) -> Opened | None:
-    """The checkpoint that `resume` means; None to begin anew. Changes what is on disk, so that the run can go on from there.
-
-    `auto`: the newest intact one of this run, if it has any. `none`: nothing, and what is there is set aside. Else the path
-    of a checkpoint, or of a run, whose newest is taken; later ones of *this* run are set aside.
-    """
-    checkpoints.clean()
-    if setting == "auto":
-        return checkpoints.newest()
-    if setting == "none":
-        checkpoints.supersede(-1)
-        return None
-    opened = find_checkpoint(Path(setting), files=checkpoints.files)
-    checkpoints.supersede(opened.state.steps)
-    return opened
 
 
 def rewind(

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from r3async.checkpoint import CheckpointError, Opened, resume_from
+from r3async.checkpoint import CheckpointError, Opened
 from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.manifest import MANIFEST
 from r3async.tools.fuzz.common import WARM, Report, mutate_bytes, resident
@@ -172,7 +172,8 @@ class Case:
         assert before != self._whole, "which of the two was read would make no difference"
 
     def _newest(self) -> Opened:
-        opened = resume_from("auto", self.run.checkpoints)
+        self.run.checkpoints.clean()
+        opened = self.run.checkpoints.newest()
         assert opened is not None
         return opened
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.config.engine_args import DEFAULTS, OWNED, check_engine_args, ours
+from r3async.config.generation import DEFAULTS, OWNED, check_engine_args, ours
 from r3async.rollout.engines.build import build_engine
 from r3async.rollout.engines.vllm import VllmEngine
 

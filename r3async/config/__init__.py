@@ -4,112 +4,43 @@ Each section is a struct with its documentation next to the value. Unknown or il
 key's path and the nearest valid name (`ConfigError`).
 """
 
-from r3async.config.algorithm import (
-    POLICY_LOSSES,
-    AlgorithmConfig,
-    CISPOConfig,
-    ClipConfig,
-    CorrectionConfig,
-    DecoupledPPOConfig,
-    DPPOConfig,
-    GSPOConfig,
-    OverlongPenaltyConfig,
-    PPOConfig,
-    ReferenceKLConfig,
-    RolloutKLConfig,
-    RouterAuxConfig,
-    SAPOConfig,
-    import_policy_loss,
-)
-from r3async.config.buffer import BufferConfig
-from r3async.config.checkpoint import CheckpointConfig
-from r3async.config.hosts import bare_host, in_url, is_loopback
-from r3async.config.learner import LearnerConfig, ParallelConfig
-from r3async.config.observe import ObserveConfig
-from r3async.config.read import (
-    Config,
-    config_from_dict,
-    find_config,
-    flat,
-    load_command,
-    load_config,
-    parse_override,
-    preset_directory,
-    to_dict,
-    to_toml,
-)
-from r3async.config.secret import HIDDEN, Secret, check_kept, revealed, secret_settings
-from r3async.config.section import ConfigError, Section, did_you_mean
-from r3async.config.sections import (
-    ClusterConfig,
-    EnvConfig,
-    EpisodeConfig,
-    GeneratorConfig,
-    InitConfig,
-    ModelConfig,
-    RoutingConfig,
-    RowsMode,
-    ScheduleConfig,
-    TransportConfig,
-    WeightsConfig,
-)
-from r3async.config.serving import EvaluationConfig, ServingConfig
-from r3async.config.supervise import SuperviseConfig
-
-__all__ = [
-    "HIDDEN",
-    "POLICY_LOSSES",
-    "AlgorithmConfig",
-    "BufferConfig",
-    "CISPOConfig",
-    "CheckpointConfig",
-    "ClipConfig",
-    "ClusterConfig",
-    "Config",
-    "ConfigError",
-    "CorrectionConfig",
-    "DPPOConfig",
-    "DecoupledPPOConfig",
-    "EnvConfig",
-    "EpisodeConfig",
-    "EvaluationConfig",
-    "GSPOConfig",
-    "GeneratorConfig",
-    "InitConfig",
-    "LearnerConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "OverlongPenaltyConfig",
-    "PPOConfig",
-    "ParallelConfig",
-    "ReferenceKLConfig",
-    "RolloutKLConfig",
-    "RouterAuxConfig",
-    "RoutingConfig",
-    "RowsMode",
-    "SAPOConfig",
-    "ScheduleConfig",
-    "Secret",
-    "Section",
-    "ServingConfig",
-    "SuperviseConfig",
-    "TransportConfig",
-    "WeightsConfig",
-    "bare_host",
-    "check_kept",
-    "config_from_dict",
-    "did_you_mean",
-    "find_config",
-    "flat",
-    "import_policy_loss",
-    "in_url",
-    "is_loopback",
-    "load_command",
-    "load_config",
-    "parse_override",
-    "preset_directory",
-    "revealed",
-    "secret_settings",
-    "to_dict",
-    "to_toml",
-]
+from r3async.config.generation import EnvConfig as EnvConfig
+from r3async.config.generation import EpisodeConfig as EpisodeConfig
+from r3async.config.generation import InitConfig as InitConfig
+from r3async.config.generation import RowsMode as RowsMode
+from r3async.config.generation import ServingConfig as ServingConfig
+from r3async.config.generation import bare_host as bare_host
+from r3async.config.generation import in_url as in_url
+from r3async.config.generation import is_loopback as is_loopback
+from r3async.config.operation import BufferConfig as BufferConfig
+from r3async.config.operation import CheckpointConfig as CheckpointConfig
+from r3async.config.operation import ObserveConfig as ObserveConfig
+from r3async.config.operation import ScheduleConfig as ScheduleConfig
+from r3async.config.operation import TransportConfig as TransportConfig
+from r3async.config.read import Config as Config
+from r3async.config.read import config_from_dict as config_from_dict
+from r3async.config.read import find_config as find_config
+from r3async.config.read import flat as flat
+from r3async.config.read import load_command as load_command
+from r3async.config.read import load_config as load_config
+from r3async.config.read import parse_override as parse_override
+from r3async.config.read import preset_directory as preset_directory
+from r3async.config.read import to_dict as to_dict
+from r3async.config.read import to_toml as to_toml
+from r3async.config.section import HIDDEN as HIDDEN
+from r3async.config.section import ConfigError as ConfigError
+from r3async.config.section import Secret as Secret
+from r3async.config.section import Section as Section
+from r3async.config.section import check_kept as check_kept
+from r3async.config.section import did_you_mean as did_you_mean
+from r3async.config.section import revealed as revealed
+from r3async.config.section import secret_settings as secret_settings
+from r3async.config.training import POLICY_LOSSES as POLICY_LOSSES
+from r3async.config.training import AlgorithmConfig as AlgorithmConfig
+from r3async.config.training import ClipConfig as ClipConfig
+from r3async.config.training import CorrectionConfig as CorrectionConfig
+from r3async.config.training import LearnerConfig as LearnerConfig
+from r3async.config.training import OverlongPenaltyConfig as OverlongPenaltyConfig
+from r3async.config.training import ParallelConfig as ParallelConfig
+from r3async.config.training import RolloutKLConfig as RolloutKLConfig
+from r3async.config.training import import_policy_loss as import_policy_loss

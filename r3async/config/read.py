@@ -12,27 +12,36 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.algorithm import GROUP_RELATIVE, AlgorithmConfig
-from r3async.config.buffer import BufferConfig
-from r3async.config.checkpoint import CheckpointConfig
-from r3async.config.engine_args import check_engine_args
-from r3async.config.learner import LearnerConfig
-from r3async.config.observe import ObserveConfig
-from r3async.config.secret import Secret, secret_settings
-from r3async.config.section import ConfigError, PositiveInt, Section, Seed, did_you_mean, plain_type
-from r3async.config.sections import (
-    ClusterConfig,
+from r3async.config.generation import (
     EnvConfig,
     EpisodeConfig,
+    EvaluationConfig,
     GeneratorConfig,
     ModelConfig,
-    RoutingConfig,
+    ServingConfig,
+    check_engine_args,
+)
+from r3async.config.operation import (
+    BufferConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    ObserveConfig,
     ScheduleConfig,
+    SuperviseConfig,
     TransportConfig,
     WeightsConfig,
 )
-from r3async.config.serving import EvaluationConfig, ServingConfig
-from r3async.config.supervise import SuperviseConfig
+from r3async.config.section import (
+    ConfigError,
+    PositiveInt,
+    Secret,
+    Section,
+    Seed,
+    did_you_mean,
+    plain_type,
+    secret_settings,
+)
+from r3async.config.training import GROUP_RELATIVE, AlgorithmConfig, LearnerConfig, RoutingConfig
 
 
 def name_problem(name: str) -> str:
@@ -54,8 +63,8 @@ class Config(Section):
     seed: Seed = 0
     steps: PositiveInt = 100
     resume: str = "auto"
-    """`auto`: go on from the newest intact checkpoint of this run, if it has any. `none`: begin anew. Or the path of a
-    checkpoint, or of a run, to go on from."""
+    """`auto`: resume from the newest intact checkpoint of this run, if it has any. `none`: start from step 0. Or the path of a
+    checkpoint, or of a run, to resume from."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)

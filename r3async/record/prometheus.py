@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.config.observe import ObserveConfig
+from r3async.config.operation import ObserveConfig
 from r3async.record.catalogue import metric
 from r3async.record.reading import read_run_config
 from r3async.world.files import make_directory, replace_file

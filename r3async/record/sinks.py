@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r3async.config import flat
-from r3async.config.observe import ObserveConfig
+from r3async.config.operation import ObserveConfig
 from r3async.config.section import ConfigError
 
 Row = Mapping[str, Any]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config
-from r3async.config.engine_args import ours
+from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.rollout.engines.base import Engine, GenerationRequest
 from r3async.rollout.engines.scripted import ScriptedEngine, scripted_hash

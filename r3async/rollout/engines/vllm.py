@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from r3async.config.engine_args import ours
+from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.data.routes import RoutingError, route_dtype, validate_rows
 from r3async.rollout.engines import vllm_update

@@ -1,14 +1,24 @@
-"""The other sections, one a room."""
+"""Sections about what plays: model, environment, episodes, generators, the endpoint, evaluation."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.secret import Secret, revealed
-from r3async.config.section import Bytes, Positive, PositiveInt, Section, Seed, Share, Signed
+from r3async.config.section import (
+    ConfigError,
+    Port,
+    Positive,
+    PositiveInt,
+    Secret,
+    Section,
+    Seed,
+    Signed,
+    revealed,
+)
 
 
 class InitConfig(Section):
@@ -138,98 +148,137 @@ class GeneratorConfig(Section):
             raise ValueError("`concurrency_min` must not be more than `concurrency`")
 
 
-class ScheduleConfig(Section):
-    max_staleness: int = 1
-    """Versions that the oldest trained token may lag behind, with `window = 1`. 0 is exactly on-policy (synchronous)
-    training, whatever the window."""
-    window: PositiveInt = 1
-    """1: groups are trained strictly in the order of their leases. Larger: a step takes the oldest complete groups among the
-    `window` oldest that are not trained, so that `window - 1` younger groups may overtake a late one. A token may then be
-    `max_staleness + ceil((window - 1) / (groups_per_step * steps_per_publication))` versions old."""
-    max_token_age: int | None = None
-    """Tokens of which the learner is more versions ahead are left out of the policy loss, one by one. The KL terms keep them,
-    and denominators stay. Unset: none is."""
-    split: Literal["idle", "room"] = "idle"
-    """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
-    leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
-    also whenever a generator has room for a part of one."""
-    pace_seconds: Positive = 60.0
-    """An event says which side to give more resources when the other one has waited for it for this long."""
-    groups_per_step: PositiveInt = 16
-    """Groups that a step trains; with `tokens_per_step`, at least."""
-    tokens_per_step: int = 0
-    """If not 0, a step takes further groups, in lease order, until it has that many trainable tokens, or until it has all
-    groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
-    samples_per_group: PositiveInt = 8
-    minibatches_per_step: PositiveInt = 1
-    """Parts into which a step's groups are divided, each trained with an optimizer update of its own. At most
-    `groups_per_step`: a group is never divided."""
-    steps_per_publication: PositiveInt = 1
-    """Steps between two versions of the weights that engines are given. Staleness counts versions."""
+# -- the endpoint ------------------------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine can reach it. A name other than `localhost` counts as one that others can reach.
+
+    Takes IPv6 with and without brackets, and IPv4 that is mapped into it (`::ffff:127.0.0.1`).
+    """
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(bare_host(host))
+    except ValueError:
+        return False
+    # Python before 3.13 does not look into a mapped address.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def bare_host(host: str) -> str:
+    """Without the brackets of an IPv6 address, as sockets take it."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def in_url(host: str) -> str:
+    """With the brackets that a URL puts around an IPv6 address."""
+    return f"[{bare_host(host)}]" if ":" in host else host
+
+
+class ServingConfig(Section):
+    """An environment `agent:…` or `agent-command` has its endpoint in any case, for its own episodes; `enabled` opens the door
+    to agents that others start."""
+
+    enabled: bool = False
+    """Whether who has the token may begin sessions. Address and token of each generator are in `runs/NAME/serving-*.json`."""
+    host: str = "127.0.0.1"
+    """Interface of the endpoint. Loopback unless named; any other needs a `token`."""
+    port: Port = 0
+    """0: a free one. A number fits one generator a host only."""
+    token: Secret = msgspec.field(default_factory=Secret)
+    """A text: what beginning a session takes. Empty: a random one a generator. `$NAME`: that of an environment variable of the
+    generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
+    model_name: str = "policy"
+    """What `/v1/models` calls the model. Requests may name any."""
+    max_body_bytes: PositiveInt = 4 * 2**20
+    """Of one request; a longer one is refused before it is read."""
+    max_messages: PositiveInt = 1024
+    """In one request, and as many tools; more are refused before the chat template sees them."""
+    max_connections: PositiveInt = 512
+    """To one generator's endpoint at once; further ones are closed."""
+    read_timeout: Positive = 30.0
+    """Seconds that a connection may take for the head of a request, and for its body."""
+    max_sessions: PositiveInt = 64
+    """Sessions that may be open at once for agents that others start."""
+    unrewarded: Signed | None = None
+    """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
 
     def __post_init__(self) -> None:
-        if self.minibatches_per_step > self.groups_per_step:
+        if isinstance(self.token, str):
+            self.token = Secret(self.token)
+        if not is_loopback(self.host) and not self.token:
             raise ValueError(
-                f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "
-                f"{self.groups_per_step}: a group is trained in one minibatch. Lower the first or raise the second"
+                f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
             )
 
 
-class RoutingConfig(Section):
-    replay: Literal["rollout", "learner", "off"] = "rollout"
-    """`rollout`: the learner uses the experts that the engine chose (R3). `learner`: those that it chose itself in a pass
-    before the step (R2). `off`: every pass routes by itself."""
-    min_recorded_fraction: Share = 0.9
-    """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
-    trace: Literal["off", "sample", "all"] = "sample"
-    """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
-    first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect verify NAME`
-    then proves that they are equal. Per token 25 bytes and 3 ids for each MoE layer and expert it is sent to."""
-    trace_every: PositiveInt = 10
+class EvaluationConfig(Section):
+    """Episodes that are played beside the training, and are never trained."""
+
+    every: int = 0
+    """Steps between two evaluations; one more follows the last step. 0: none."""
+    at_start: bool = False
+    """Also before the first step."""
+    episodes: PositiveInt = 32
+    env: EnvConfig = msgspec.field(default_factory=lambda: EnvConfig(name=""))
+    """Which environment. An empty name: the one that is trained, with its arguments."""
+    seed: Seed = 0
+    """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
+    timeout: Positive = 1800.0
+    """Seconds after which an evaluation is given up."""
+
+    def __post_init__(self) -> None:
+        if not self.env.name and self.env.args:
+            raise ValueError("`env.args` without `env.name`: name the environment that they are for")
 
 
-class WeightsConfig(Section):
-    backend: Literal["auto", "shared_memory", "object_store", "nccl"] = "auto"
-    """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `object_store`: through
-    Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second.
-    `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on GPUs."""
-    bucket_bytes: Bytes = 64 * 2**20
-    """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
-    install_timeout: Positive = 120.0
-    """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included."""
-    write_timeout: Positive = 600.0
-    """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
-    probe: bool = True
-    """Compare log-probs of a fixed text, and those that the engine reports of tokens sampled after it at the run's temperature,
-    between learner and engine; on a mismatch stop the run and name the tensor. At the first delivery, every `probe_every`
-    versions, and when a generator was restarted."""
-    probe_every: PositiveInt = 10
-    """Versions between two probes of a generator."""
-    probe_tolerance: float | None = None
-    """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
-    directory: str = ""
-    """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+# -- vLLM's arguments --------------------------------------------------------------------------------------------
+
+_ONE_ENGINE = "a generator has one engine: set `generator.count`"
+_FROM_DRAFTS = "log-probs, routes and versions must come from the forward pass that sampled the token, not from a draft"
+_SAMPLING = "tokens are sampled with `episode.temperature` and nothing else, for that is what the learner computes"
+
+OWNED = {
+    "model": "set `model.path`",
+    "dtype": "set `generator.dtype`",
+    "seed": "set `seed`: each generator's engine has one of its own, made from it",
+    "max_model_len": "set `episode.max_total_tokens`",
+    "max_num_seqs": "set `generator.concurrency`",
+    "enable_return_routed_experts": "routes are recorded for every MoE model; `routing.replay` says what is done with them",
+    "logprobs_mode": "rollout log-probs must be those of the distribution that was sampled from, after temperature",
+    "generation_config": _SAMPLING,
+    "override_generation_config": _SAMPLING,
+    "logits_processors": _SAMPLING,
+    "skip_tokenizer_init": "the engine takes tokens and gives tokens; templates and text are `episode.template_args`'s",
+    "worker_extension_cls": "weights are installed, and confirmed, by r3async's own",
+    "weight_transfer_config": "set `weights.backend`",
+    "distributed_executor_backend": "an engine's processes are children of its generator, and end with it",
+    "pipeline_parallel_size": "set `generator.engine_args.tensor_parallel_size`: routes of pipeline stages are not put together",
+    "data_parallel_size": _ONE_ENGINE,
+    "data_parallel_backend": _ONE_ENGINE,
+    "speculative_config": _FROM_DRAFTS,
+    "spec_method": _FROM_DRAFTS,
+    "spec_model": _FROM_DRAFTS,
+    "spec_tokens": _FROM_DRAFTS,
+    "enable_lora": "every version replaces all weights of the model",
+}
+"""Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from
+`ours`, so it cannot set a key that is neither refused here nor named in `DEFAULTS`."""
+
+DEFAULTS = frozenset({"enforce_eager", "disable_log_stats", "use_tqdm_on_load", "kv_cache_memory_bytes"})
+"""What r3async sets and `generator.engine_args` may replace."""
 
 
-class TransportConfig(Section):
-    host: str = "127.0.0.1"
-    """Interface that the learner's socket binds to. Loopback unless named."""
-    credit_bytes: Bytes = 256 * 2**20
-    """Bytes of trajectories that may wait at the learner, beyond those of the next step; what does not fit waits at its
-    generator. As many as half of it may be in flight besides."""
-    ack_timeout: Positive = 5.0
-    """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
-    max_message_bytes: Bytes = 64 * 2**20
-    """Largest trajectory, in memory."""
-    keys: str = ""
-    """Directory made by `r3async keys`: its keys are used, and only those that it holds are let in. Empty: each start of the run
-    makes keys of its own. Connections are encrypted in both cases, over loopback too."""
-    trusted_network: bool = False
-    """Everything that reaches `host` is trusted: `weights.backend = "nccl"`, which has no keys, may then send over it."""
+def ours(**values: Any) -> dict[str, Any]:
+    """Arguments that the engine sets itself. Raises `KeyError` for one that is neither refused nor a default here."""
+    for name in values:
+        if name not in OWNED and name not in DEFAULTS:
+            raise KeyError(f"{name} is not in r3async.config.generation")
+    return values
 
 
-class ClusterConfig(Section):
-    address: str = ""
-    """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
-    gpu_gib: Positive = 80.0
-    """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
+def check_engine_args(args: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a key of `generator.engine_args` that is not the user's to set."""
+    if refused := [f"`generator.engine_args.{name}` cannot be set: {OWNED[name]}" for name in args if name in OWNED]:
+        raise ConfigError("; ".join(refused))

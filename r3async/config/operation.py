@@ -1,0 +1,200 @@
+"""Sections about how a run is kept going: schedule, weights, transport, buffer, supervision, checkpoints, figures, cluster."""
+
+from __future__ import annotations
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from r3async.config.section import Bytes, Port, Positive, PositiveInt, Section, Share
+
+
+class ScheduleConfig(Section):
+    max_staleness: int = 1
+    """Versions that the oldest trained token may lag behind, with `window = 1`. 0 is exactly on-policy (synchronous)
+    training, whatever the window."""
+    window: PositiveInt = 1
+    """1: groups are trained strictly in the order of their leases. Larger: a step takes the oldest complete groups among the
+    `window` oldest that are not trained, so that `window - 1` younger groups may overtake a late one. A token may then be
+    `max_staleness + ceil((window - 1) / (groups_per_step * steps_per_publication))` versions old."""
+    max_token_age: int | None = None
+    """Tokens of which the learner is more versions ahead are left out of the policy loss, one by one. The KL terms keep them,
+    and denominators stay. Unset: none is."""
+    split: Literal["idle", "room"] = "idle"
+    """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
+    leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
+    also whenever a generator has room for a part of one."""
+    pace_seconds: Positive = 60.0
+    """An event says which side to give more resources when the other one has waited for it for this long."""
+    groups_per_step: PositiveInt = 16
+    """Groups that a step trains; with `tokens_per_step`, at least."""
+    tokens_per_step: int = 0
+    """If not 0, a step takes further groups, in lease order, until it has that many trainable tokens, or until it has all
+    groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
+    samples_per_group: PositiveInt = 8
+    minibatches_per_step: PositiveInt = 1
+    """Parts into which a step's groups are divided, each trained with an optimizer update of its own. At most
+    `groups_per_step`: a group is never divided."""
+    steps_per_publication: PositiveInt = 1
+    """Steps between two versions of the weights that engines are given. Staleness counts versions."""
+
+    def __post_init__(self) -> None:
+        if self.minibatches_per_step > self.groups_per_step:
+            raise ValueError(
+                f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "
+                f"{self.groups_per_step}: a group is trained in one minibatch. Lower the first or raise the second"
+            )
+
+
+class WeightsConfig(Section):
+    backend: Literal["auto", "shared_memory", "object_store", "nccl"] = "auto"
+    """How weights get to the engines. `shared_memory`: a file that engines of the learner's host map. `object_store`: through
+    Ray's object store to any host, and there into such a file. `auto`: the first if all are on one host, else the second.
+    `nccl`: from the learner's GPU to the engines'; refused without CUDA on both sides, and not yet run on GPUs."""
+    bucket_bytes: Bytes = 64 * 2**20
+    """Weights are converted and sent in pieces of this size, so that no second copy of the model is held on the way."""
+    install_timeout: Positive = 120.0
+    """Seconds that an engine may take to get and install a version; with `generator.on_update = drain`, the wait included."""
+    write_timeout: Positive = 600.0
+    """Seconds that writing one version may take. It is written beside the next step; the step after that waits for it."""
+    probe: bool = True
+    """Compare log-probs of a fixed text, and those that the engine reports of tokens sampled after it at the run's temperature,
+    between learner and engine; on a mismatch stop the run and name the tensor. At the first delivery, every `probe_every`
+    versions, and when a generator was restarted."""
+    probe_every: PositiveInt = 10
+    """Versions between two probes of a generator."""
+    probe_tolerance: float | None = None
+    """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else 0.15."""
+    directory: str = ""
+    """Where published weights live; default: shared memory (`/dev/shm`), or the temporary directory where there is none."""
+
+
+class TransportConfig(Section):
+    host: str = "127.0.0.1"
+    """Interface that the learner's socket binds to. Loopback unless named."""
+    credit_bytes: Bytes = 256 * 2**20
+    """Bytes of trajectories that may wait at the learner, beyond those of the next step; what does not fit waits at its
+    generator. As many as half of it may be in flight besides."""
+    ack_timeout: Positive = 5.0
+    """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
+    max_message_bytes: Bytes = 64 * 2**20
+    """Largest trajectory, in memory."""
+    keys: str = ""
+    """Directory made by `r3async keys`: its keys are used, and only those that it holds are let in. Empty: each start of the run
+    makes keys of its own. Connections are encrypted in both cases, over loopback too."""
+    trusted_network: bool = False
+    """Everything that reaches `host` is trusted: `weights.backend = "nccl"`, which has no keys, may then send over it."""
+
+
+class BufferConfig(Section):
+    durability: Literal["memory", "disk"] = "memory"
+    """`disk`: a trajectory is in the run's spool before it is acknowledged, and stays until a checkpoint that trained it
+    is committed. It survives the death of any process. `memory`: one that was not trained yet dies with the learner."""
+    memory_bytes: Bytes = 128 * 2**20
+    """With `disk`: trajectories beyond this many bytes are on disk only, and mapped back while they are trained. Has an
+    effect below `transport.credit_bytes`, which bounds memory in any case."""
+    disk_bytes: Bytes = 8 * 2**30
+    """With `disk`: when the spool holds this much, generators wait. The groups that the next step needs still pass."""
+    fsync: bool = False
+    """With `disk`: also survive power loss. Each acknowledgement then waits for the device."""
+    quarantine_bytes: PositiveInt = 64 * 2**20
+    """Trajectories that were accepted and turned out not to be trainable are kept in the run's `quarantine/`, up to so many bytes
+    together; the oldest make way."""
+
+
+class SuperviseConfig(Section):
+    stall_seconds: Positive = 600.0
+    """Seconds for which a stage may have work and do nothing (no token, no trajectory, no acknowledgement) before it counts as
+    stalled; then `on_stall`. More than the longest call of an environment or tool. What has a limit of its own is given that,
+    and a little more: an optimizer step (`step_seconds`), writing weights (`weights.write_timeout`), installing them
+    (`weights.install_timeout`)."""
+    step_seconds: Positive = 3600.0
+    """Seconds that one step of the learner may take before training counts as stalled."""
+    on_stall: Literal["warn", "restart", "abort"] = "restart"
+    """What a stall leads to, after the event `stalled` and the stacks in `runs/NAME/stacks`. `warn`: nothing else. `restart`: a
+    generator that stalled is restarted, which counts for `generator.max_restarts`; a learner or a conductor that does not
+    answer is lost (`max_run_restarts`); a full disk is waited for; any other stage ends the run. `abort`: the run ends, and
+    says which stage it was."""
+    silence_seconds: Positive = 60.0
+    """A generator that did not report for so long is suspect: it is leased no new episodes and nobody waits for it, until it
+    reports again; after twice as long its groups are leased again. They report many times a second, but an engine on CPU may
+    keep one busy for a while."""
+    restart_backoff: Positive = 1.0
+    """Seconds before a generator that died is loaded again; doubled for every further death, up to a minute, until it was well
+    for ten minutes."""
+    max_run_restarts: int = 3
+    """How often the run begins again from its newest checkpoint when the learner's or the conductor's process has died. A
+    generator that dies is restarted by itself (`generator.max_restarts`)."""
+    stop_grace_seconds: Positive = 30.0
+    max_failed_fraction: Share = 0.1
+    """Share of the run's last 100 tasks (or of as many as can be in flight) that may fail for good (after `episode.retries`)
+    before it stops with what the last one failed with; a task of which some episodes fail counts for their share. Failures of
+    environments, of the engine and refusals of the learner are counted apart. A failed episode is not trained, and is
+    compared with nobody in its group. A task of which every episode fails (not by the engine) is quarantined: it is not posed
+    again. 0: the first failure stops it."""
+
+    max_skipped_steps: int = 20
+    """Steps in a row that may make no update because the gradient was not finite or the drift beyond `algorithm.rollout_kl.max`;
+    at the next one the run fails. Steps without contrast do not count: they have an event of their own, `no_contrast`. 0: the
+    first one stops it."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = 100
+    """Steps between two checkpoints; 0: none by steps."""
+    every_minutes: float = 30.0
+    """Minutes after which a step is followed by one in any case; 0: none by time. With both 0 there is one only at a stop."""
+    keep_last: PositiveInt = 3
+    """The newest so many are kept, and always the newest that is intact."""
+    keep_every: int = 0
+    """If not 0, those of steps that it divides are kept for good."""
+    asynchronous: bool = True
+    """Write beside the steps that follow, from a copy in host memory: 12 bytes a parameter, over all ranks. One copy waits at
+    most."""
+    write_timeout: Positive = 1800.0
+    """Seconds that writing one may take; the next one waits for it."""
+    directory: str = ""
+    """Where they are; default: `checkpoints` in the run's directory."""
+
+
+SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class ObserveConfig(Section):
+    timeline: bool = True
+    """Write who did what when into `timeline.jsonl`: a few lines a step and one a group. The report draws them."""
+    sinks: list[SinkName] = msgspec.field(default_factory=list)
+    """Where each step's row goes too. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
+    project: str = "r3async"
+    """Project (W&B, trackio) or experiment (MLflow) that the run belongs to; in it, it has the name of its directory."""
+    wandb_mode: Literal["online", "offline"] = "offline"
+    """`offline`: kept in the run's directory until `wandb sync`. `online` needs `wandb login` before."""
+    mlflow_uri: str = ""
+    """Tracking server or store of MLflow; default: `mlruns` in the run's directory."""
+    sink_queue: PositiveInt = 1024
+    """Rows that may wait for a slow sink. Further ones are left out for it, counted, and reported once."""
+    sink_timeout: Positive = 15.0
+    """Seconds that the end of a run waits for sinks to write what they have."""
+    prometheus_port: Port | None = None
+    """If set, every process of the run serves `/metrics` on the first free port from this one on: its memory and CPU time; the
+    driver also the figures of the last step, and a generator those of its engine. Where is written into
+    `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any free port."""
+    prometheus_host: str = "127.0.0.1"
+    """Interface that it binds to. Loopback unless named."""
+
+    def __post_init__(self) -> None:
+        if urlsplit(self.mlflow_uri).password is not None:
+            raise ValueError(
+                "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError("`sinks` names one twice")
+
+
+class ClusterConfig(Section):
+    address: str = ""
+    """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
+    gpu_gib: Positive = 80.0
+    """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""

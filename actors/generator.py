@@ -1,37 +1,80 @@
-"""The generator actor: an engine, many episodes at once, and a sender."""
+"""The generator actor: an engine, many episodes at once, a sender, and weights that are installed meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from r3async.actors.delivery import receiver
-from r3async.actors.playing import Context, GeneratorParts, Loaded, Playing
+from r3async.actors.leasing import Leasing
 from r3async.actors.process import NotLoaded, begin, whereabouts
-from r3async.config import config_from_dict
+from r3async.config import Config, EnvConfig, config_from_dict, to_dict
+from r3async.data.records import Trajectory
+from r3async.envs.base import EnvironmentFactory
+from r3async.envs.factory import environment_factory
 from r3async.record.events import open_events
-from r3async.record.timeline import LagMeter, Timeline
-from r3async.rollout.agents.tasks import count_tasks
-from r3async.rollout.engines.base import InstallReport
+from r3async.record.timeline import LagMeter, Timeline, timed
+from r3async.record.tracing import recording
+from r3async.rollout.agents.agents import is_agent
+from r3async.rollout.agents.runner import agent_player
+from r3async.rollout.agents.tasks import count_tasks, evaluated
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Engine, InstallReport
+from r3async.rollout.engines.build import build_engine
 from r3async.rollout.engines.probing import sample_probe
+from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.rollout.evaluation import Evaluation, evaluate
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.failures import EpisodeEnd
+from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
+from r3async.transport.intake import TOKEN_BYTES
 from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
-from r3async.weights.manifest import Difference
+from r3async.transport.sockets import TransportError, off_loop
+from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.transport import Publication
+from r3async.weights.publish import WeightError
+from r3async.weights.transport import Publication, WeightReceiver
 from r3async.world import ActorRef, World
 
 CLOSE_SECONDS = 5.0
 STOP_SECONDS = 0.1
-"""For what was played to see that it is given up."""
-PARTS = GeneratorParts()
+"""In which the tasks that play see that they are to end."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GeneratorParts:
+    """What a generator plays with, and how it is made from the configuration: `engine(config, model_path, seed, clock)`, not
+    started; `renderer(model_path, template_args)`, in a thread; `environment(env)`; `sender`: see `Sender`, not started."""
+
+    engine: Callable[[Config, str, int, Callable[[], float]], Engine] = build_engine
+    renderer: Callable[[str, Mapping[str, Any]], ChatRenderer] = ChatRenderer.from_model
+    environment: Callable[[EnvConfig], EnvironmentFactory] = environment_factory
+    sender: Callable[..., Sender] = Sender
+
+
+class Loaded(NamedTuple):
+    """What `start` loads."""
+
+    engine: Engine
+    renderer: ChatRenderer
+
+
+class Connected(NamedTuple):
+    """Where `connect` connects to: the learner, and the transport of its weights."""
+
+    sender: Sender
+    weights: WeightReceiver
 
 
 class GeneratorActor:
@@ -49,34 +92,52 @@ class GeneratorActor:
         model_path: str,
         run_dir: str,
         lineage: int = 1,
-        parts: GeneratorParts = PARTS,
+        parts: GeneratorParts = GeneratorParts(),
     ):
         """`lineage`: of this start of the run, in which the versions of weights are counted."""
         self.world, self._lock = world, begin(world, Path(run_dir), generator_id)
         self.generator_id, self.run_id = generator_id, run_id
         self.config, self.model_path, self.run_dir = config_from_dict(config), model_path, Path(run_dir)
-        self._parts = parts
-        self.context = Context(
-            world,
-            self.config,
-            run_id,
-            self.run_dir,
-            generator_id,
-            lineage,
-            events=open_events(self.run_dir, generator_id, world=world),
-            timeline=Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world),
-            lag=LagMeter(world.processes),
-        )
-        self.loaded: Loaded | None = None
-        self.playing: Playing | None = None
+        self.lineage, self._parts = lineage, parts
+        self._events = open_events(self.run_dir, generator_id, world=world)
+        self._timeline = Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world)
+        self._lag = LagMeter(world.processes)
+        self._loaded: Loaded | None = None
+        self._connected: Connected | None = None
+        self._installed: WeightManifest | None = None
+        """The weights that were installed last, as they are on this host."""
+        self._factories: dict[bytes, EnvironmentFactory] = {}
+        self._evaluations: list[asyncio.Task[Evaluation]] = []
+        self._ended: list[EpisodeEnd] = []
+        """Episodes that are over, and not reported to the conductor."""
+        self._rejection = ""
+        """Why the run cannot continue."""
+        self._stopping = False
+        self._wake: Callable[[], object] = lambda: None
+        """Of the leasing that runs."""
+        self._sending: dict[asyncio.Task[None], None] = {}
 
     def _ready(self, part: T | None) -> T:
-        """A process is started anew without a word to its callers: what was asked of the one that died must not be answered."""
+        """A restarted process is not announced: what was asked of the one before it must not be answered."""
         if part is None:
             raise NotLoaded(
-                f"{self.generator_id} died, and process {self.world.processes.pid} in its place has not begun yet"
+                f"{self.generator_id} was lost, and process {self.world.processes.pid} in its place is not set up yet"
             )
         return part
+
+    @property
+    def _engine(self) -> Engine:
+        return self._ready(self._loaded).engine
+
+    @property
+    def _renderer(self) -> ChatRenderer:
+        return self._ready(self._loaded).renderer
+
+    @property
+    def _sender(self) -> Sender:
+        return self._ready(self._connected).sender
+
+    # -- start and stop --------------------------------------------------------------------------------------------
 
     def whereabouts(self) -> dict[str, Any]:
         return whereabouts(self.world)
@@ -84,92 +145,252 @@ class GeneratorActor:
     async def start(self) -> dict[str, Any]:
         """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
         config, threads, clock = self.config, self.world.threads, self.world.clock.monotonic
-        self.context.lag.start()
-        engine = self._parts.engine(config, self.model_path, self._engine_seed(), clock)
+        self._lag.start()
+        seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
+        engine = self._parts.engine(config, self.model_path, seed, clock)
         self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
         renderer = await threads.run(self._parts.renderer, self.model_path, config.episode.template_args)
-        self.loaded = loaded = Loaded(self.context, engine, renderer, self._parts.environment)
+        self._loaded = Loaded(engine, renderer)
         await engine.start()
-        self.context.events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
-        factory = await threads.run(loaded.factory, config.env)
+        self._events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
         return {
             **self.whereabouts(),
             "gpus": getattr(engine, "gpus", []),
             "routing": msgspec.structs.asdict(engine.routing) if engine.routing else None,
-            "tasks": await count_tasks(factory),
+            "tasks": await count_tasks(await threads.run(self._factory, config.env)),
         }
 
-    def _engine_seed(self) -> int:
-        """Of what the engine samples; different for every generator and every run."""
-        return random.Random(f"{self.config.seed}/{self.generator_id}").getrandbits(31)
-
     async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
-        """Open the way to the learner, and the one by which its weights come; see `r3async.actors.delivery`. `keys`: see
-        `generator_keys`."""
-        loaded, world, transport = self._ready(self.loaded), self.world, self.config.transport
+        """Connect to the learner, and to the transport of its weights (`delivery.receiver`). `keys`: see `generator_keys`."""
+        self._ready(self._loaded)
+        world, transport = self.world, self.config.transport
         weights = await world.threads.run(receiver, self.config, backend, self.generator_id, world)
         known = generator_keys(transport, keys, world.files)
-        self.playing = Playing(
-            loaded,
-            lambda on_reject: Sender(
-                endpoint, self.generator_id, self.run_id, transport, keys=known, on_reject=on_reject, world=world
-            ),
-            weights,
+        sender = self._parts.sender(
+            endpoint, self.generator_id, self.run_id, transport, keys=known, on_reject=self._rejected, world=world
         )
-        await self.playing.sender.start()
+        self._connected = Connected(sender, weights)
+        await sender.start()
 
-    async def install(self, publication: Publication) -> InstallReport:
-        """Fetch and install published weights while episodes go on."""
-        return await self._ready(self.playing).install(publication)
-
-    async def cached_from_older(self, token_ids: list[int]) -> int:
-        """See `Engine.cached_from_older`."""
-        return await self._ready(self.loaded).engine.cached_from_older(np.asarray(token_ids, np.int32))
-
-    async def differences(self) -> list[Difference]:
-        """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
-        return await self._ready(self.playing).differences()
-
-    async def score(self, token_ids: list[int]) -> np.ndarray:
-        return await self._ready(self.loaded).engine.score(np.asarray(token_ids, np.int32))
-
-    async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
-        """See `engines.probing.sample_probe`, at the run's temperature."""
-        engine = self._ready(self.loaded).engine
-        return await sample_probe(engine, np.asarray(token_ids, np.int32), self.config.episode.temperature)
-
-    def encode_probe(self, text: str) -> list[int]:
-        return self._ready(self.loaded).renderer.encode(text)
-
-    async def run(self, conductor: ActorRef) -> None:
-        """Lease episodes and play them until the conductor says there is nothing more to play.
-
-        All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
-        rejects what stands for a failed episode: its group could never be complete.
-        """
-        await self._ready(self.playing).run(conductor)
+    async def stop(self) -> None:
+        """Cancel what is playing, close the sender, shut the engine down."""
+        self._lag.stop()
+        for evaluation in self._evaluations:
+            evaluation.cancel()
+        self._stopping = True
+        self._wake()
+        await asyncio.sleep(STOP_SECONDS)
+        if self._connected is not None:
+            await self._connected.sender.close()
+            await self.world.threads.run(self._connected.weights.close)
+        if self._loaded is not None:
+            await self._loaded.engine.stop()
+        await self.world.keeper.finish(CLOSE_SECONDS)
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/GENERATOR.txt`."""
         return str(self.world.processes.dump_stacks(self.run_dir / "stacks" / f"{self.generator_id}.txt", reason))
 
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def install(self, publication: Publication) -> InstallReport:
+        """Fetch and install published weights while episodes continue."""
+        weights, clock = self._ready(self._connected).weights, self.world.clock
+        if (of := publication.manifest.lineage) != self.lineage:
+            raise WeightError(
+                f"version {publication.manifest.version} is of lineage {of}, and {self.generator_id} is of {self.lineage}"
+            )
+        limit, before = self.config.weights.install_timeout, clock.monotonic()
+        manifest = await self.world.threads.run(weights.fetch, publication.manifest, publication.parts, limit)
+        self._installed = manifest
+        fetched = clock.monotonic() - before
+        report = await self._engine.install(manifest, max(0.0, limit - fetched))
+        ended = clock.time()
+        self._timeline.add("pause", ended - report.pause_seconds, ended, version=manifest.version)
+        return msgspec.structs.replace(report, fetch_seconds=fetched)
+
+    async def differences(self) -> list[Difference]:
+        """Which tensors of the version that was installed last the engine does not hold; see `Engine.differences`."""
+        return await self._engine.differences(self._ready(self._installed), self.config.weights.install_timeout)
+
+    async def cached_from_older(self, token_ids: list[int]) -> int:
+        """See `Engine.cached_from_older`."""
+        return await self._engine.cached_from_older(np.asarray(token_ids, np.int32))
+
+    async def score(self, token_ids: list[int]) -> np.ndarray:
+        return await self._engine.score(np.asarray(token_ids, np.int32))
+
+    async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
+        """See `engines.probing.sample_probe`, at the run's temperature."""
+        return await sample_probe(self._engine, np.asarray(token_ids, np.int32), self.config.episode.temperature)
+
+    def encode_probe(self, text: str) -> list[int]:
+        return self._renderer.encode(text)
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    async def run(self, conductor: ActorRef) -> None:
+        """Lease episodes and play them until the conductor answers that nothing is left to play.
+
+        All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
+        rejects what stands for a failed episode: its group could never be complete.
+        """
+        config = self.config
+        recorded = recording(self._engine, self.run_dir, self.generator_id, config, world=self.world)
+        engine = timed(recorded, self._timeline)
+        async with agent_player(
+            config.env,
+            engine,
+            self._renderer,
+            config.episode,
+            config.serving,
+            generator_id=self.generator_id,
+            report=self._events.warning,
+            directory=self.run_dir,
+            world=self.world,
+        ) as play:
+            player = GroupPlayer(
+                factory=self._factory(self.config.env),
+                engine=engine,
+                renderer=self._renderer,
+                settings=self.config.episode,
+                generator_id=self.generator_id,
+                deliver=self._deliver,
+                report=self._events.warning,
+                play=play,
+                over=self._over,
+                clock=self.world.clock.time,
+            )
+            leasing = Leasing(
+                config,
+                self.world.clock.monotonic,
+                engine,
+                player,
+                generator_id=self.generator_id,
+                conductor=conductor,
+                play=lambda lease: self._play(player, lease),
+                ended=self._ended,
+                load=lambda: self._load(player),
+                check=self._raise_rejection,
+            )
+            self._wake = leasing.wake
+            await leasing.run(lambda: self._stopping)
+            await self._sender.flush(config.transport.ack_timeout)
+            self._raise_rejection()
+            await leasing.report()
+
+    def _load(self, player: GroupPlayer) -> dict[str, float]:
+        return {
+            "playing": player.playing,
+            "ended": player.ended,
+            "unacknowledged": self._sender.unacknowledged,
+            "acknowledged": self._sender.acked,
+            **{f"lag_{name}": value for name, value in self._lag.figures().items()},
+        }
+
+    def _over(self, end: EpisodeEnd) -> None:
+        self._ended.append(end)
+        self._wake()
+
+    def _play(self, player: GroupPlayer, lease: GroupLease) -> Coroutine[Any, Any, None]:
+        """What is still played here, or waits for its acknowledgement, is not played twice: this process was silent, its leases
+        returned, and some came back to it."""
+        new = []
+        for index in lease.episode_indices:
+            name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
+            if (lease.group_index, index) not in player.active and name not in self._sender:
+                new.append(index)
+        return self._timed(player.play(msgspec.structs.replace(lease, episode_indices=tuple(new))))
+
+    async def _timed(self, playing: Coroutine[Any, Any, None]) -> None:
+        with self._timeline.span("play"):
+            await playing
+
+    def _raise_rejection(self) -> None:
+        if self._rejection:
+            raise TransportError(self._rejection)
+
+    # -- trajectories ----------------------------------------------------------------------------------------------
+
+    async def _deliver(self, trajectory: Trajectory) -> None:
+        """Send it, or what stands for it if the learner would not take it."""
+        trajectory = msgspec.structs.replace(
+            trajectory, lineage=self.lineage
+        )  # of its versions: the engine has no others
+        try:
+            await off_loop(self.world.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+        except InvalidTrajectory as error:  # the learner would refuse it for the same reason
+            self._rejected(trajectory, f"{self.generator_id} made it wrong: {error}")
+        else:
+            await self._sender.send(trajectory)
+
+    def _check(self, trajectory: Trajectory) -> None:
+        """What the learner will ask of it, as far as that is known here. Raises `InvalidTrajectory`."""
+        engine = self._engine
+        validate_trajectory(
+            trajectory,
+            vocab_size=None,
+            learner_version=engine.version,
+            max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            routing=engine.routing,
+            samples_per_group=self.config.schedule.samples_per_group,
+        )
+
+    def _rejected(self, trajectory: Trajectory, reason: str) -> None:
+        """The learner will never take it. Its group is trained without it, unless that happens too often (`Tasks`)."""
+        name = trajectory.trajectory_id
+        self._events.error("trajectory_rejected", trajectory_id=name, reason=reason)
+        failure = f"the learner rejected trajectory {name}: {reason}"
+        if not trajectory.turns:  # what stands for a failed episode
+            self._rejection = failure
+            self._wake()
+            return
+        task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
+        self._over(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", failure))
+        routing, end_id, now = self._engine.routing, self._renderer.end_id, self.world.clock.time()
+        instead = failed_trajectory(task, routing, end_id, generator_id=self.generator_id, at=now)
+        sending = asyncio.create_task(self._sender.send(msgspec.structs.replace(instead, lineage=self.lineage)))
+        self._sending[sending] = None
+        sending.add_done_callback(self._sending.pop)
+
+    # -- environments ----------------------------------------------------------------------------------------------
+
+    def _factory(self, env: EnvConfig) -> EnvironmentFactory | None:
+        """One for each environment, however often it is played: it may own processes. None for an agent."""
+        if is_agent(env):
+            return None
+        key = msgspec.json.encode(to_dict(env, reveal=True))
+        if key not in self._factories:
+            self._factories[key] = self._parts.environment(env)
+        return self._factories[key]
+
     async def evaluate(self) -> dict[str, Any]:
-        """Play the tasks of `[evaluation]` beside the leases; nothing of it goes to the learner. Returns an `Evaluation`.
+        """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner. Returns an `Evaluation`.
 
         Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
         """
-        return await self._ready(self.loaded).evaluate()
-
-    async def stop(self) -> None:
-        """Cancel what is playing, close the sender, shut the engine down."""
-        self.context.lag.stop()
-        if self.loaded is not None:
-            self.loaded.give_evaluations_up()
-        if self.playing is not None:
-            self.playing.stop()
-        await asyncio.sleep(STOP_SECONDS)
-        if self.playing is not None:
-            await self.playing.close()
-        if self.loaded is not None:
-            await self.loaded.engine.stop()
-        await self.world.keeper.finish(CLOSE_SECONDS)
+        config, settings, env = self.config, self.config.evaluation, evaluated(self.config)
+        playing = asyncio.create_task(
+            evaluate(
+                env,
+                self._factory(env),
+                self._engine,
+                self._renderer,
+                config.episode,
+                config.serving,
+                episodes=settings.episodes,
+                seed=settings.seed,
+                trained=config.env,
+                concurrency=config.generator.concurrency,
+                generator_id=self.generator_id,
+                report=self._events.warning,
+                world=self.world,
+            )
+        )
+        self._evaluations.append(playing)
+        try:
+            return msgspec.to_builtins(await asyncio.wait_for(playing, settings.timeout))
+        except TimeoutError as error:
+            raise TimeoutError(f"it took longer than evaluation.timeout = {settings.timeout} s") from error
+        finally:
+            self._evaluations.remove(playing)

@@ -121,8 +121,8 @@ class Leasing:
                 given_up.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
-    async def tell(self) -> None:
-        """Tell the conductor of the last episodes; it is asked for nothing more."""
+    async def report(self) -> None:
+        """Report the last episodes to the conductor, and ask for nothing more."""
         if self._ended:
             await self._call(0)
 

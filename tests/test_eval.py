@@ -11,24 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import r3async.actors.generator
 from r3async.actors.dispatch import LeaseAnswer, LeaseCall
 from r3async.actors.evaluation import Evaluator
 from r3async.actors.fleet import Fleet
-from r3async.actors.generator import GeneratorActor
-from r3async.actors.playing import Context, GeneratorParts, Loaded, Playing
+from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.process import NotLoaded, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.factory import environment_factory
-from r3async.record.events import open_events
-from r3async.record.timeline import LagMeter, Timeline
 from r3async.rollout.agents.agents import check_environment
 from r3async.rollout.agents.tasks import evaluation_tasks
 from r3async.rollout.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.seeds import evaluation_seed, training_seed
 from r3async.tools.eval import Target, check_target, describe, find_target, run_evaluation
-from r3async.weights.transport import SharedMemoryReceiver
+from r3async.transport.keys import new_keys
 from r3async.world.real import REAL
 from tests.helpers_serving import ready, renderer, said
 from tests.helpers_world import StandIn
@@ -433,6 +429,9 @@ class Learner:
     def __init__(self):
         self.got = {}
 
+    async def start(self):
+        pass
+
     @property
     def acked(self):
         return len(self.got)
@@ -450,12 +449,19 @@ class Learner:
         return False
 
 
-def context(config, run_dir):
-    events, timeline = open_events(run_dir, "g"), Timeline(run_dir, "g", enabled=False)
-    return Context(REAL, config, "run", run_dir, "g", 1, events, timeline, LagMeter())
+@pytest.fixture
+def made(monkeypatch):
+    """`made(directory, config, engine, chat, sender)`: a generator, in this process."""
+    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+
+    def make(directory, config, engine, chat, sender=None):
+        parts = GeneratorParts(lambda *args: engine, lambda *args: chat, sender=lambda *args, **facts: sender)
+        return GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(directory), parts=parts)
+
+    return make
 
 
-async def play_run(tmp_path, evaluations, groups=3):
+async def play_run(made, directory, evaluations, groups=3):
     """What a generator delivers of `groups` leases at S = 0, with evaluations beside each or without."""
     settings = {"every": 1 if evaluations else 0, "episodes": 6, "seed": 0}
     config = load_config("quickstart", ["schedule.samples_per_group=2", "schedule.max_staleness=0"])
@@ -466,8 +472,9 @@ async def play_run(tmp_path, evaluations, groups=3):
         return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.end_id]
 
     engine = await ready(answer)
-    loaded = Loaded(context(config, tmp_path), engine, chat)
-    playing = Playing(loaded, lambda on_reject: sender, SharedMemoryReceiver())
+    actor = made(directory, config, engine, chat, sender)
+    await actor.start()
+    await actor.connect("", "shared_memory", new_keys()[1])
     results = []
 
     async def lease(message):
@@ -478,22 +485,24 @@ async def play_run(tmp_path, evaluations, groups=3):
             await asyncio.sleep(0.01)
         played = len(sender.got) // 2
         if evaluations and len(results) <= played < groups:
-            results.append(asyncio.create_task(loaded.evaluate()))
+            results.append(asyncio.create_task(actor.evaluate()))
         free = len(sender.got) == 2 * played and played not in lease.given and played < groups
         leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and call.room else []
         lease.given |= {g.group_index for g in leases}
         return msgspec.msgpack.encode(LeaseAnswer(leases, more=played < groups))
 
     lease.given = set()
-    await asyncio.wait_for(playing.run(StandIn(lease=lease)), 30)
+    await asyncio.wait_for(actor.run(StandIn(lease=lease)), 30)
     evaluated = await asyncio.gather(*results)
-    await playing.close()
+    await actor.stop()
     return sender.got, evaluated, engine
 
 
-async def test_training_data_is_the_same_with_and_without_evaluation_and_no_evaluation_is_sent_to_the_learner(tmp_path):
-    plain, none, _ = await play_run(tmp_path / "a", evaluations=False)
-    beside, evaluated, engine = await play_run(tmp_path / "b", evaluations=True)
+async def test_training_data_is_the_same_with_and_without_evaluation_and_no_evaluation_is_sent_to_the_learner(
+    made, tmp_path
+):
+    plain, none, _ = await play_run(made, tmp_path / "a", evaluations=False)
+    beside, evaluated, engine = await play_run(made, tmp_path / "b", evaluations=True)
     assert none == []
     assert len(evaluated) == 3
     assert all(e["episodes"] == 6 for e in evaluated)
@@ -509,14 +518,11 @@ async def test_training_data_is_the_same_with_and_without_evaluation_and_no_eval
     assert len(asked) == 3 * 6 * 3 + 3 * 2 * 3
 
 
-async def test_a_generator_that_stops_gives_its_evaluations_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(r3async.actors.generator, "begin", lambda *args: None)
-    config = load_config("quickstart", [])
+async def test_a_generator_that_stops_gives_its_evaluations_up(made, tmp_path):
     never = asyncio.Event()
     engine, chat = await ready([[1]], pace=never.wait), renderer()
-    parts = GeneratorParts(lambda *args: engine, lambda *args: chat)
-    actor = GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(tmp_path), parts=parts)
-    with pytest.raises(NotLoaded, match="has not begun yet"):
+    actor = made(tmp_path, load_config("quickstart", []), engine, chat)
+    with pytest.raises(NotLoaded, match="is not set up yet"):
         await actor.evaluate()
     await actor.start()
     evaluating = asyncio.create_task(actor.evaluate())

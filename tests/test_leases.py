@@ -242,16 +242,16 @@ async def test_a_generator_asks_when_there_is_room_for_a_group_and_no_call_waits
     g.end(2, 1)
     g.asked.reply(3, [], more=False)
     await asyncio.wait_for(running, LIMIT)
-    await asyncio.wait_for(tell(g, answering=4), LIMIT)
+    await asyncio.wait_for(report(g, answering=4), LIMIT)
     assert [(e.group_index, e.episode_index) for e in g.asked.calls[4].ended] == [(1, 1), (2, 1)]
 
 
-async def tell(g: Playing, answering: int) -> None:
-    telling = asyncio.create_task(g.leasing.tell())
+async def report(g: Playing, answering: int) -> None:
+    reporting = asyncio.create_task(g.leasing.report())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     g.asked.reply(answering, [], more=False)
-    await telling
+    await reporting
 
 
 async def test_a_heartbeat_says_what_room_there_is_and_overtakes_the_call_that_waits():

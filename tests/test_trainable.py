@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.playing import Context, Loaded, Playing
-from r3async.config import config_from_dict
+from r3async.actors.generator import Connected, GeneratorActor, Loaded
+from r3async.config import config_from_dict, to_dict
 from r3async.data.records import Sample, Trajectory, Turn
 from r3async.learner.sound import sound
 from r3async.learner.trainer import prepare
-from r3async.record.events import open_events
-from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.quarantine import Quarantine
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.wire import encode_trajectory
@@ -170,22 +168,22 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
 # -- where it is made --------------------------------------------------------------------------------------------------
 
 
-async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path):
-    config = config_from_dict({"supervise": {"max_failed_fraction": 1.0}})
+async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+    config = to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
     sent: list[Trajectory] = []
 
     async def send(trajectory: Trajectory) -> None:
         sent.append(trajectory)
 
-    timeline = Timeline(tmp_path, "g0", enabled=False)
-    context = Context(REAL, config, "run", tmp_path, "g0", 3, open_events(tmp_path, "g0"), timeline, LagMeter())
     engine: Any = SimpleNamespace(routing=ROUTING, version=3)
     renderer: Any = SimpleNamespace(end_id=0)
     sender: Any = SimpleNamespace(send=send)
-    playing = Playing(Loaded(context, engine, renderer), lambda on_reject: sender, SharedMemoryReceiver())
-    await playing.deliver(make_trajectory(0, 0))
-    await playing.deliver(POISON["reward of 1e39"][0])
-    await asyncio.gather(*playing._sending)
+    actor = GeneratorActor(REAL, "g0", "run", config, "model", str(tmp_path), lineage=3)
+    actor._loaded, actor._connected = Loaded(engine, renderer), Connected(sender, SharedMemoryReceiver())
+    await actor._deliver(make_trajectory(0, 0))
+    await actor._deliver(POISON["reward of 1e39"][0])
+    await asyncio.gather(*actor._sending)
     assert [(t.trajectory_id, len(t.turns), t.lineage) for t in sent] == [("g0e0", 1, 3), ("g00000000e0000", 0, 3)]
     text = (tmp_path / "events.jsonl").read_text()
     assert "trajectory_rejected" in text

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from r3async.actors.playing import GeneratorParts
+from r3async.actors.generator import GeneratorParts
 from r3async.actors.process import RunFailed
 from r3async.record.reading import read_objects
 from r3async.rollout.engines.base import EngineError

@@ -9,9 +9,8 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.generator import GeneratorActor
+from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.pipeline import Pipeline
-from r3async.actors.playing import GeneratorParts
 from r3async.actors.run_dir import open_run
 from r3async.actors.supervise import supervise
 from r3async.config import load_config

@@ -16,7 +16,7 @@ from r3async.checkpoint import (
     find_checkpoint,
     rewind,
 )
-from r3async.checkpoint.directory import Report, silent
+from r3async.checkpoint.directory import silent
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import mark, origin_of, read_starts
 from r3async.checkpoint.state import RECORDS
@@ -24,6 +24,7 @@ from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_to
 from r3async.record.events import open_events
 from r3async.record.reading import QUARANTINE
 from r3async.world import Files, World
+from r3async.world.appending import Report
 from r3async.world.files import make_directory, read_file, replace_file, settle_directory
 from r3async.world.real import REAL
 
@@ -34,7 +35,7 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class RunDir:
-    """`path`: the directory, with the resolved configuration in it. `resume`: where the run goes on from, if it does."""
+    """`path`: the directory, with the resolved configuration in it. `resume`: what the run resumes from, if it does."""
 
     path: Path
     resume: Opened | None
@@ -71,7 +72,7 @@ async def open_run(
 ) -> RunDir:
     """`directory`, new, or as its newest intact checkpoint left it. `report`: what is found among the checkpoints.
 
-    `resume = auto` resumes in a directory with checkpoints, and begins again in that of a run which made none yet. `none` moves
+    `resume = auto` resumes in a directory with checkpoints, and starts again in that of a run which made none yet. `none` moves
     one that exists aside. The path of a checkpoint, or of another run, begins a new run there with the records of the old one.
     Raises `ConfigError` and `CheckpointError`, which say what to do; then nothing has changed, except that checkpoints which
     cannot be read are named so.
@@ -119,7 +120,7 @@ def _begin_again_from_nothing(config: Config, directory: Path, say: Callable[[st
     saved = tomllib.loads(read_file(before, files=world.files).decode())
     for key, (was, now) in check_settings(to_dict(config_from_dict(saved)), config).items():
         say(f"changed since the run began: {key} was {was!r}, is {now!r}")
-    say(f"{directory} has no checkpoint yet: the run begins again, with what its spool has kept")
+    say(f"{directory} has no checkpoint yet: the run starts again, with what its spool has kept")
     events = open_events(directory, "driver", world=world)
     events.warning("begun_without_checkpoint", directory=str(directory))
     _take_back(directory, None, world.files)
@@ -127,7 +128,7 @@ def _begin_again_from_nothing(config: Config, directory: Path, say: Callable[[st
 
 
 def _check_origin(found: Opened | None, checkpoints: Checkpoints, directory: Path, files: Files) -> None:
-    """A run without checkpoints of its own goes on only from where it began: numbers of lineages are of one line."""
+    """A run without checkpoints of its own resumes only from where it began: numbers of lineages are of one line."""
     starts = read_starts(directory, files=files) or []
     origin = origin_of(found, checkpoints.directory) if found else ""
     if checkpoints.empty and starts and starts[-1].origin != origin:
@@ -199,7 +200,7 @@ def _resume(
         checkpoints.supersede(opened.state.steps)
     if opened is None:
         return None
-    say(f"going on from step {opened.state.steps} ({opened.path})")
+    say(f"resumes from step {opened.state.steps} ({opened.path})")
     for key, (was, now) in _check(opened, config).items():
         say(f"changed since the checkpoint: {key} was {was!r}, is {now!r}")
     if opened.path.parent.absolute() != checkpoints.directory.absolute():  # of another run
@@ -238,7 +239,7 @@ def _take_back(directory: Path, resume: Opened | None, files: Files) -> None:
 
 
 def _check(opened: Opened, config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ. Raises if the run can not go on with them, or is over."""
+    """The settings that differ. Raises if the run cannot resume with them, or is over."""
     changed = check_settings(opened.state.config, config)
     if opened.state.steps >= config.steps:
         raise ConfigError(

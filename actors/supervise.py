@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from r3async.actors.pipeline import STATUS_SECONDS, Pipeline, Running
 from r3async.actors.process import NotTrained, ProcessDied, RunFailed
 from r3async.actors.run_dir import RunDir, begin_again
-from r3async.checkpoint.directory import Report
 from r3async.config import Config
 from r3async.world import World
+from r3async.world.appending import Report
 
 POLL_SECONDS = 1.0
 RESULT_SECONDS = 10.0

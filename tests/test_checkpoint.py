@@ -69,7 +69,7 @@ def test_a_run_none_of_whose_checkpoints_is_intact_is_not_begun_anew_in_silence(
     (write_checkpoint(checkpoints, 10) / "run.json").unlink()
     with pytest.raises(CheckpointError, match=r'step 10: run\.json.*resume="none"'):
         checkpoints.newest()
-    # A second try, with nothing left to read, must not begin anew either.
+    # A second try, with nothing left to read, must not begin again either.
     with pytest.raises(CheckpointError, match=r'resume="none"'):
         checkpoints.newest()
     checkpoints.supersede(-1)

@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     again, screen = run(untrained, tmp_path, "killed", *exact)
     assert again == killed
     assert "checkpoint bad" in screen
-    assert f"going on from step {back} " in screen
+    assert f"resumes from step {back} " in screen
     assert 4 <= back < last < 20
     assert [events(killed, "resumed")[-1]["step"], checkpoints.steps()[-1]] == [back, 20]
     check_books(killed, 20)

@@ -144,7 +144,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_name
     assert (run.path, run.resume, run.began) == (path, None, True)
     assert (path / "metrics.jsonl").read_text() == (path / "trained.jsonl").read_text() == ""
     assert (path / "spool" / "000000000-0000.spool").read_bytes() == b"kept"
-    assert any("has no checkpoint yet: the run begins again" in line for line in said)
+    assert any("has no checkpoint yet: the run starts again" in line for line in said)
     assert any("learner.lr was" in line for line in said)
     assert read_objects(path / "events.jsonl")[-1]["event"] == "begun_without_checkpoint"
     run.lock.close()

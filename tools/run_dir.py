@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from r3async.actors import run_dir
-from r3async.checkpoint.directory import Report, silent
+from r3async.checkpoint.directory import silent
 from r3async.config import Config
+from r3async.world.appending import Report
 
 
 def open_run(

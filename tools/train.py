@@ -24,7 +24,7 @@ from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.actors.pipeline import Pipeline
-    from r3async.checkpoint.directory import Report
+    from r3async.world.appending import Report
 
 
 class Outlets:

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's weights, optimizer and books in one directory that is complete or not there."""
+"""Checkpoints: a run's weights, optimizer and state in one directory that is complete or not there."""
 
 from r3async.checkpoint.directory import Checkpoints, Opened, find_checkpoint, open_checkpoint
 from r3async.checkpoint.manifest import CheckpointError, FileRecord

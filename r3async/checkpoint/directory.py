@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from r3async.checkpoint.manifest import (
     MANIFEST,
@@ -30,6 +30,7 @@ from r3async.checkpoint.manifest import (
 from r3async.checkpoint.state import RunState, decode_state, encode_state
 from r3async.config import Config
 from r3async.world import Files
+from r3async.world.appending import Report
 from r3async.world.files import make_directory, read_file
 from r3async.world.real import REAL
 
@@ -40,12 +41,6 @@ STATE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
 TRIES = 3
 """To read a checkpoint that the disk does not give."""
-
-
-class Report(Protocol):
-    """Where findings go: `events.warning`."""
-
-    def __call__(self, event: str, /, **facts: object) -> object: ...
 
 
 def silent(event: str, /, **facts: object) -> None:
@@ -192,7 +187,7 @@ class Checkpoints:
     def newest(self) -> Opened | None:
         """The newest checkpoint that is intact; None if there never was one. Those that are not are set aside and reported.
 
-        Raises `CheckpointError` if there are some and none is intact: to begin anew would throw the run away in silence. Raises
+        Raises `CheckpointError` if there are some and none is intact: to begin again would throw the run away in silence. Raises
         `Unreadable`, and sets nothing aside for it, if the disk does not give one.
         """
         reasons: list[str] = []
@@ -207,7 +202,7 @@ class Checkpoints:
             said = "; ".join(reasons) or "only those are left that could not be read before"
             raise CheckpointError(
                 f"no checkpoint in {self.directory} can be read ({said}); they are kept there as *.bad. Set "
-                'resume="none" to begin anew'
+                'resume="none" to begin again'
             )
         return found
 
@@ -217,7 +212,7 @@ class Checkpoints:
         return [self.directory / name for name in names if name.startswith("step-") and ".bad" in name]
 
     def supersede(self, step: int) -> None:
-        """Set aside all checkpoints of later steps: the run goes on from `step`, and will make them anew. Before step 0, where
+        """Set aside all checkpoints of later steps: the run resumes from `step`, and makes them again. Before step 0, where
         a run begins, also those that could not be read."""
         for later in self.steps():
             if later > step:

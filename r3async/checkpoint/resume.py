@@ -73,7 +73,7 @@ def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[
         said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
         raise CheckpointError(
             f"the run cannot be resumed with other settings: {said}. Set them back, or set "
-            f'resume="none" to begin anew. What may differ: {MAY_DIFFER}'
+            f'resume="none" to begin again. What may differ: {MAY_DIFFER}'
         )
     return changed
 
@@ -163,7 +163,7 @@ def read_starts(run_dir: Path, *, files: Files = REAL.files) -> list[Start] | No
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{run_dir / LINEAGES} cannot be read ({error}): it numbers the starts of the run, and without it tokens of weights "
-            'that are gone could be trained. Move it and spool/ aside, or set resume="none"'
+            'that a resume took back could be trained. Move it and spool/ aside, or set resume="none"'
         ) from error
 
 

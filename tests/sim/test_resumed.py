@@ -101,7 +101,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
         file.append([b"{"])
     run_dir = machine.train(*EXACT)
     assert "checkpoint bad" in machine.person.screen
-    assert f"going on from step {back} " in machine.person.screen
+    assert f"resumes from step {back} " in machine.person.screen
     assert 4 <= back < last < 20
     assert [events(run_dir, "resumed")[-1]["step"], Checkpoints(run_dir / "checkpoints").steps()[-1]] == [back, 20]
     expected, digest = straight
@@ -125,7 +125,7 @@ def test_a_stop_leaves_a_checkpoint_and_ends_well_and_the_same_command_goes_on(m
     assert len(trained(run_dir)) == step == state.steps < 400
     assert f"stopped after {step} of 400 steps; to go on: the same command with name=run" in machine.person.screen
     machine.train(f"steps={step + 3}", "schedule.max_staleness=1", "checkpoint.every_steps=2")
-    assert f"going on from step {step} " in machine.person.screen
+    assert f"resumes from step {step} " in machine.person.screen
     check_books(run_dir, step + 3)
     rows = read_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, step + 4))

@@ -118,7 +118,7 @@ def _tensors(part: Part) -> list[TensorSeen]:
 def describe(seen: CheckpointSeen, limit: int) -> list[str]:
     """In words. `limit`: tensors to name; 0: all."""
     size = sum(file.size for file in seen.files)
-    intact = "intact" if not seen.problems else "BROKEN: it can not be resumed from"
+    intact = "intact" if not seen.problems else "BROKEN: it cannot be resumed from"
     step = "unknown step" if seen.step is None else f"after step {seen.step}"
     lines = [f"checkpoint {seen.path}: {step}, {size:,} bytes, {intact}", "files"]
     for file in seen.files:

@@ -21,7 +21,7 @@ from r3async.actors.process import ProcessDied, RunFailed
 from r3async.actors.run_dir import LOCK_SECONDS, open_run
 from r3async.actors.supervise import supervise
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.directory import Report, silent
+from r3async.checkpoint.directory import silent
 from r3async.config import Config, ConfigError, InitConfig
 from r3async.data.model_shape import moe_geometry
 from r3async.record.timeline import Span, read_timeline
@@ -32,6 +32,7 @@ from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import draw_workload
+from r3async.world.appending import Report
 from r3async.world.simulated.delays import Delays
 from r3async.world.simulated.loop import Deadlock, LimitReached
 from r3async.world.simulated.processes import HostProcess

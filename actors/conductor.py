@@ -21,8 +21,8 @@ from r3async.actors.watch import Watch
 from r3async.checkpoint import RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState, decode_state
 from r3async.config import Config, config_from_dict
-from r3async.data.lineage import FIRST, Lineage
 from r3async.data.model_shape import RoutingShape
+from r3async.data.versions import FIRST, Lineage
 from r3async.record.events import open_events
 from r3async.record.steps import StepRows
 from r3async.record.timeline import LagMeter, Timeline

@@ -11,15 +11,17 @@ import numpy as np
 
 from r3async.actors.process import ProcessDied
 from r3async.config import Config, is_loopback
-from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
-from r3async.weights.publish import EncodedWeights, VersionFolder, default_directory
-from r3async.weights.transport import (
+from r3async.weights.publish import (
+    EncodedWeights,
     Publication,
+    Publisher,
     SharedMemoryReceiver,
-    SharedMemorySender,
+    VersionFolder,
+    WeightManifest,
     WeightReceiver,
     WeightSender,
+    default_directory,
 )
 from r3async.world import ActorLost, Actors, World
 from r3async.world.real import REAL
@@ -50,7 +52,7 @@ def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:
         return NcclSender(directory(config), config.transport.host, weights.bucket_bytes, weights.install_timeout)
     if backend == "object_store":
         return ObjectStoreSender(config.weights.bucket_bytes, world.actors)
-    return SharedMemorySender(directory(config), bucket_bytes=config.weights.bucket_bytes, world=world)
+    return Publisher(directory(config), bucket_bytes=config.weights.bucket_bytes, world=world)
 
 
 def receiver(config: Config, backend: str, generator_id: str, world: World = REAL) -> WeightReceiver:

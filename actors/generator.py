@@ -39,10 +39,8 @@ from r3async.transport.intake import TOKEN_BYTES
 from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError, off_loop
-from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import WeightError
-from r3async.weights.transport import Publication, WeightReceiver
+from r3async.weights.publish import Difference, Publication, WeightError, WeightManifest, WeightReceiver
 from r3async.world import ActorRef, World
 
 CLOSE_SECONDS = 5.0

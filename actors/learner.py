@@ -20,8 +20,8 @@ from r3async.actors.reception import Reception
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import ConductorState
 from r3async.config import config_from_dict
-from r3async.data.lineage import FIRST, Lineage
 from r3async.data.model_shape import RoutingShape
+from r3async.data.versions import FIRST, Lineage
 from r3async.learner.batch.cost import cost_model
 from r3async.record.events import open_events
 from r3async.record.timeline import LagMeter, Timeline

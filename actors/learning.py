@@ -15,8 +15,8 @@ from r3async.actors.reception import Reception
 from r3async.checkpoint import CheckpointWriter
 from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
 from r3async.config import Config
-from r3async.data.lineage import Lineage
 from r3async.data.records import Trajectory
+from r3async.data.versions import Lineage
 from r3async.learner.batch.cost import Cost
 from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
 from r3async.record.timeline import LagMeter, Timeline

@@ -12,7 +12,7 @@ import numpy as np
 from r3async.actors.delivery import Published
 from r3async.actors.ranks import LocalLearner, RankedLearner
 from r3async.config import Config
-from r3async.data.lineage import Lineage
+from r3async.data.versions import Lineage
 from r3async.record.timeline import Timeline
 from r3async.world import Lane, World
 

@@ -16,7 +16,7 @@ from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learner.base import LearnerError, MinibatchResult
 from r3async.learner.batch.packing import MicroBatch
-from r3async.weights.transport import Publication, WeightSender
+from r3async.weights.publish import Publication, WeightSender
 from r3async.world import ActorRef, Actors, Placement, World
 from r3async.world.real import REAL
 

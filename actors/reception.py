@@ -9,9 +9,9 @@ from typing import Any
 
 from r3async.actors.process import wait_until
 from r3async.config import Config
-from r3async.data.lineage import Lineage
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory, is_name_in
+from r3async.data.versions import Lineage
 from r3async.learner.base import LearnerError
 from r3async.learner.sound import Unsound
 from r3async.schedule.admission import age_bound, most_groups, slots_of

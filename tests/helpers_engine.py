@@ -12,8 +12,7 @@ import torch
 from r3async.rollout.engines.base import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.engines.vllm_worker import WorkerExtension
-from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import Publisher, WeightManifest
 
 VOCABULARY = 264
 END = 257

@@ -27,7 +27,7 @@ from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import validate_trajectory
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import WeightManifest
 from tests import helpers_torch as ht
 
 LIMITS = EpisodeConfig(max_turns=1, max_new_tokens=8, retries=1)

@@ -16,9 +16,8 @@ from r3async.actors.installer import Installer
 from r3async.actors.process import NotLoaded, ProcessDied, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines.base import InstallReport
-from r3async.weights.manifest import Difference, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.transport import Publication
+from r3async.weights.publish import Difference, Publication, WeightManifest
 from r3async.world import ActorLost
 from r3async.world.real import REAL
 from tests.helpers_world import StandIn
@@ -290,7 +289,7 @@ def test_the_backend_follows_from_the_hosts_unless_it_is_named():
 
 
 def test_equal_contents_have_equal_digests():
-    from r3async.weights.manifest import TensorEntry
+    from r3async.weights.publish import TensorEntry
 
     tensors = {"a": TensorEntry("float32", (2,), 1), "b": TensorEntry("float32", (2,), 2)}
     manifest = WeightManifest(1, "x", tensors, 8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointError, Checkpoints, open_checkpoint
 from r3async.checkpoint.resume import LINEAGES, mark, read_starts, take_lineage
-from r3async.data.lineage import Lineage, Start
+from r3async.data.versions import Lineage, Start
 from tests.helpers_checkpoint import write_checkpoint
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from r3async.actors.reception import Reception
 from r3async.config import BufferConfig, config_from_dict
-from r3async.data.lineage import Lineage
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, TokenTable, Trajectory, trajectory_name
+from r3async.data.versions import Lineage
 from r3async.record.events import open_events
 from r3async.record.reading import read_objects
 from r3async.schedule.groups import GroupBuffer

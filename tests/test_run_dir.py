@@ -22,7 +22,7 @@ from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import BufferConfig, ConfigError, load_config, to_dict
-from r3async.data.lineage import Lineage
+from r3async.data.versions import Lineage
 from r3async.record.reading import read_objects
 from r3async.schedule.spool import Spool
 from r3async.tools.capacity import full_disk_is_named

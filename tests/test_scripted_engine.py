@@ -15,7 +15,7 @@ from r3async.data.versions import expand
 from r3async.rollout.engines.base import Engine, EngineError, GenerationRequest
 from r3async.rollout.engines.build import LETTERS, build_engine
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.weights.manifest import WeightManifest
+from r3async.weights.publish import WeightManifest
 from tests.helpers_scripted import scripted_logprob, scripted_routes
 
 PROMPT = np.asarray([5, 6, 7], np.int32)

@@ -20,7 +20,7 @@ from r3async.learner.trainer import prepare
 from r3async.schedule.quarantine import Quarantine
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.wire import encode_trajectory
-from r3async.weights.transport import SharedMemoryReceiver
+from r3async.weights.publish import SharedMemoryReceiver
 from r3async.world.real import REAL
 from tests.test_buffer import ROUTING, make_trajectory
 

@@ -15,8 +15,7 @@ from r3async.data.versions import VersionSpan, expand
 from r3async.rollout.engines.base import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.engines.vllm_update import _confirm
-from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import Publisher
+from r3async.weights.publish import Publisher, WeightManifest
 from tests.helpers_engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.publish import Publisher, WeightError, read_verified, verify
+from r3async.weights.publish import Publisher, TensorEntry, WeightError, WeightManifest, read_verified, verify
 from r3async.world.disk import Disk
 
 

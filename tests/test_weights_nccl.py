@@ -18,7 +18,6 @@ from r3async.rollout.engines import vllm_worker
 from r3async.rollout.engines.vllm_sender import nccl_carrier, read, serve
 from r3async.rollout.engines.vllm_update import _verify
 from r3async.rollout.engines.vllm_worker import WorkerExtension
-from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import (
     Links,
     NcclReceiver,
@@ -33,7 +32,7 @@ from r3async.weights.nccl import (
     decode,
     encode,
 )
-from r3async.weights.publish import WeightError
+from r3async.weights.publish import WeightError, WeightManifest
 
 TIMEOUT = 60.0
 
@@ -443,7 +442,7 @@ def test_vllm_takes_what_it_is_given():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_worker, "ask", lambda *_: offer)
         patch.setattr(vllm_worker, "modules_left_out", lambda model: [])
-        from r3async.weights.manifest import NcclSource, TensorEntry
+        from r3async.weights.publish import NcclSource, TensorEntry
 
         source = NcclSource("tcp://x", "g0", "r", 1.0)
         worker.r3_receive(WeightManifest(0, "", {"w": TensorEntry("bfloat16", (1,), 0)}, 2, source))

@@ -22,7 +22,7 @@ from r3async.actors.publishing import Publishing
 from r3async.actors.ranks import LocalLearner
 from r3async.actors.steps import Steps
 from r3async.config import load_config, to_dict
-from r3async.data.lineage import Lineage
+from r3async.data.versions import Lineage
 from r3async.learner.base import LearnerError
 from r3async.learner.batch.cost import Cost
 from r3async.learner.trainer import TrainedGroups, Trainer
@@ -30,8 +30,7 @@ from r3async.record.events import open_events
 from r3async.record.reading import read_objects
 from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.groups import GroupBuffer
-from r3async.weights.manifest import WeightManifest
-from r3async.weights.transport import Publication
+from r3async.weights.publish import Publication, WeightManifest
 from r3async.world.real import REAL
 from tests import helpers_models as hm
 from tests.helpers_parity import batch, config

@@ -19,7 +19,7 @@ from r3async.checkpoint.directory import STATE, Opened
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.state import RunState
 from r3async.config import HIDDEN, Config, flat, to_dict
-from r3async.data.lineage import Lineage, Start
+from r3async.data.versions import Lineage, Start
 from r3async.schedule.admission import Admission
 from r3async.world import Files
 from r3async.world.appending import whole_bytes

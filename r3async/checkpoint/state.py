@@ -9,7 +9,7 @@ from typing import Any, Self, TypedDict
 import msgspec
 
 from r3async.checkpoint.manifest import CheckpointError
-from r3async.data.lineage import Lineage
+from r3async.data.versions import Lineage
 from r3async.world.appending import Keeper
 
 STATE_SCHEMA = 2

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from r3async.data.lineage import Lineage
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory
 from r3async.data.routes import RoutingError, validate_rows
+from r3async.data.versions import Lineage
 
 MAX_REWARD = 1e15
 """Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""

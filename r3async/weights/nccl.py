@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from r3async.weights.manifest import NcclSource, WeightManifest
-from r3async.weights.publish import Publisher, WeightError
-from r3async.weights.transport import Publication
+from r3async.weights.publish import NcclSource, Publication, Publisher, WeightError, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +225,7 @@ class Links:
 
 
 class NcclSender:
-    """The learner's end: writes versions as `SharedMemorySender` does, and has them sent to whoever asks; see `Links`.
+    """The learner's end: writes versions as `Publisher` does, and has them sent to whoever asks; see `Links`.
 
     `host`: the interface at which generators ask, and meet the senders. A thread answers them, from the first `send` on.
     """

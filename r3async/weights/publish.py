@@ -1,7 +1,9 @@
-"""Publishing weights for the engines of this host, and reading them back verified.
+"""Versions of the weights: what one consists of, how it gets from the learner to the engines' hosts, and how it is verified.
 
 A version is one safetensors file in shared memory, so an engine maps it instead of copying it through a socket. Every
-tensor has a checksum over its bytes: what was published is what is installed, or the run stops and names the tensor.
+tensor has a checksum over its bytes: what was published is what is installed, or the run stops and names the tensor. A version
+arrives as a file that an engine of that host maps, and is verified there before anything is paused. Or, with `weights.nccl`, the
+manifest says where workers receive it when the engine is paused.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import msgspec
 import xxhash
 
 from r3async.data.tensorfile import dtype_name, encode_header, tensor_bytes
-from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.world import Files, World
 from r3async.world.files import make_directory, write_aside
 from r3async.world.real import REAL
@@ -34,6 +37,93 @@ Buffer = bytes | memoryview
 
 class WeightError(RuntimeError):
     """Weights that cannot be published, or a published file that is not what its manifest says."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor as published; `checksum` is XXH3 (64 bits) of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+
+class NcclSource(msgspec.Struct, frozen=True):
+    """Where workers ask for a version that comes to them from the learner's GPU; see `weights.nccl`.
+
+    `receiver` is one start of a generator, `generator`; it asks at `endpoint` (ZeroMQ).
+    """
+
+    endpoint: str
+    generator: str
+    receiver: str
+    timeout: float
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """One version: a safetensors file with Hugging Face names, and its contents.
+
+    `path` is where the file is on this host; empty where it has not arrived yet (see `WeightReceiver`). With a `source`
+    there is no file to read: workers receive the tensors from there, and `path` is the file's on the learner's host. `nbytes`
+    are those of the tensors.
+    """
+
+    version: int
+    path: str
+    tensors: dict[str, TensorEntry]
+    nbytes: int
+    source: NcclSource | None = None
+    lineage: int = 0
+    """In which `version` is counted."""
+
+    @property
+    def digest(self) -> int:
+        """crc32 of the contents' names, shapes, dtypes and checksums: equal contents have equal digests."""
+        return zlib.crc32(msgspec.msgpack.encode(self.tensors, order="sorted"))
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A published tensor of which an engine holds something else: in `elements` places of its `parameter`."""
+
+    tensor: str
+    parameter: str
+    elements: int
+
+
+class Publication(msgspec.Struct, frozen=True):
+    """A version as the learner's host gives it away. `parts` are what the transport needs beside the manifest."""
+
+    manifest: WeightManifest
+    parts: list[Any] = []
+
+
+class WeightSender(Protocol):
+    """At the learner. Blocking; one call at a time."""
+
+    def send(
+        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
+    ) -> Publication:
+        """Give away `tensors` as `version`, floating-point ones in `dtype`. Versions that engines are `reading` stay.
+
+        Raises `WeightError`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing that was sent can be fetched any more. Idempotent."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """At a generator. Blocking; one call at a time."""
+
+    def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+        """Bring a version to this host. The manifest that is returned has the path of a file that is here, and stays until
+        the next version is fetched, or a `source`. Raises `WeightError`, or `TimeoutError` after `timeout` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Remove what was fetched. Idempotent."""
+        ...
 
 
 def default_directory() -> Path:
@@ -135,6 +225,22 @@ class Publisher(VersionFolder):
         encoded = EncodedWeights(version, tensors, dtype, self._bucket_bytes)
         path = self.write(version, encoded.nbytes, encoded, reading)
         return encoded.manifest(str(path))
+
+    def send(
+        self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, reading: Collection[int] = ()
+    ) -> Publication:
+        """See `WeightSender`: once for all engines of this host."""
+        return Publication(self.publish(version, tensors, dtype, reading))
+
+
+class SharedMemoryReceiver:
+    """Nothing to bring: the file is on this host."""
+
+    def fetch(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
+        return manifest
+
+    def close(self) -> None:
+        pass
 
 
 class EncodedWeights:

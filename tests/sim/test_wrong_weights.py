@@ -12,7 +12,7 @@ from r3async.record.reading import read_objects
 from r3async.rollout.engines.base import EngineError
 from r3async.rollout.engines.build import build_engine
 from r3async.rollout.engines.scripted import ScriptedEngine
-from r3async.weights.manifest import Difference
+from r3async.weights.publish import Difference
 from tests.sim.whole import Player, Simulated, renderer
 
 SEEDS = pytest.mark.parametrize("seed", range(3))

@@ -22,8 +22,7 @@ from r3async.rollout.engines.base import InstallReport
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.failures import EpisodeEnd
-from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.transport import Publication
+from r3async.weights.publish import Publication, TensorEntry, WeightManifest
 from r3async.world import ActorRef, World
 
 TELL_SECONDS = 0.25

@@ -11,7 +11,7 @@ import msgspec
 from r3async.checkpoint.directory import STATE, Checkpoints, open_checkpoint
 from r3async.checkpoint.manifest import MANIFEST, CheckpointError, check_file, decode_manifest
 from r3async.checkpoint.state import RunState, decode_state
-from r3async.data.lineage import UNKNOWN, Lineage
+from r3async.data.versions import UNKNOWN, Lineage
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import Part

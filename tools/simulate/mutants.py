@@ -21,7 +21,7 @@ from r3async.actors.ranks import LocalLearner
 from r3async.actors.reception import Reception
 from r3async.checkpoint.directory import Checkpoints
 from r3async.checkpoint.writer import CheckpointWriter
-from r3async.data.lineage import Lineage
+from r3async.data.versions import Lineage
 from r3async.schedule.admission import Admission, GroupLease
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.spool import Spool

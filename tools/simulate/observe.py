@@ -18,8 +18,8 @@ from r3async.actors.dispatch import LeaseAnswer, LeaseCall
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.checkpoint.state import decode_state
-from r3async.data.lineage import Lineage
 from r3async.data.model_shape import RoutingShape
+from r3async.data.versions import Lineage
 from r3async.learner.trainer import TrainedGroups, Trainer
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import DIGEST

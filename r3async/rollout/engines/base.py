@@ -9,7 +9,7 @@ import numpy as np
 
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import VersionSpan
-from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.publish import Difference, WeightManifest
 
 
 class EngineError(RuntimeError):

@@ -25,7 +25,7 @@ from r3async.rollout.engines.base import EngineError, Generation, GenerationRequ
 from r3async.rollout.engines.process import inherited_environment, lineage
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running
 from r3async.rollout.engines.vllm_update import checkpoint_names
-from r3async.weights.manifest import Difference, WeightManifest
+from r3async.weights.publish import Difference, WeightManifest
 
 SCORE_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0

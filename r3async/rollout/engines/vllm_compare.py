@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from r3async.weights.manifest import Difference, WeightManifest
-from r3async.weights.publish import read_verified
+from r3async.weights.publish import Difference, WeightManifest, read_verified
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 _BASE = 128

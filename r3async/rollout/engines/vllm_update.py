@@ -18,8 +18,7 @@ import msgspec
 
 from r3async.rollout.engines.base import EngineError, InstallReport
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests
-from r3async.weights.manifest import Difference, WeightManifest
-from r3async.weights.publish import WeightError, verify
+from r3async.weights.publish import Difference, WeightError, WeightManifest, verify
 
 
 async def install(

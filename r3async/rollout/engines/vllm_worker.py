@@ -19,9 +19,8 @@ import torch
 
 from r3async.rollout.engines.vllm_compare import differences
 from r3async.rollout.engines.vllm_sender import check_group, published_names
-from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import ask
-from r3async.weights.publish import WeightError, read_verified
+from r3async.weights.publish import WeightError, WeightManifest, read_verified
 
 
 def repack_cpu_experts(model: torch.nn.Module) -> int:

@@ -20,9 +20,9 @@ from r3async.schedule.failures import EpisodeEnd
 from r3async.schedule.pace import useful_places
 from r3async.world import ActorRef
 
-LOOK_SECONDS = 0.25
-"""Between two looks, at most, at what the engine does."""
-HEARTBEAT_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+"""Between two looks, at most, at what the engine does. Its limit changes every two seconds at most (`Concurrency`)."""
+HEARTBEAT_SECONDS = 5.0
 """Between two calls of one generator, at most, in a small fleet: whoever is silent is taken for lost."""
 HEARTBEATS_PER_SECOND = 64
 """Of a large one."""

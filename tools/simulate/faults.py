@@ -22,11 +22,14 @@ Kind = Literal[
     "disk_full",
     "disk_error",
     "short_write",
+    "short_put",
     "slow_disk",
     "power",
     "power_writing",
     "kill",
     "kill_writing",
+    "kill_again",
+    "kill_unsaved",
     "freeze",
     "slow_start",
     "failing_start",
@@ -46,12 +49,15 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     `disk_full`       the disk takes nothing more (ENOSPC)
     `disk_error`      whatever writes fails (EIO)
     `short_write`     a share of `amount` of what is appended fails half-way
+    `short_put`       the `amount`th trajectory from then on that is written to the spool fails half-way
     `slow_disk`       each operation on files takes `amount` seconds
     `power`           host `target` ends with all its processes, and is back after `seconds`; if it has the disk, all hosts do,
                       and what was not synced is lost, or torn
     `power_writing`   the same, in the `amount`th operation from then on that changes the disk
     `kill`            the process `target` ends
     `kill_writing`    it ends in its `amount`th operation from then on that changes the disk
+    `kill_again`      it ends, and `amount` seconds after the next start began to train once more, if that is within `seconds`
+    `kill_unsaved`    it ends `amount` seconds after the learner has acknowledged, from then on, what the next start has to refuse
     `freeze`          it is stopped, and goes on after `seconds`
     `slow_start`      processes that start take `amount` seconds longer
     `failing_start`   a share of `amount` of processes that start end at once
@@ -81,29 +87,33 @@ class _Shape(NamedTuple):
     """How often a fault is drawn, whom it hits, how long it lasts and how much; seconds where a stall is one of 60 seconds."""
 
     weight: float
-    target: Literal["generator", "peer", "role", "host", "disk", "none"]
+    target: Literal["generator", "peer", "role", "whole", "host", "disk", "none"]
+    """`whole`: a process without which the run begins again."""
     seconds: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
-    stretched: bool = False
-    """`amount` is in seconds."""
+    unit: Literal["", "seconds", "steps"] = ""
+    """Of `amount`; `steps`: the time that a step takes."""
 
 
 SHAPES: dict[Kind, _Shape] = {
     "cut": _Shape(3, "generator", (0.5, 40)),
     "half_open": _Shape(2, "peer", (1, 40)),
     "stall": _Shape(2, "generator", (0.5, 40)),
-    "delay": _Shape(1, "none", (5, 40), (0.1, 5), True),
+    "delay": _Shape(1, "none", (5, 40), (0.1, 5), "seconds"),
     "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
     "disk_full": _Shape(2, "none", (0.5, 40)),
     "disk_error": _Shape(2, "none", (0.5, 20)),
     "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
-    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), True),
+    "short_put": _Shape(4, "none", (60, 60), (1, 6)),
+    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), "seconds"),
     "power": _Shape(2, "host", (0.5, 20)),
     "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
-    "kill": _Shape(8, "role"),
-    "kill_writing": _Shape(6, "role", (5, 5), (1, 60)),
+    "kill": _Shape(6, "role"),
+    "kill_writing": _Shape(5, "role", (5, 5), (1, 60)),
+    "kill_again": _Shape(2, "whole", (60, 60), (0.1, 3), "steps"),
+    "kill_unsaved": _Shape(9, "whole", (60, 60), (0, 0.5), "steps"),
     "freeze": _Shape(3, "role", (0.5, 100)),
-    "slow_start": _Shape(1, "none", (10, 60), (2, 30), True),
+    "slow_start": _Shape(1, "none", (10, 60), (2, 30), "seconds"),
     "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
     "stop": _Shape(1, "none"),
@@ -131,7 +141,10 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
         if faults and rng.randrange(3) == 0:  # several at once
             at = faults[-1].at + rng.uniform(0, rng.choice(TOGETHER_SECONDS))
         kind = rng.choices(list(kinds), [SHAPES[k].weight for k in kinds])[0]
-        faults.append(_draw(rng, kind, round(at, 3), workload))
+        fault = _draw(rng, kind, round(at, 3), workload)
+        if kind == "kill_again":  # the run is not to be over before that
+            fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
+        faults.append(fault)
     return sorted(faults, key=lambda fault: fault.at)
 
 
@@ -142,13 +155,17 @@ def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Faul
         "generator": generators,
         "peer": [*generators, "learner"],
         "role": workload.roles,
+        "whole": [role for role in workload.roles if role not in generators],
         "host": workload.host_names,
         "disk": workload.host_names[:1],
         "none": [""],
     }[shape.target]
     stretch = workload.stall_seconds / 60
     seconds = _between(rng, shape.seconds, stretch)
-    amount = _between(rng, shape.amount, stretch if shape.stretched else 1.0)
+    unit = {"": 1.0, "seconds": stretch, "steps": workload.train_seconds}[shape.unit]
+    amount = _between(rng, shape.amount, unit)
+    if kind == "kill_again":
+        seconds = round(seconds + amount, 3)
     return Fault(at, kind, rng.choice(targets), seconds, amount)
 
 

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from r3async.tools.simulate.faults import Fault, quiet_after
-from r3async.tools.simulate.history import Injected, Quiet
+from r3async.tools.simulate.history import Acknowledged, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
 from r3async.world.simulated.network import ANY
@@ -30,12 +30,17 @@ class Injector:
         self._active: dict[str, list[Fault]] = {}
         self._rng = simulation.rng("faults")
         self._traps: list[tuple[Fault, Counter[str]]] = []
+        self._again: list[tuple[Fault, int]] = []
+        """What is to end once more, when a lineage after that one has begun to train."""
+        self._unsaved: list[Fault] = []
+        """What is to end when something was acknowledged that the next start has to refuse."""
         self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
         self._delay = simulation.network.delay
         self._start = simulation.plan_start
         simulation.network.delay = self._delayed
         simulation.plan_start = self._planned_start
         self._disk.observe = self._before
+        simulation.listeners.append(self._after)
         self._kinds: dict[str, Callable[[Fault], None]] = {
             "cut": self._cut,
             "half_open": self._half_open,
@@ -45,11 +50,14 @@ class Injector:
             "disk_full": self._spoil_disk,
             "disk_error": self._spoil_disk,
             "short_write": self._spoil_disk,
+            "short_put": self._trap,
             "slow_disk": self._spoil_disk,
             "power": self._lose,
             "power_writing": self._trap,
             "kill": self._kill,
             "kill_writing": self._trap,
+            "kill_again": self._kill_twice,
+            "kill_unsaved": self._wait_for_unsaved,
             "freeze": self._freeze,
             "slow_start": self._lasts,
             "failing_start": self._lasts,
@@ -66,6 +74,8 @@ class Injector:
     def _all_over(self) -> None:
         if not self._waiting_for_hosts():
             self._traps.clear()
+            self._again.clear()
+            self._unsaved.clear()
             self._simulation.see(Quiet)
         else:
             self._at(self._simulation.loop.now + 1.0, self._all_over)
@@ -153,6 +163,34 @@ class Injector:
         if (process := self._simulation.find(fault.target)) is not None:
             self._simulation.end(process, "killed")
 
+    def _kill_twice(self, fault: Fault) -> None:
+        self._again.append((fault, self._simulation.checker.known.lineage))
+        self._kill(fault)
+
+    def _after(self, event: Event) -> None:
+        """An event was seen."""
+        if isinstance(event, Acknowledged) and self._unsaved:
+            if any(map(self._simulation.checker.known.is_unsaved, event.ids)):
+                waited, self._unsaved = self._unsaved, []
+                for fault in waited:
+                    self._at(event.at + fault.amount, self._kill_now, fault)
+        elif isinstance(event, Taken) and self._again:
+            self._end_once_more(event)
+
+    def _wait_for_unsaved(self, fault: Fault) -> None:
+        self._unsaved.append(fault)
+
+    def _end_once_more(self, event: Taken) -> None:
+        begun = [fault for fault, lineage in self._again if event.lineage > lineage]
+        self._again = [(fault, lineage) for fault, lineage in self._again if event.lineage <= lineage]
+        for fault in begun:
+            if (when := event.at + fault.amount) < fault.end:
+                self._at(when, self._kill_now, fault)
+
+    def _kill_now(self, fault: Fault) -> None:
+        self._simulation.see(Injected, f"{fault.describe()}: now")
+        self._kill(fault)
+
     def _freeze(self, fault: Fault) -> None:
         if (process := self._simulation.find(fault.target)) is not None:
             self._simulation.freeze(process)
@@ -167,13 +205,15 @@ class Injector:
             return
         for trap in list(self._traps):
             fault, count = trap
-            if fault.kind == "kill_writing" and process.name != fault.target:
+            if not _concerns(fault, process.name, operation, path):
                 continue
             count["operations"] += 1
             if count["operations"] >= fault.amount:
                 self._traps.remove(trap)
                 self._simulation.see(Injected, f"{fault.describe()}: {process.name}, {operation} {path.name}")
-                if fault.kind == "power_writing":
+                if fault.kind == "short_put":
+                    self._disk.short_once = True
+                elif fault.kind == "power_writing":
                     self._lose(fault)
                 elif isinstance(process, HostProcess):
                     self._simulation.end(process, "killed while it wrote")
@@ -186,3 +226,10 @@ class Injector:
 
     def _step_clock(self, fault: Fault) -> None:
         self._simulation.step_clock(self._simulation.hosts[fault.target], fault.amount)
+
+
+def _concerns(fault: Fault, process: str, operation: str, path: Path) -> bool:
+    """Whether a trap counts this operation."""
+    if fault.kind == "short_put":
+        return operation == "append" and path.suffix == ".spool"
+    return fault.kind == "power_writing" or process == fault.target

@@ -178,6 +178,14 @@ class Known:
         """All its episodes were acknowledged, and none is trained."""
         return all(trajectory_name(group, i) in self.here for i in range(self.rules.samples_per_group))
 
+    def is_unsaved(self, name: str) -> bool:
+        """Whether it is of weights that a start from the newest checkpoint takes back, though its group has a slot then."""
+        branch = self.branch
+        f = next((f for f in self.kept.get(name, ()) if f.lineage == self.lineage and f.versions), None)
+        if f is None or branch.made[f.versions[-1]] <= self.safe:
+            return False
+        return f.group < sum(len(step.groups) for step in branch.steps[: self.safe]) + self.rules.slots
+
     def may_train(self, playings: Iterable[Facts], branch: Branch) -> bool:
         """Whether a learner that begins with this branch takes what was kept, whichever of the `playings` it was."""
         return all(self._may_train(playing, branch) for playing in playings)
@@ -286,7 +294,7 @@ class Known:
         self.files[event.group].pop(event.file, None)
 
     def _injected(self, event: Injected) -> None:
-        self.spoiled |= "disk" in event.what or "short write" in event.what
+        self.spoiled |= "disk" in event.what or "short" in event.what
         self.cut_short |= "kill" in event.what or "power" in event.what
 
     def _quiet(self, event: Quiet) -> None:

@@ -80,6 +80,8 @@ class Watched(Simulation):
         self.checker, self.routing = checker, routing
         self.history: list[Event] = []
         self.violation: Violated | None = None
+        self.listeners: list[Callable[[Event], object]] = []
+        """Called with each event, after it was judged."""
         self.delay_training: Callable[[HostProcess], float] = lambda process: 0.0
         """How long a step takes."""
         first = next(iter(self.hosts.values()))
@@ -99,6 +101,9 @@ class Watched(Simulation):
         except Violated as violation:
             self.violation = violation
             self.loop.stop()
+            return
+        for listener in self.listeners:
+            listener(event)
 
     # -- processes and hosts -------------------------------------------------------------------------------------------
 

@@ -194,36 +194,38 @@ class Workload(msgspec.Struct, frozen=True):
 def draw_workload(seed: int) -> Workload:
     """The same for the same seed, on every machine. It takes `LEAST_SECONDS` at least."""
     rng = random.Random(f"workload/{seed}")
-    ahead = rng.random() < 0.4
-    """The learner is what is slow: as much as may be is in flight."""
+    slow = rng.choice(["learner", "learner", "generators", "generators", "either", "either", "either"])
+    ahead, behind = slow == "learner", slow == "generators"
+    """The learner is what is slow: as much as may be is in flight. Or generators are: a group is played with newer weights than
+    there were when it got its slot."""
     steps = rng.randint(4, 9)
     train = LEAST_SECONDS / steps
     drawn = Workload(
         seed=seed,
         steps=steps,
         hosts=rng.choice([1, 2, 3]),
-        generators=rng.choice([1, 1, 1, 2, 2, 3, 4]),
-        concurrency=rng.choice([4, 8] if ahead else [1, 1, 2, 4]),
+        generators=rng.choice([1, 2] if behind else [1, 1, 1, 2, 2, 3, 4]),
+        concurrency=rng.choice([4, 8] if ahead else [1, 2] if behind else [1, 1, 2, 4]),
         groups_per_step=rng.choice([1, 1, 2, 2, 3]),
         samples_per_group=rng.choice([2, 2, 3]),
-        max_staleness=rng.choice([2, 3] if ahead else [0, 1, 1, 2]),
+        max_staleness=rng.choice([2, 3] if ahead else [1, 2, 2] if behind else [0, 1, 1, 2]),
         window=rng.choice([1, 1, 2, 3, 4]),
         split=rng.choice(["idle", "room"]),
         steps_per_publication=rng.choice([1, 1, 1, 2]),
         tokens_per_step=rng.choice([0, 0, 0, 0, rng.randint(5, 60)]),
-        checkpoint_every=rng.choice([1, 2, 2, 3, 4]),
+        checkpoint_every=rng.choice([2, 3, 4] if behind else [1, 1, 2, 2, 3, 4]),
         checkpoints_kept=rng.randint(1, 3),
         asynchronous=rng.random() < 0.8,
-        durability=rng.choice(["disk", "disk", "memory"]),
+        durability="disk" if behind else rng.choice(["disk", "memory"]),
         fsync=rng.random() < 0.6,
-        memory_bytes=rng.choice([1, 20_000, 10**6]),
+        memory_bytes=rng.choice([1, 2_000, 10**6]),
         disk_bytes=rng.choice([2_000, 2_000, 20_000, 10**7]),
         credit_bytes=rng.choice([2_000, 20_000, 10**6]),
         ack_timeout=rng.choice([5.0, 10.0, 20.0, 30.0]),
         turns=rng.randint(1, 2),
         new_tokens=rng.choice([2, 6, 12]),
         token_seconds=0.2 if ahead else rng.choice([0.2, 0.5, 2.0]),
-        tail=rng.choice([20, 50]),
+        tail=rng.choice([10, 20, 50]),
         failing=rng.choice([0, 0, 30]),
         least_train_seconds=train,
         train_seconds=rng.choice([1.02, 1.1]) * train,
@@ -232,7 +234,7 @@ def draw_workload(seed: int) -> Workload:
         silence_seconds=rng.choice([20.0, 40.0, 60.0]),
         probe=rng.random() < 0.3,
     )
-    share = 0.1 if ahead else rng.choice([0.2, 0.5, 1.0])
+    share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
     return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * train))
 
 

@@ -45,6 +45,8 @@ class SimulatedDisk:
         """How long an operation takes: seconds of each, and of what it reads or writes."""
         self.short_writes = 0.0
         """How probable it is that an append writes a part only, and fails."""
+        self.short_once = False
+        """The next one does."""
         self.observe: Callable[[Owner, str, Path], object] = lambda process, operation, path: None
         """Called before each operation. It may end the process, or lose the host's power; then a part of what was to be appended
         may be there."""
@@ -111,7 +113,8 @@ class SimulatedDisk:
         length = len(data)
         if process.ended or number:
             length = self.rng.choice((0, self.rng.randint(0, length)))
-        elif self.short_writes and self.rng.random() < self.short_writes:
+        elif self.short_once or (self.short_writes and self.rng.random() < self.short_writes):
+            self.short_once = False
             number, length = errno.EIO, self.rng.randint(0, length)
         if node.linked and length > (free := max(0, self.capacity - self.used)):
             number, length = number or errno.ENOSPC, free

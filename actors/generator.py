@@ -22,15 +22,11 @@ from r3async.envs.factory import environment_factory
 from r3async.record.events import open_events
 from r3async.record.timeline import LagMeter, Timeline, timed
 from r3async.record.tracing import recording
-from r3async.rollout.agents.agents import is_agent
-from r3async.rollout.agents.runner import agent_player
-from r3async.rollout.agents.tasks import count_tasks, evaluated
+from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Engine, InstallReport
-from r3async.rollout.engines.build import build_engine
-from r3async.rollout.engines.probing import sample_probe
+from r3async.rollout.engines.base import Engine, InstallReport, build_engine, sample_probe
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
-from r3async.rollout.evaluation import Evaluation, evaluate
+from r3async.rollout.evaluation import Evaluation, count_tasks, evaluate, evaluated
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.failures import EpisodeEnd

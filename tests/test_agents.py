@@ -8,10 +8,9 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
-from r3async.rollout.agents.agents import check_environment, last_reward, make_agent
-from r3async.rollout.agents.runner import agent_player
-from r3async.rollout.calls import EpisodeError
-from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.agents.agents import agent_player, last_reward, make_agent
+from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.rollout.evaluation import check_environment
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from tests.helpers_serving import ready, renderer, said, until

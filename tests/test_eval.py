@@ -18,9 +18,14 @@ from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.process import NotLoaded, RunFailed
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.factory import environment_factory
-from r3async.rollout.agents.agents import check_environment
-from r3async.rollout.agents.tasks import evaluation_tasks
-from r3async.rollout.evaluation import Outcome, evaluate, evaluate_without_model, summarize_outcomes
+from r3async.rollout.evaluation import (
+    Outcome,
+    check_environment,
+    evaluate,
+    evaluate_without_model,
+    evaluation_tasks,
+    summarize_outcomes,
+)
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.seeds import evaluation_seed, training_seed
 from r3async.tools.eval import Target, check_target, describe, find_target, run_evaluation

@@ -13,11 +13,10 @@ from r3async.envs.base import Message, StepResult
 from r3async.learner.batch.packing import pack
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import prepare, train_minibatch
-from r3async.rollout.calls import EngineAborted, EpisodeError
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import EngineError
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.rollout.episode import EngineAborted, EpisodeError, EpisodeTask, failed_trajectory
 from r3async.rollout.group import GroupPlayer, engine_failed
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.age import age_metrics, check_ages

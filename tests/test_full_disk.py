@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError
-from r3async.rollout.agents.runner import _write_private
+from r3async.rollout.agents.agents import _write_private
 from r3async.tools.chaos.full_disk import FullDisk
 from r3async.world.real import REAL
 from r3async.world.stacks import dump_stacks

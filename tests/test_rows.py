@@ -13,10 +13,9 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.envs.base import Message, StepResult
-from r3async.rollout.calls import EpisodeError
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import Generation, GenerationRequest
-from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeRows, PrefixBroken, common_prefix
 from r3async.tools.init_model import byte_tokenizer
 from tests.helpers_templates import DEEPSEEK_R1, FAMILIES, QWEN3, Family, renderer

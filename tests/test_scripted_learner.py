@@ -18,7 +18,7 @@ from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.build import build_learner
 from r3async.learner.trainer import train_minibatch
-from r3async.rollout.engines.probing import sample_probe
+from r3async.rollout.engines.base import sample_probe
 from r3async.rollout.engines.scripted import DIGEST, ScriptedEngine
 from r3async.weights.probe import compare_probe, compare_sampled
 from tests import helpers_models as hm

@@ -25,8 +25,9 @@ from r3async.config import (
     to_toml,
 )
 from r3async.envs.pool import passed_on, pooled
-from r3async.rollout.agents.agents import check_environment, make_agent
+from r3async.rollout.agents.agents import make_agent
 from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.evaluation import check_environment
 from r3async.tools.cli import app
 from r3async.tools.eval import find_target
 from r3async.tools.submit.jobs import make_package

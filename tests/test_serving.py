@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
-from r3async.rollout.calls import EpisodeError
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from r3async.rollout.episode import EpisodeError
 from tests.helpers_scripted import scripted_logprob, scripted_routes
 from tests.helpers_serving import ADD, HERMES, client_of, ready, renderer, said, serving, talking, until, user
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
-from r3async.rollout.agents.runner import agent_player
+from r3async.rollout.agents.agents import agent_player
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodeTask
 from tests.helpers_engine import Reference

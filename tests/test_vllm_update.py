@@ -14,7 +14,7 @@ import pytest_asyncio
 from r3async.data.versions import VersionSpan, expand
 from r3async.rollout.engines.base import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.engines.vllm_update import _confirm
+from r3async.rollout.engines.vllm_requests import _confirm
 from r3async.weights.publish import Publisher, WeightManifest
 from tests.helpers_engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled
 

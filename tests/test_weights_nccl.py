@@ -15,8 +15,8 @@ import torch
 from r3async.actors.delivery import choose_backend
 from r3async.config import load_config
 from r3async.rollout.engines import vllm_worker
+from r3async.rollout.engines.vllm_requests import _verify
 from r3async.rollout.engines.vllm_sender import nccl_carrier, read, serve
-from r3async.rollout.engines.vllm_update import _verify
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.nccl import (
     Links,

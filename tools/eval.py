@@ -16,11 +16,9 @@ from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_d
 from r3async.config.read import Overrides, nested, refuse_spoken, with_overrides
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
-from r3async.rollout.agents.tasks import evaluated
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.engines.base import Engine
-from r3async.rollout.engines.build import build_engine
-from r3async.rollout.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model
+from r3async.rollout.engines.base import Engine, build_engine
+from r3async.rollout.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model, evaluated
 from r3async.tools.terminal import Terminal
 
 STOP_SECONDS = 30.0

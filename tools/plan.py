@@ -82,7 +82,7 @@ def wire_bytes(routing: RoutingShape | None) -> int:
 
 def make_plan(config: Config) -> Plan:
     """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what can not run."""
-    from r3async.rollout.agents.agents import check_environment
+    from r3async.rollout.evaluation import check_environment
 
     check_environment(config)
     shape, source = shape_of(config)

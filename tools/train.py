@@ -153,7 +153,7 @@ def _train(
     from r3async.actors.pipeline import Pipeline
     from r3async.actors.supervise import supervise
     from r3async.record.sinks import check_sinks
-    from r3async.rollout.agents.agents import check_environment
+    from r3async.rollout.evaluation import check_environment
 
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)

@@ -12,19 +12,111 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
+from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, ServingConfig, check_kept, secret_settings
 from r3async.data.records import Trajectory
 from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer
-from r3async.rollout.agents.runner import agent_player
-from r3async.rollout.agents.tasks import EvaluationTask, count_tasks, evaluation_tasks
+from r3async.envs.dataset import find
+from r3async.envs.factory import environment_factory
+from r3async.rollout.agents.agents import OUTSIDE, agent_player, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import Engine
 from r3async.rollout.episode import EpisodeTask, close_environment
 from r3async.rollout.group import GroupPlayer
+from r3async.schedule.cursor import Cursor
+from r3async.schedule.seeds import evaluation_seed
 from r3async.world import World
 from r3async.world.real import REAL
 
 Policy = Literal["oracle", "random"]
+_DATASET = "dataset:"
+
+
+class EvaluationTask(EpisodeTask, frozen=True):
+    """An episode of no lease; `group_index` counts them. Its id is no training trajectory's."""
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"evaluation{self.group_index:06d}"
+
+
+def evaluated(config: Config) -> EnvConfig:
+    """The environment that evaluation plays: `evaluation.env`, or the one that is trained if that has no name."""
+    return config.evaluation.env if config.evaluation.env.name else config.env
+
+
+async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
+    """How many tasks the environment says it has (`HasSize`). None: it draws them at random, or an agent does."""
+    if factory is None:
+        return None
+    environment = factory()
+    try:
+        return getattr(environment, "size", None)
+    finally:
+        await close_environment(environment)
+
+
+def evaluation_tasks(
+    env: EnvConfig, size: int | None, seed: int, episodes: int, trained: EnvConfig | None = None
+) -> list[EvaluationTask]:
+    """The first `episodes` of the endless list of tasks that `seed` stands for: the longer list begins with the shorter.
+
+    `size`: of `env`, from `count_tasks`. With one, each task is posed once before any is posed again; without, task seeds are
+    numbers that training never draws. `trained`: the environment that a run trains, if there is a run. Raises `ConfigError` if
+    that poses the same tasks.
+    """
+    refuse_trained_tasks(env, size, trained)
+    if size is None:
+        seeds = [evaluation_seed(seed, i) for i in range(episodes)]
+    else:
+        order = Cursor(evaluation_seed(seed, 0), size)
+        seeds = [order.task_seed(i) for i in range(episodes)]
+    # Index 0 of a group would keep a preview of what was said, for nobody.
+    return [EvaluationTask(i, 1, task_seed) for i, task_seed in enumerate(seeds)]
+
+
+def refuse_trained_tasks(env: EnvConfig, size: int | None, trained: EnvConfig | None) -> None:
+    """Raise `ConfigError` if the tasks of `env`, which are `size`, are those that `trained` poses: it poses all that it has."""
+    if size is None or trained is None or not _same_tasks(env, trained):
+        return
+    raise ConfigError(
+        f"`env.name` = {env.name!r} has {size} tasks, and the run trains on all of them, so none is left to evaluate: name "
+        "others with `evaluation.env` (for `r3async eval` also --env). The directory of a run's model has no training tasks: "
+        "`r3async eval RUN/model --env NAME` plays these all the same"
+    )
+
+
+def _same_tasks(env: EnvConfig, trained: EnvConfig) -> bool:
+    """Rows are the same in one file, whatever is asked of them; another environment's arguments may choose its tasks."""
+    if env.name.startswith(_DATASET) and trained.name.startswith(_DATASET):
+        return find(env.name.removeprefix(_DATASET)).samefile(find(trained.name.removeprefix(_DATASET)))
+    return (env.name, env.args) == (trained.name, trained.args)
+
+
+def check_environment(config: Config) -> None:
+    """Raise `ConfigError` for an environment, or an agent, that cannot be used in this run, to train or to evaluate."""
+    for setting, secret in secret_settings(config).items():
+        check_kept(secret, setting)
+    played = evaluated(config) if config.evaluation.every else config.env
+    for env in [config.env] if played is config.env else [config.env, played]:
+        if is_agent(env):
+            make_agent(env)
+        else:
+            factory = environment_factory(env)
+            if config.evaluation.every and env is played:
+                refuse_trained_tasks(env, getattr(factory(), "size", None), config.env)
+    if config.evaluation.every and played.name == OUTSIDE:
+        raise ConfigError(
+            f'`env.name` = "{OUTSIDE}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to something '
+            "that plays by itself, or `evaluation.every` = 0"
+        )
+    if not is_agent(config.env):
+        return
+    if config.env.name == OUTSIDE and not config.serving.enabled:
+        raise ConfigError(f'`env.name` = "{OUTSIDE}" needs `serving.enabled = true`: nobody could take an episode')
+    if not config.model.path:
+        raise ConfigError(
+            f"`env.name` = {config.env.name!r} has no oracle to warm a new model up with: give a trained one with `model.path`"
+        )
 
 
 class Outcome(msgspec.Struct, frozen=True):

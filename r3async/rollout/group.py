@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs.base import EnvironmentFactory
-from r3async.rollout.calls import EngineAborted, EpisodeError
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import Engine, EngineError
-from r3async.rollout.episode import EpisodePlayer, EpisodeTask, PromptTooLong, failed_trajectory
+from r3async.rollout.episode import (
+    EngineAborted,
+    EpisodeError,
+    EpisodePlayer,
+    EpisodeTask,
+    PromptTooLong,
+    failed_trajectory,
+)
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.failures import By, EpisodeEnd
 from r3async.world.real import REAL

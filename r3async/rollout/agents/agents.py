@@ -16,20 +16,25 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from r3async.config import Config, ConfigError, EnvConfig, Secret, check_kept, did_you_mean, revealed, secret_settings
-from r3async.envs.factory import environment_factory
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, revealed
+from r3async.data.records import Trajectory
 from r3async.envs.pool import passed_on
 from r3async.rollout.agents.server import AgentServer
 from r3async.rollout.agents.session import Session
-from r3async.rollout.agents.tasks import evaluated, refuse_trained_tasks
-from r3async.rollout.calls import EpisodeError
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.base import Engine
+from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.world import World
+from r3async.world.appending import RETRY_SECONDS
+from r3async.world.files import replace_file
+from r3async.world.real import REAL
 
 FUNCTION = "agent:"
 COMMAND, OUTSIDE = "agent-command", "agent-outside"
@@ -38,6 +43,7 @@ TAIL_BYTES = 16_384
 ENDING_SECONDS = 5.0
 """What a process may take to end when it is told to, before it is killed."""
 
+Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
 Agent = Callable[[AgentServer, Session], Awaitable[float | None]]
 """Plays one episode; returns its reward, if it knows it."""
 
@@ -45,33 +51,6 @@ Agent = Callable[[AgentServer, Session], Awaitable[float | None]]
 def is_agent(env: EnvConfig) -> bool:
     """Whether `env.name` is an agent's and not an environment's."""
     return env.name.startswith("agent-") or env.name.startswith(FUNCTION)
-
-
-def check_environment(config: Config) -> None:
-    """Raise `ConfigError` for an environment, or an agent, that cannot be used in this run, to train or to evaluate."""
-    for setting, secret in secret_settings(config).items():
-        check_kept(secret, setting)
-    played = evaluated(config) if config.evaluation.every else config.env
-    for env in [config.env] if played is config.env else [config.env, played]:
-        if is_agent(env):
-            make_agent(env)
-        else:
-            factory = environment_factory(env)
-            if config.evaluation.every and env is played:
-                refuse_trained_tasks(env, getattr(factory(), "size", None), config.env)
-    if config.evaluation.every and played.name == OUTSIDE:
-        raise ConfigError(
-            f'`env.name` = "{OUTSIDE}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to something '
-            "that plays by itself, or `evaluation.every` = 0"
-        )
-    if not is_agent(config.env):
-        return
-    if config.env.name == OUTSIDE and not config.serving.enabled:
-        raise ConfigError(f'`env.name` = "{OUTSIDE}" needs `serving.enabled = true`: nobody could take an episode')
-    if not config.model.path:
-        raise ConfigError(
-            f"`env.name` = {config.env.name!r} has no oracle to warm a new model up with: give a trained one with `model.path`"
-        )
 
 
 def make_agent(env: EnvConfig) -> Agent:
@@ -269,3 +248,102 @@ async def outside(server: AgentServer, session: Session) -> float | None:
     server.offer(session)
     await session.closed.wait()
     return None
+
+
+# -- episodes that agents play ---------------------------------------------------------------------------------------
+
+
+class AgentRunner:
+    """Opens a session for each episode and lets the agent play it."""
+
+    def __init__(self, agent: Agent, server: AgentServer):
+        self._agent, self._server = agent, server
+
+    async def play(self, task: EpisodeTask) -> Trajectory:
+        """Until the agent ends, or `episode.timeout` is over.
+
+        An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
+        Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
+        if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
+        """
+        session = self._server.open(task)
+        settings, reason = self._server.settings, "stop"
+        reward: float | None = None
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(settings.timeout) as limit:
+                reward = await self._agent(self._server, session)
+        except Exception as raised:
+            if isinstance(raised, TimeoutError) and limit.expired():
+                reason = "timeout"
+            else:
+                error = raised
+        finally:
+            self._server.close(session)
+        if session.failure is not None:
+            raise session.failure
+        if error is not None and not (session.limit and session.worth_known):
+            raise error
+        if reward is not None:
+            try:
+                session.reward(reward)
+            except ValueError as wrong:
+                raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
+        if reason == "timeout" and not session.worth_known:
+            raise EpisodeError(
+                f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
+                f"agent had {session.turns} answers"
+            )
+        return session.trajectory((session.limit or reason) if reason == "stop" else reason)
+
+
+@contextlib.asynccontextmanager
+async def agent_player(
+    env: EnvConfig,
+    engine: Engine,
+    renderer: ChatRenderer,
+    episode: EpisodeConfig,
+    serving: ServingConfig,
+    *,
+    generator_id: str = "",
+    report: Callable[..., object] = lambda event, **fields: None,
+    directory: Path | None = None,
+    world: World = REAL,
+) -> AsyncIterator[Play | None]:
+    """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
+    environment if `serving.enabled`; then its address is in `directory/serving-ID.json`, for its owner only, with its token if
+    that was made here: one of `serving.token` is known to who set it, and is written nowhere.
+    """
+    agent = make_agent(env) if is_agent(env) else None
+    if agent is None and not serving.enabled:
+        yield None
+        return
+    clock = world.clock.time
+    server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
+    await server.start()
+    writing: asyncio.Task[None] | None = None
+    try:
+        if serving.enabled and directory is not None:
+            made = {} if serving.token else {"token": server.token}
+            told = msgspec.json.encode({"base_url": server.base_url, **made})
+            path = directory / f"serving-{generator_id}.json"
+            writing = asyncio.create_task(_write_private(path, told, report, world))
+            await asyncio.wait([writing], timeout=RETRY_SECONDS)
+        yield AgentRunner(agent, server).play if agent is not None else None
+    finally:
+        if writing is not None:
+            writing.cancel()
+        await server.stop()
+
+
+async def _write_private(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
+    """For its owner only; tried again until the disk takes it."""
+    failed = False
+    while True:
+        try:
+            return await world.threads.run(replace_file, path, data, 0o600, files=world.files)
+        except OSError as error:
+            if not failed:
+                report("serving_address_not_written", file=str(path), error=str(error))
+            failed = True
+            await asyncio.sleep(RETRY_SECONDS)

@@ -1,14 +1,20 @@
-"""What the episode loop and the actors ask of a rollout engine."""
+"""What the episode loop and the actors ask of a rollout engine, and which engine the configuration names."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from r3async.config import Config
+from r3async.config.generation import ours
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import VersionSpan
+from r3async.weights.probe import SampledProbe, probe_positions
 from r3async.weights.publish import Difference, WeightManifest
 
 
@@ -111,3 +117,49 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+def build_engine(config: Config, model_path: str, seed: int, clock: Callable[[], float] = time.perf_counter) -> Engine:
+    """Not started. `seed`: of what a model samples. Raises `ValueError` for `generator.engine_args` that it does not know."""
+    settings = config.generator
+    # Each takes what the other does without.
+    if settings.engine == "scripted":
+        from r3async.rollout.engines.scripted import scripted_engine
+
+        return scripted_engine(model_path, clock, **settings.engine_args)
+    from r3async.rollout.engines.vllm import VllmEngine
+
+    return VllmEngine(
+        model_path,
+        dtype=settings.dtype,
+        concurrency=settings.concurrency,
+        max_model_len=config.episode.max_total_tokens,
+        threads=settings.threads,
+        kv_cache_gib=settings.kv_cache_gib,
+        on_update=settings.on_update,
+        engine_args=ours(seed=seed) | settings.engine_args,
+    )
+
+
+async def sample_probe(engine: Engine, token_ids: np.ndarray, temperature: float) -> SampledProbe:
+    """Sample one token after each of several beginnings of `token_ids` `[T]`, as an episode would, and score it again.
+
+    Raises `EngineError`.
+    """
+
+    async def one(position: int) -> tuple[int, float, float]:
+        beginning = token_ids[:position].astype(np.int32)
+        generation = await engine.generate(GenerationRequest(f"probe{position}", beginning, 1, temperature))
+        if not len(generation.token_ids):
+            raise EngineError(f"the engine aborted the probe after {position} tokens")
+        score = await engine.score(np.concatenate([beginning, generation.token_ids]))
+        return int(generation.token_ids[0]), float(generation.logprobs[0]), float(score[-1])
+
+    positions = probe_positions(len(token_ids))
+    sampled, reported, plain = zip(*await asyncio.gather(*map(one, positions)), strict=True)
+    return SampledProbe(
+        np.asarray(positions, np.int32),
+        np.asarray(sampled, np.int32),
+        np.asarray(reported, np.float32),
+        np.asarray(plain, np.float32),
+    )

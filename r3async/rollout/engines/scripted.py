@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from r3async.data.model_shape import RoutingShape
+from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.data.routes import route_dtype
 from r3async.data.versions import SpanRecorder, expand
 from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest, InstallReport
@@ -30,6 +33,9 @@ DIGEST = "scripted.digest"
 """Tensor of the scripted learner: its weights, of which the engine knows what their checksum tells."""
 
 MASK = 0xFFFFFFFF
+
+LETTERS = range(97, 123)
+"""Token ids that any vocabulary has; a byte tokenizer reads them as a to z."""
 
 SCRIPTED_ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
 
@@ -283,6 +289,33 @@ class ScriptedEngine:
         if self._rows == "half":
             rows = rows[: len(rows) // 2]
         return rows.astype(route_dtype(self.routing.num_experts))
+
+
+def scripted_engine(
+    model_path: str, clock: Callable[[], float] = time.perf_counter, token_seconds: float = 0.0, **unknown: Any
+) -> ScriptedEngine:
+    """Answers in letters that nobody thought about, with routes of the model's geometry; `token_seconds` a token. The same call
+    of the same episode has the same answer, whoever plays it, and however often."""
+    if unknown:
+        raise ValueError(
+            f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` only"
+        )
+    routing, _ = moe_geometry(json.loads((Path(model_path) / "config.json").read_text()))
+
+    return ScriptedEngine(
+        lambda request, index: babble(request, zlib.crc32(request.request_id.encode())),
+        routing=routing,
+        seconds=(lambda tokens, running: token_seconds * tokens) if token_seconds else None,
+        keep_calls=False,
+        clock=clock,
+    )
+
+
+def babble(request: GenerationRequest, seed: int) -> Sequence[int]:
+    """Letters, at least one and at most as many as fit, with a stop token at the end if it fits; the same for equal `seed`s."""
+    length = 1 + scripted_hash(0, seed, len(request.prompt_ids)) % request.max_tokens
+    letters = [LETTERS[scripted_hash(i, seed, 1) % len(LETTERS)] for i in range(length)]
+    return [*letters, *request.stop_token_ids[:1]]
 
 
 def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:

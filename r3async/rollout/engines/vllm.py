@@ -1,7 +1,7 @@
 """vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
 
 vLLM's `AsyncLLM` lives in this process; the model runs in child processes of its own. Which version sampled which
-token is known exactly: see `vllm_update`.
+token is known exactly: see `vllm_requests`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,8 @@ import psutil
 from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.data.routes import RoutingError, route_dtype, validate_rows
-from r3async.rollout.engines import vllm_update
 from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest, InstallReport
-from r3async.rollout.engines.process import inherited_environment, lineage
-from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running
-from r3async.rollout.engines.vllm_update import checkpoint_names
+from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
 from r3async.weights.publish import Difference, WeightManifest
 
 SCORE_TIMEOUT = 120.0
@@ -176,13 +173,13 @@ class VllmEngine:
         await self._requests.abort(request_id)
 
     async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights under the running requests; see `Engine.install` and `vllm_update.install`."""
+        """Install published weights under the running requests; see `Engine.install` and `vllm_requests.install`."""
         async with self._installing:
             if self._requests.failure is not None:
                 raise self._requests.failure
             if manifest.version < self.version:
                 raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
-            report = await vllm_update.install(
+            report = await install(
                 self._requests,
                 manifest,
                 names=self._parameter_names,
@@ -218,7 +215,7 @@ class VllmEngine:
     async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
         """See `Engine.differences`."""
         async with self._installing:
-            return await vllm_update.differences(self._requests, manifest, timeout)
+            return await differences(self._requests, manifest, timeout)
 
     def stats(self) -> dict[str, float]:
         """Counters since `start`, the number of requests in vLLM now, and what it says of its load (`EngineLoad`)."""
@@ -313,3 +310,36 @@ class VllmEngine:
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         return rows
+
+
+def lineage(pid: int) -> Iterator[psutil.Process]:
+    """Process `pid` and its ancestors below this process."""
+    process = psutil.Process(pid)
+    while process is not None and process.pid != os.getpid():
+        yield process
+        process = process.parent()
+
+
+@contextlib.contextmanager
+def inherited_environment() -> Iterator[os._Environ[str]]:
+    """Environment variables set inside are inherited by processes started inside, and taken back at the end."""
+    before = dict(os.environ)
+    try:
+        yield os.environ
+    finally:
+        for name in set(os.environ) | set(before):
+            if name not in before:
+                os.environ.pop(name, None)
+            elif os.environ.get(name) != before[name]:
+                os.environ[name] = before[name]
+
+
+def checkpoint_names(directory: Path) -> frozenset[str]:
+    """Names of the tensors in a safetensors checkpoint."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return frozenset(names)

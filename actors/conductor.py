@@ -14,7 +14,7 @@ from r3async.actors.dispatch import Dispatch, LeaseCall
 from r3async.actors.evaluation import Evaluator
 from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator, Way
 from r3async.actors.installer import Installer
-from r3async.actors.process import ProcessDied, RunFailed, ask, begin, root_cause
+from r3async.actors.process import ProcessLost, RunFailed, ask, begin, root_cause
 from r3async.actors.steps import Steps
 from r3async.actors.tasks import Tasks
 from r3async.actors.watch import Watch
@@ -87,10 +87,10 @@ class Conductor:
         """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
         call = msgspec.msgpack.decode(message, type=LeaseCall)
         generator, stats = self.fleet[call.generator_id], call.stats
-        self.fleet.heard(generator)
+        self.fleet.answered(generator)
         self.tasks.ended(call.ended, self.admission.groups_leased)
         generator.generated_tokens = int(stats["generated_tokens"])
-        self.pacing.heard(call.generator_id, stats)
+        self.pacing.report(call.generator_id, stats)
         return msgspec.msgpack.encode(await self.dispatch.lease(call))
 
     # -- called by the driver ------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Conductor:
         except Exception as error:
             cause = root_cause(error, self.run_dir)
             self.events.error("run_failed", error=cause)
-            raise (ProcessDied if isinstance(error, ActorLost) else RunFailed)(cause) from error
+            raise (ProcessLost if isinstance(error, ActorLost) else RunFailed)(cause) from error
         finally:
             self.stopping = True
             self._phase = "ending the actors"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from r3async.actors.process import ProcessDied
+from r3async.actors.process import ProcessLost
 from r3async.config import Config, is_loopback
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.publish import (
@@ -73,7 +73,7 @@ def choose_backend(
     config: Config, hosts: Collection[str], learner_gpus: Sequence[str] = (), engine_gpus: Sequence[Sequence[str]] = ()
 ) -> str:
     """`weights.backend` for a learner and generators on these `hosts`, with these GPUs: that of the rank that sends, and those
-    of each engine, none on CPU. Raises `ValueError` if it can not reach them all."""
+    of each engine, none on CPU. Raises `ValueError` if it cannot reach them all."""
     backend = config.weights.backend
     if backend == "nccl":
         _check_nccl(config, hosts, learner_gpus, engine_gpus)
@@ -100,13 +100,13 @@ def _check_nccl(
         )
     if shared := set(learner_gpus) & {gpu for gpus in engine_gpus for gpu in gpus}:
         raise ValueError(
-            f"learner and an engine share GPU {min(shared)}, on which NCCL can not be both ends (weights.backend): set "
+            f"learner and an engine share GPU {min(shared)}, on which NCCL cannot be both ends (weights.backend): set "
             'weights.backend="shared_memory", or give them GPUs of their own'
         )
     if len(hosts) > 1 and (is_loopback(config.transport.host) or config.transport.host in _WILDCARDS):
         raise ValueError(
             f'weights.backend="nccl" meets engines of other hosts at transport.host = "{config.transport.host}", where '
-            "they can not find it: name an interface of the learner's host"
+            "they cannot find it: name an interface of the learner's host"
         )
     if not (is_loopback(config.transport.host) or config.transport.trusted_network):
         raise ValueError(
@@ -157,7 +157,7 @@ class ObjectStoreReceiver:
                         f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
                     ) from error
                 except ActorLost as error:  # its owner: this is not the generator's loss, nor its fault
-                    raise ProcessDied(f"version {manifest.version} could not be fetched: {error}") from error
+                    raise ProcessLost(f"version {manifest.version} could not be fetched: {error}") from error
 
         path = self._folder.write(manifest.version, manifest.nbytes, arriving())
         return msgspec.structs.replace(manifest, path=str(path))

@@ -132,7 +132,7 @@ class Dispatch:
         load = self.loads[name]
         while not self._stopping() and generator.health.may_lease:
             lease = self._admission.lease(
-                name, version=generator.version, room=room, at_once=int(load["limit"]), among=1 + others
+                name, version=generator.version, free=room, at_once=int(load["limit"]), among=1 + others
             )
             if lease is None:
                 break

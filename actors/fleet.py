@@ -102,7 +102,7 @@ class Fleet:
 
     @property
     def generated_tokens(self) -> int:
-        """By all processes, the dead ones too, since the run began."""
+        """By all processes, the lost ones too, since the run began."""
         return sum(g.finished_tokens + g.generated_tokens for g in self)
 
     @property
@@ -116,12 +116,12 @@ class Fleet:
             for g in self
         ]
 
-    # -- hearing of them -----------------------------------------------------------------------------------------
+    # -- reports of them ------------------------------------------------------------------------------------------
 
-    def heard(self, generator: Generator) -> None:
-        """A sign of life. One that was suspect gets leases again."""
+    def answered(self, generator: Generator) -> None:
+        """It sent or answered something. One that was suspect gets leases again."""
         before, silent = generator.state, generator.health.silent_for
-        generator.health.heard()
+        generator.health.answered()
         if before is HealthState.SUSPECT:
             self.events.warning(
                 "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=round(silent, 1)
@@ -129,7 +129,7 @@ class Fleet:
             self._wake()
 
     def tick(self) -> None:
-        """Look at the clock: those of which nothing was heard for `supervise.silence_seconds` become suspect."""
+        """Look at the clock: those that have been silent for `supervise.silence_seconds` become suspect."""
         for generator in self:
             if not generator.finished and generator.health.tick():
                 self.events.warning(
@@ -146,7 +146,7 @@ class Fleet:
 
     @staticmethod
     def bury(generator: Generator) -> None:
-        generator.health.died()
+        generator.health.lost()
         if generator.installing is not None:
             generator.installing.cancel()
             generator.installing = None
@@ -154,9 +154,9 @@ class Fleet:
         generator.finished_tokens += generator.generated_tokens
         generator.generated_tokens = 0
 
-    def tell_death(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
+    def report_lost(self, generator: Generator, error: BaseException, leased_again: Sequence[int]) -> None:
         self.events.warning(
-            "generator_died",
+            "generator_lost",
             generator=generator.generator_id,
             pid=generator.pid,
             leased_again=leased_again,

@@ -13,7 +13,7 @@ import numpy as np
 
 from r3async.actors.delivery import Published, no_delivery
 from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator, Way
-from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import Config
 from r3async.rollout.engines.base import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
@@ -59,16 +59,16 @@ class Installer:
         left to `supervise`, as long as one lives."""
         await asyncio.gather(*(self._begin(g) for g in self.fleet))
         if not any(g.live for g in self.fleet):
-            raise ProcessDied("every generator died before it had weights; see logs/generator-*.log")
+            raise ProcessLost("every generator died before it had weights; see logs/generator-*.log")
 
     async def _begin(self, generator: Generator) -> None:
         try:
             await self._install(generator)
-        except ProcessDied:
+        except ProcessLost:
             raise
         except ActorLost as error:
             self.fleet.bury(generator)
-            self.fleet.tell_death(generator, error, [])
+            self.fleet.report_lost(generator, error, [])
 
     @property
     def behind(self) -> bool:
@@ -130,10 +130,10 @@ class Installer:
         error = task.exception()
         if error is None:
             reports.append(task.result())
-        elif isinstance(error, ProcessDied) or not isinstance(error, ActorLost):
+        elif isinstance(error, ProcessLost) or not isinstance(error, ActorLost):
             raise error
         elif generator.live:  # or its supervisor knew before, and may be restarting it
-            generator.health.died()
+            generator.health.lost()
 
     @property
     def paused_share(self) -> float:
@@ -165,7 +165,7 @@ class Installer:
                 generator.probed = version
         finally:
             self._reading[version] -= 1
-        if generator.state in (HealthState.DEAD, HealthState.STARTING):
+        if generator.state in (HealthState.LOST, HealthState.STARTING):
             raise ActorLost(f"{generator.generator_id} died when it had installed version {version}")
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
@@ -185,7 +185,7 @@ class Installer:
         try:
             answer = await self._answer(generator, call, limit)
             generator.answered += 1
-            self.fleet.heard(generator)
+            self.fleet.answered(generator)
             return answer
         except ActorLost:
             raise
@@ -225,19 +225,19 @@ class Installer:
         """
         while True:
             try:
-                if generator.state is HealthState.DEAD:
+                if generator.state is HealthState.LOST:
                     await self._revive(generator)
                     revived()
                 await generator.handle.call("run", conductor)
                 generator.finished = True
                 return
-            except ProcessDied:
+            except ProcessLost:
                 raise
             except ActorLost as error:
                 if stopping():
                     return
                 self.fleet.bury(generator)  # before anything is awaited: it is given no lease any more
-                self.fleet.tell_death(generator, error, await died(generator, error))
+                self.fleet.report_lost(generator, error, await died(generator, error))
 
     async def _revive(self, generator: Generator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.

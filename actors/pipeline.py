@@ -10,7 +10,7 @@ from typing import Any
 from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.checkpoint.state import encode_state
@@ -138,7 +138,7 @@ class Running:
 
     async def check(self, say: Callable[[str], object]) -> None:
         """To be called after each `status`. If the conductor has not answered for `supervise.stall_seconds` it is named, its
-        stacks are written, and `supervise.on_stall` is done: its process is ended, and `ProcessDied` raised, or `RunFailed`."""
+        stacks are written, and `supervise.on_stall` is done: its process is ended, and `ProcessLost` raised, or `RunFailed`."""
         for stall in self._dog.news():
             action = self.config.supervise.on_stall
             said = f"the conductor has not answered for {stall.seconds:.0f} s (limit {stall.limit:g} s, supervise.stall_seconds)"
@@ -156,7 +156,7 @@ class Running:
                 continue
             if asked:
                 await asyncio.sleep(STACKS_SECONDS)
-            raise (RunFailed if action == "abort" else ProcessDied)(f"{said}; its process is ended")
+            raise (RunFailed if action == "abort" else ProcessLost)(f"{said}; its process is ended")
 
     async def finished(self, timeout: float) -> bool:
         """Whether the run has ended, waiting at most `timeout` seconds."""
@@ -164,14 +164,14 @@ class Running:
         return self._result.done()
 
     def result(self) -> dict[str, Any]:
-        """What the conductor returned, when the run has ended. Raises `RunFailed` with the reason, and `ProcessDied` if the run
+        """What the conductor returned, when the run has ended. Raises `RunFailed` with the reason, and `ProcessLost` if the run
         may go on from its newest checkpoint."""
         try:
             return self._result.result()
         except RunFailed as error:
             raise error from None
         except ActorLost as error:
-            raise ProcessDied(f"the conductor process died: {error}") from None
+            raise ProcessLost(f"the conductor process died: {error}") from None
 
     def stop(self) -> None:
         """Ask for an orderly end: the running step is finished, a checkpoint written and the model saved."""

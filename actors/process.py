@@ -22,7 +22,7 @@ class NotTrained(RunFailed):
     """The run made all its steps, and none of them an update: its weights are those that it started with."""
 
 
-class ProcessDied(RunFailed, ActorLost):
+class ProcessLost(RunFailed, ActorLost):
     """A process that the run cannot do without was lost. The run can resume from its newest checkpoint."""
 
 

@@ -20,8 +20,8 @@ from r3async.schedule.groups import GroupBuffer, largest_trajectory
 from r3async.schedule.quarantine import Quarantine
 from r3async.schedule.spool import Spool
 from r3async.schedule.validation import validate_trajectory
+from r3async.transport.accepted import Ledger
 from r3async.transport.keys import learner_keys
-from r3async.transport.ledger import Ledger
 from r3async.transport.receiver import Receiver, Refuse
 from r3async.world import World
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r3async.actors.pipeline import STATUS_SECONDS, Pipeline, Running
-from r3async.actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.actors.run_dir import RunDir, begin_again
 from r3async.config import Config
 from r3async.world import World
@@ -78,7 +78,7 @@ async def supervise(
     while True:
         try:
             return await _run(kind(world, config, model_path, run.path, run.resume), person)
-        except ProcessDied as error:
+        except ProcessLost as error:
             if person.stop_requested or restarts == allowed:
                 raise
             restarts += 1

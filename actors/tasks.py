@@ -13,8 +13,8 @@ from r3async.actors.process import RunFailed
 from r3async.config import Config
 from r3async.record.reading import QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.schedule.admission import slots_of
-from r3async.schedule.cursor import Cursor
 from r3async.schedule.failures import By, EpisodeEnd, FailedTask, TaskFailures
+from r3async.schedule.tasks import Cursor
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator
-from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import Config
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import HealthState
@@ -144,7 +144,7 @@ class Watch:
     def _look_at(self, generator: Generator, *, may_send: bool) -> None:
         name = generator.generator_id
         playing, sending, installing = (f"{stage}/{name}" for stage in ("playing", "sending", "installing"))
-        if generator.state in (HealthState.DEAD, HealthState.STARTING) or generator.finished:
+        if generator.state in (HealthState.LOST, HealthState.STARTING) or generator.finished:
             for stage in (playing, sending, installing):
                 self.dog.forget(stage)
             return
@@ -176,7 +176,7 @@ class Watch:
         generator = self._generator(stall)
         action: str = self.config.supervise.on_stall
         if action == "restart" and generator is None:
-            # A disk can not be restarted: nothing is acknowledged while it is full, generators wait, and nothing is lost.
+            # A disk cannot be restarted: nothing is acknowledged while it is full, generators wait, and nothing is lost.
             action = {STORING: "warn", ANSWERING: "restart"}.get(stall.stage, "abort")
         silent = await self._dump(f"{stall.stage} did nothing for {stall.seconds:.0f} s")
         self.events.error(
@@ -211,7 +211,7 @@ class Watch:
             self.world.processes.dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
         status = self._status
         asked = {"learner": (self._learner, status.get("pid", 0), status.get("host", ""))}
-        asked |= {g.generator_id: (g.handle, g.pid, g.host) for g in self._fleet if g.state is not HealthState.DEAD}
+        asked |= {g.generator_id: (g.handle, g.pid, g.host) for g in self._fleet if g.state is not HealthState.LOST}
         answers = await asyncio.gather(
             *(actor.call("dump_stacks", reason, timeout=DUMP_SECONDS) for actor, _, _ in asked.values()),
             return_exceptions=True,
@@ -228,7 +228,7 @@ class Watch:
         self.world.actors.kill(self._learner)
         if pid := self._status.get("pid"):
             self.world.processes.kill(pid, self._status["host"])
-        raise ProcessDied(f"{describe(stall)}; its process was ended")
+        raise ProcessLost(f"{describe(stall)}; its process was ended")
 
     async def _restart(self, generator: Generator) -> None:
         """End its process; its supervisor does the rest, as for any death."""

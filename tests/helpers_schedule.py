@@ -11,8 +11,8 @@ from r3async.config import ScheduleConfig
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.schedule.admission import Admission, most_groups, oldest_age
 from r3async.schedule.age import check_ages, token_ages
-from r3async.schedule.cursor import Cursor
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.tasks import Cursor
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Run:
         room = at_once - len(player.playing)
         if not player.alive or player.frozen or room < 1 or self.done:
             return False
-        got = self.admission.lease(name, version=player.version, room=room, at_once=at_once, among=among)
+        got = self.admission.lease(name, version=player.version, free=room, at_once=at_once, among=among)
         if got is None:
             return False
         assert 1 <= len(got.episode_indices) <= room
@@ -290,7 +290,7 @@ class Run:
             self.train()
             self.publish()
             self.install()
-        assert self.done, "the run can not be finished from here"
+        assert self.done, "the run cannot be finished from here"
         if not self.shape.tokens:
             assert sorted(self.trained) == list(range(self.shape.steps * self.shape.per_step)), "a group was lost"
             assert self.admission.exhausted

@@ -15,8 +15,8 @@ def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **set
     return Admission(schedule, total_groups=total, task_seed=lambda g: 1000 + g)
 
 
-def lease(admission, owner="a", version=0, room=100, **settings):
-    got = admission.lease(owner, version=version, room=room, **settings)
+def lease(admission, owner="a", version=0, free=100, **settings):
+    got = admission.lease(owner, version=version, free=free, **settings)
     return got and (got.group_index, got.episode_indices)
 
 
@@ -66,7 +66,7 @@ def test_a_lost_lease_is_given_again_for_the_missing_episodes_only_and_first():
     assert admission.leases("a") == [0, 1, 2]
     assert admission.lose("a", lambda g: [1] if g == 1 else []) == [1]
     assert admission.leases("a") == []
-    again = admission.lease("b", version=0, room=100)
+    again = admission.lease("b", version=0, free=100)
     assert (again.group_index, again.episode_indices, again.task_seed) == (1, (1,), 1001)
 
 
@@ -108,24 +108,24 @@ def test_nothing_is_exhausted_before_the_last_group_is_trained():
 
 def test_a_group_is_leased_whole_or_when_there_is_room_for_it():
     admission = make(samples_per_group=8)
-    assert lease(admission, room=7, at_once=16) is None
-    assert lease(admission, room=8, at_once=16) == (0, tuple(range(8)))
+    assert lease(admission, free=7, at_once=16) is None
+    assert lease(admission, free=8, at_once=16) == (0, tuple(range(8)))
 
 
 def test_a_group_larger_than_a_generator_is_leased_in_parts():
     admission = make(samples_per_group=8)
-    assert lease(admission, "a", room=5, at_once=5) == (0, (0, 1, 2, 3, 4))
-    assert lease(admission, "b", room=2, at_once=5) == (0, (5, 6)), "the rest of a torn group goes where there is room"
-    assert lease(admission, "a", room=1, at_once=5) == (0, (7,))
+    assert lease(admission, "a", free=5, at_once=5) == (0, (0, 1, 2, 3, 4))
+    assert lease(admission, "b", free=2, at_once=5) == (0, (5, 6)), "the rest of a torn group goes where there is room"
+    assert lease(admission, "a", free=1, at_once=5) == (0, (7,))
     assert admission.leases("a") == admission.leases("b") == [0]
     assert admission.lose("a", lambda g: [0, 4, 5, 7]) == [0]
-    assert lease(admission, "c", room=8) == (0, (0, 4, 7)), "what b plays stays with b"
+    assert lease(admission, "c", free=8) == (0, (0, 4, 7)), "what b plays stays with b"
 
 
 def test_a_part_may_be_leased_into_any_room_if_so_configured():
     admission = make(samples_per_group=8, split="room")
-    assert lease(admission, room=3, at_once=16) == (0, (0, 1, 2))
-    assert lease(admission, room=16) == (0, (3, 4, 5, 6, 7))
+    assert lease(admission, free=3, at_once=16) == (0, (0, 1, 2))
+    assert lease(admission, free=16) == (0, (3, 4, 5, 6, 7))
 
 
 def test_idle_generators_share_a_group_where_there_are_fewer_groups_than_generators():
@@ -163,7 +163,7 @@ def test_a_version_counter_never_goes_backwards_across_restarts():
         admission.installed(3)
     with pytest.raises(ValueError, match="a step made version 2 after version 2"):
         admission.trained(2, [4])
-    with pytest.raises(ValueError, match="a snapshot of version 1 can not follow version 2"):
+    with pytest.raises(ValueError, match="a snapshot of version 1 cannot follow version 2"):
         admission.restore(old, 0)
     restarted = make(max_staleness=3)
     restarted.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())), 4)

@@ -1,4 +1,4 @@
-"""Groups leave in lease order and complete; what can not be trained on is refused with the reason."""
+"""Groups leave in lease order and complete; what cannot be trained on is refused with the reason."""
 
 import numpy as np
 import pytest

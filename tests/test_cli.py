@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.manifest import Unreadable
 from r3async.config import ConfigError
@@ -87,7 +87,7 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
         (None, 0),
         (Unreadable("the disk does not give it"), 2),
         (RunFailed("the learner is lost"), 1),
-        (ProcessDied("the learner is lost"), 1),
+        (ProcessLost("the learner is lost"), 1),
         (ConfigError("`steps` must be greater than 0"), 2),
         (CheckpointError("no checkpoint is intact"), 2),
         (FileExistsError("runs/a exists"), 2),

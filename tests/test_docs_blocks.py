@@ -1,4 +1,4 @@
-"""Every shell block of README.md and docs/*.md is executed, or says why it can not be.
+"""Every shell block of README.md and docs/*.md is executed, or says why it cannot be.
 
 A comment before a block says how. None: it is run. `<!-- test: dry-run -->`: each line is a `r3async train`, and its
 plan is made. `<!-- test: skip: REASON -->`: it is not run. A Python block is compiled; `<!-- test: file NAME -->` puts it

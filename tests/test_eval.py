@@ -27,7 +27,7 @@ from r3async.rollout.evaluation import (
     summarize_outcomes,
 )
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.seeds import evaluation_seed, training_seed
+from r3async.schedule.tasks import evaluation_seed, training_seed
 from r3async.tools.eval import Target, check_target, describe, find_target, run_evaluation
 from r3async.transport.keys import new_keys
 from r3async.world.real import REAL
@@ -318,7 +318,7 @@ def evaluator(tmp_path, answer, dead=False, **settings):
     fleet["g"].health.loaded()
     fleet["g"].health.installed(0, 0)
     if dead:
-        fleet["g"].health.died()
+        fleet["g"].health.lost()
     return Evaluator(config, tmp_path, events, fleet), events
 
 
@@ -380,7 +380,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
         ("evaluation_finished", "c"),
     ]
     assert [line["step"] for line in lines(tmp_path)] == [2]
-    fleet["c"].health.died()
+    fleet["c"].health.lost()
     it.after(4)
     await settle(it)
     assert events.said[-1] == ("evaluation_failed", {"step": 4, "error": "a, b did not answer"})

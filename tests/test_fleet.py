@@ -13,7 +13,7 @@ from r3async.actors.delivery import Published, choose_backend
 from r3async.actors.dispatch import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.fleet import Fleet, Way
 from r3async.actors.installer import Installer
-from r3async.actors.process import NotLoaded, ProcessDied, RunFailed
+from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines.base import InstallReport
 from r3async.weights.probe import SampledProbe
@@ -125,14 +125,14 @@ async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and
     handles["generator-1"].wrong["install"] = death
     await installer.begin()
     assert [g.state.value for g in fleet] == ["healthy", "dead"]
-    assert sorted(fleet.events.names()) == ["generator_died", "probe", "probe_sampled"]
+    assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
 
 
 async def test_if_all_die_before_they_have_weights_it_is_a_death():
     handles = {"generator-0": Generator()}
     installer = await loaded(handles)
     handles["generator-0"].wrong["install"] = NotLoaded("it died")
-    with pytest.raises(ProcessDied, match="every generator died"):
+    with pytest.raises(ProcessLost, match="every generator died"):
         await installer.begin()
 
 
@@ -183,7 +183,7 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
     fresh = handles["generator-0"]
     fresh.calls, fresh.version = [], -1
     generator = fleet["generator-0"]
-    generator.health.died()
+    generator.health.lost()
     generator.probed = -1
     await installer._revive(generator)
     assert fresh.asked("install") == [("install", 5)]
@@ -193,7 +193,7 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
 
 async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(installer, fleet, handles):
     fresh, generator = handles["generator-0"], fleet["generator-0"]
-    generator.health.died()
+    generator.health.lost()
     fresh.may_install.clear()
     reviving = asyncio.create_task(installer._revive(generator))
     await asyncio.sleep(0.1)
@@ -208,7 +208,7 @@ async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others
 async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(installer, fleet, handles):
     handles["generator-0"].wrong["install"] = ActorLost("it died")
     assert await deliver(installer, 1) is not None
-    assert fleet["generator-0"].state == "dead"
+    assert fleet["generator-0"].state == "lost"
     handles["generator-1"].wrong["score"] = ActorLost("it died")
     assert await deliver(installer, 3) is None
 
@@ -303,7 +303,7 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
 ):
     clock, generator = fleet["generator-0"].health._clock, fleet["generator-0"]
     clock.now += 9
-    fleet.heard(fleet["generator-1"])
+    fleet.answered(fleet["generator-1"])
     clock.now += 2
     fleet.tick()
     fleet.tick()
@@ -336,7 +336,7 @@ async def fall_silent(fleet, name):
         generator.health._clock.now += 11 / len(fleet.generators)
     for generator in fleet:
         if generator.generator_id != name:
-            fleet.heard(generator)
+            fleet.answered(generator)
     fleet.tick()
     assert fleet[name].state == "suspect"
 
@@ -400,7 +400,7 @@ async def test_a_stopped_generator_is_not_given_up_by_the_clock_and_one_that_is_
     assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
     await asyncio.sleep(0.2)
     assert not installer.behind
-    fleet.heard(fleet["generator-0"])
+    fleet.answered(fleet["generator-0"])
     await until(lambda: installer.behind)
     with pytest.raises(RunFailed, match="generator-0: no answer to `install` within"):
         await installer.deliver()
@@ -416,11 +416,11 @@ async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
 async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends_the_run(installer, fleet, handles):
     generator = fleet["generator-0"]
     for _ in range(2):
-        generator.health.died()
+        generator.health.lost()
         await installer._revive(generator)
     waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
     assert waits == [0.02, 0.04]
-    generator.health.died()
+    generator.health.lost()
     with pytest.raises(RunFailed, match=r"generator-0 died 3 times \(generator\.max_restarts = 2\)"):
         await installer._revive(generator)
 
@@ -430,10 +430,10 @@ async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_suc
     handle.may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
-    generator.health.died()  # its supervisor knows
+    generator.health.lost()  # its supervisor knows
     handle.may_install.set()
     assert await delivering is not None  # the other one has it
-    assert (generator.state, generator.version) == ("dead", -1)
+    assert (generator.state, generator.version) == ("lost", -1)
 
 
 async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
@@ -451,7 +451,7 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     generator.health._clock.now += 11
     fleet.tick()
     assert await leases() == 1  # by asking, it was heard
-    generator.health.died()
+    generator.health.lost()
     assert await leases() == 0
     generator.health.restarting()
     assert await leases() == 0

@@ -43,17 +43,17 @@ def test_silence_makes_it_suspect_and_a_word_healthy_again():
     assert health.tick()
     assert not health.tick()  # told once
     assert (health.state, health.may_lease, health.version) == (HealthState.SUSPECT, False, 3)
-    health.heard()
+    health.answered()
     assert health.may_lease
     assert health.silent_for == 0
 
 
 def test_a_late_answer_does_not_revive_the_dead_and_its_weights_are_gone():
     health = healthy(Clock())
-    health.died()
-    health.heard()
-    assert (health.state, health.version) == (HealthState.DEAD, -1)
-    with pytest.raises(ValueError, match="can not install"):
+    health.lost()
+    health.answered()
+    assert (health.state, health.version) == (HealthState.LOST, -1)
+    with pytest.raises(ValueError, match="cannot install"):
         health.installed(4, 4)
 
 
@@ -69,7 +69,7 @@ def test_the_backoff_doubles_and_is_forgiven_after_a_healthy_stretch():
     waits = []
     for stretch in (0, 0, 0, 0, 99, 100):
         clock.now += stretch
-        health.died()
+        health.lost()
         waits.append(health.restart_in)
         clock.now += health.restart_in
         assert health.restart_in == 0
@@ -81,23 +81,23 @@ def test_the_backoff_doubles_and_is_forgiven_after_a_healthy_stretch():
 
 def test_restarts_are_counted_and_run_out():
     health = healthy(Clock(), max_restarts=1)
-    health.died()
-    health.died()
+    health.lost()
+    health.lost()
     health.restarting()
-    health.died()
-    with pytest.raises(RestartsExhausted, match="died 2 times, 1 restarts"):
+    health.lost()
+    with pytest.raises(RestartsExhausted, match="lost 2 times, 1 restarts"):
         health.restarting()
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens: only one with the newest weights that was heard of leases, and none gets stuck."""
+    """Whatever happens: only one with the newest weights that has answered leases, and none gets stuck."""
 
     def __init__(self):
         super().__init__()
         self.clock = Clock()
         self.health = Health(self.clock, silence=5, max_restarts=1000)
         self.current = self.behind = 0
-        self.heard_at = self.clock.now
+        self.answered_at = self.clock.now
 
     @rule(seconds=st.floats(0, 20))
     def time_passes(self, seconds):
@@ -109,27 +109,27 @@ class AnyOrder(RuleBasedStateMachine):
         self.current += 1
 
     @rule()
-    def heard(self):
-        self.health.heard()
-        self.heard_at = self.clock.now
+    def answered(self):
+        self.health.answered()
+        self.answered_at = self.clock.now
 
     @rule()
-    def died(self):
-        self.health.died()
+    def lost(self):
+        self.health.lost()
 
     @precondition(lambda self: self.health.state is HealthState.STARTING)
     @rule()
     def loaded(self):
         self.health.loaded()
-        self.heard_at = self.clock.now
+        self.answered_at = self.clock.now
 
-    @precondition(lambda self: self.health.state not in (HealthState.STARTING, HealthState.DEAD))
+    @precondition(lambda self: self.health.state not in (HealthState.STARTING, HealthState.LOST))
     @rule(lag=st.integers(0, 2))
     def installed(self, lag):
         self.health.installed(max(self.health.version, self.current - lag), self.current)
-        self.heard_at = self.clock.now
+        self.answered_at = self.clock.now
 
-    @precondition(lambda self: self.health.state is HealthState.DEAD)
+    @precondition(lambda self: self.health.state is HealthState.LOST)
     @rule()
     def restarted(self):
         self.clock.now += self.health.restart_in
@@ -139,10 +139,10 @@ class AnyOrder(RuleBasedStateMachine):
     def leases_only_with_weights_and_a_voice(self):
         if self.health.may_lease:
             assert self.health.version >= 0
-            assert self.clock.now - self.heard_at <= 25
-        if self.health.state in (HealthState.STARTING, HealthState.DEAD):
+            assert self.clock.now - self.answered_at <= 25
+        if self.health.state in (HealthState.STARTING, HealthState.LOST):
             assert not self.health.may_lease
-        if self.health.state is HealthState.DEAD:
+        if self.health.state is HealthState.LOST:
             assert self.health.version == -1
             assert self.health.restart_in <= 60.001
 

@@ -16,7 +16,7 @@ from r3async.config import config_from_dict, to_toml
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.record.routes import RouteFile
 from r3async.record.steps import MetricsWriter
-from r3async.schedule.spool_file import SPOOL
+from r3async.schedule.spool import SPOOL
 from r3async.tools.init_model import byte_tokenizer
 from r3async.tools.inspect.export import export
 from r3async.tools.inspect.run import InspectError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from r3async.checkpoint import Checkpoints
 from r3async.checkpoint.directory import STATE
 from r3async.data.records import TokenTable
-from r3async.schedule.spool_file import SPOOL
+from r3async.schedule.spool import SPOOL
 from r3async.tools.inspect.checkpoint import describe, look
 from r3async.tools.inspect.wire import describe_message
 from r3async.transport.wire import Deliver, Welcome, encode_control, encode_trajectory
@@ -68,7 +68,7 @@ def test_a_broken_message_shows_its_frames_and_what_is_wrong(tmp_path, monkeypat
         "header": "not a header",
     }
     assert expected[damage] in text
-    assert "the message at byte 0 can not be read" in text
+    assert "the message at byte 0 cannot be read" in text
     assert "Traceback" not in text
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from r3async.actors.conductor import Conductor
 from r3async.actors.fleet import Fleet, Way
 from r3async.actors.installer import Installer
-from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.tools.train import train
 from r3async.world.real import REAL
@@ -61,13 +61,13 @@ def test_a_run_restarts_as_often_as_it_may_and_then_fails(untrained, tmp_path):
             return True
 
         def result(self):
-            raise ProcessDied("the learner's process died")
+            raise ProcessLost("the learner's process died")
 
     said, error = run(untrained, tmp_path, Dies, "supervise.max_run_restarts=2")
     assert len(Dies.made) == 3
     assert all(pipeline.ended for pipeline in Dies.made)
     assert "(2 of 2, supervise.max_run_restarts)" in said
-    assert isinstance(error, ProcessDied)
+    assert isinstance(error, ProcessLost)
 
 
 def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untrained, tmp_path):
@@ -87,7 +87,7 @@ def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untraine
 
     _, error = run(untrained, tmp_path, NeverEnds, "supervise.stop_grace_seconds=0.05")
     assert "4 x supervise.stop_grace_seconds" in str(error)
-    assert not isinstance(error, ProcessDied)  # it was told to stop: no restart
+    assert not isinstance(error, ProcessLost)  # it was told to stop: no restart
     assert [pipeline.ended for pipeline in NeverEnds.made] == [True]
 
 

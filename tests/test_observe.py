@@ -180,7 +180,7 @@ def test_summary(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     fill(run, 20)
     events = open_events(run, "conductor")
-    events.warning("generator_died", generator="generator-0")
+    events.warning("generator_lost", generator="generator-0")
     events.warning("generator_restarted", generator="generator-0")
     events.info("run_finished", steps=20, stopped=False)
     summary = summarize(run)
@@ -207,7 +207,7 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
     for life in range(3):
         events.info("conductor_started", pid=life)
         for number in range(2 - life):
-            events.warning("generator_died", generator=f"generator-{number}")  # the run may end before it is back
+            events.warning("generator_lost", generator=f"generator-{number}")  # the run may end before it is back
         events.warning("episode_given_up", episode="g0e0")
         events.error("trajectory_refused", trajectory_id="g1e0")
         if life == 1:

@@ -8,8 +8,8 @@ import pytest
 from r3async.config import ScheduleConfig
 from r3async.record.timeline import LAG_SAMPLES, LagMeter
 from r3async.schedule.concurrency import Concurrency
-from r3async.schedule.cursor import Cursor
 from r3async.schedule.pace import IdleShare, Pace, StepPace, useful_places
+from r3async.schedule.tasks import Cursor
 
 
 def steps(count, *, waited=0.0, idle=0.0, finished=8, trained=8, seconds=10.0):

@@ -121,7 +121,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     assert [r["version"] for r in rows] == list(range(1, STEPS + 1))
 
     names = [e["event"] for e in events(run_dir)]
-    assert "generator_died" in names
+    assert "generator_lost" in names
     assert "generator_restarted" in names
     assert summarize(run_dir).history.generators_lost == 1
     assert "restart" in screen.getvalue()

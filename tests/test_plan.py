@@ -1,4 +1,4 @@
-"""A dry run knows what a run is made of, and refuses what can not run, before anything heavy is imported."""
+"""A dry run knows what a run is made of, and refuses what cannot run, before anything heavy is imported."""
 
 import itertools
 import json

@@ -253,7 +253,7 @@ class WiderWindowUnseen(Admission):
         (TakesWhatOthersPlay, GroupBuffer, "two live owners"),
         (LeasesToTheStale, GroupBuffer, "promise at most"),
         (Admission, WiderWindow, "may not overtake"),
-        (Admission, ForgetsWhatOvertook, "can not be finished"),
+        (Admission, ForgetsWhatOvertook, "cannot be finished"),
     ],
 )
 def test_a_broken_scheduler_is_caught(admission, buffer, caught_by):
@@ -293,7 +293,7 @@ def test_a_group_that_one_more_may_overtake_than_the_window_says_grows_too_old(a
 
 
 def first_of(error: BaseException) -> str:
-    """What went wrong first: a run that is broken can not be finished by the machine's teardown either."""
+    """What went wrong first: a run that is broken cannot be finished by the machine's teardown either."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{error}"

@@ -19,8 +19,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.data.container import Container
 from r3async.data.records import SCHEMA, Trajectory
 from r3async.data.window import Consumed
-from r3async.schedule.spool import Spool
-from r3async.schedule.spool_file import SPOOL
+from r3async.schedule.spool import SPOOL, Spool
 from r3async.transport import Ledger, Refuse, encode_trajectory, wire
 from r3async.world import disk
 from tests.helpers_transport import (

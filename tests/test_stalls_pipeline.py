@@ -106,7 +106,7 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
     assert stalled["action"] == "restart"
     assert stalled["did_not_answer"] == ["generator-0"]
     assert stalled["queues"]["playing/generator-0"]["waiting"] > 0
-    assert len(named(seen, "generator_died")) == len(named(seen, "generator_restarted")) == 1
+    assert len(named(seen, "generator_lost")) == len(named(seen, "generator_restarted")) == 1
     run_dir = tmp_path / "run"
     assert "in hold_everything_up" in (run_dir / "logs" / "generator-0.log").read_text()
     assert "Reception.wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()

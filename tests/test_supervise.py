@@ -10,7 +10,7 @@ import pytest
 from r3async.actors import pipeline as pipelines
 from r3async.actors import supervise as driver
 from r3async.actors.pipeline import Pipeline, Running
-from r3async.actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.actors.supervise import supervise
 from r3async.config import load_config
 from r3async.record.reading import read_objects
@@ -150,7 +150,7 @@ async def test_a_stop_is_handed_on_once_and_the_end_tells_how_to_go_on(follow, w
     assert world.disconnected == 1
 
 
-@pytest.mark.parametrize("death", [ActorLost("it died"), ProcessDied("the learner's process died")])
+@pytest.mark.parametrize("death", [ActorLost("it died"), ProcessLost("the learner's process died")])
 async def test_a_loss_begins_the_run_again_and_a_failure_does_not(follow, world, death):
     first, second = Conductor(death), Conductor()
     first.ends.set()
@@ -164,10 +164,10 @@ async def test_a_loss_begins_the_run_again_and_a_failure_does_not(follow, world,
     failed.ends.set()
     with pytest.raises(RunFailed, match="no MoE layer") as caught:
         await follow(Person(), failed, max_run_restarts=1)
-    assert not isinstance(caught.value, ProcessDied)
+    assert not isinstance(caught.value, ProcessLost)
 
 
-@pytest.mark.parametrize(("action", "error"), [("restart", ProcessDied), ("abort", RunFailed)])
+@pytest.mark.parametrize(("action", "error"), [("restart", ProcessLost), ("abort", RunFailed)])
 async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ended(
     follow, world, clock, tmp_path, action, error
 ):
@@ -186,7 +186,7 @@ async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ende
     person = Person(look)
     with pytest.raises(error, match=r"the conductor has not answered for 1\d\d s \(limit 100 s") as caught:
         await follow(person, conductor, on_stall=action, max_run_restarts=0)
-    assert isinstance(caught.value, ProcessDied) == (action == "restart")
+    assert isinstance(caught.value, ProcessLost) == (action == "restart")
     assert world.asked == [(7, "here")]
     assert (7, "here") in world.killed
     (stalled,) = [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == "stalled"]

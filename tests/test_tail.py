@@ -152,10 +152,10 @@ def test_state_follows_the_events(tmp_path: Path) -> None:
     run.poll()
     assert (run.phase, run.generators) == ("loading", {"generator-0": "playing"})
     append(run_dir / "metrics.jsonl", *(row(step) for step in range(1, 11)))
-    events.warning("generator_died", generator="generator-0")
+    events.warning("generator_lost", generator="generator-0")
     rows, seen = run.poll()
     assert (len(rows), len(seen), run.phase, run.step, run.slots) == (10, 1, "training", 10, 32)
-    assert run.generators == {"generator-0": "dead"}
+    assert run.generators == {"generator-0": "lost"}
     assert run.left_seconds == pytest.approx(30.0)
     events.warning("generator_restarted", generator="generator-0")
     events.warning("generator_suspect", generator="generator-0")

@@ -445,7 +445,7 @@ async def test_malformed_messages():
         f"only {len(frames) - 2} column frames": frames[:-1],
         "the payload is trajectory 't1' of 0": frames,
         "at least a header": [],
-        f"and {size} were said": [*frames, b"more"],
+        f"and {size} were announced": [*frames, b"more"],
     }
     inbox = Inbox()
     async with receiving(inbox) as (receiver, endpoint):
@@ -466,7 +466,7 @@ async def test_malformed_messages():
                 answer = await peer.answer()
                 assert isinstance(answer, wire.Reject)
                 assert answer.trajectory_id == f"x{n}"
-                assert answer.again == ("never" if reason.endswith("said") else "damaged")
+                assert answer.again == ("never" if reason.endswith("announced") else "damaged")
                 assert reason in answer.reason
             # An old session's leftovers are neither taken nor answered.
             await peer.send(wire.Deliver("before", "x", 0, size), *frames)
@@ -507,12 +507,12 @@ async def test_a_stranger_is_refused_for_good():
 
 
 async def test_bad_addresses_and_bad_trajectories_are_clear_errors():
-    with pytest.raises(TransportError, match="can not connect to 'nowhere'"):
+    with pytest.raises(TransportError, match="cannot connect to 'nowhere'"):
         await Sender("nowhere", "g0", "run", FAST, keys=CLIENT_KEYS).start()
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         port = int(endpoint.rsplit(":", 1)[1])
-        with pytest.raises(TransportError, match=r"can not listen on .*Address already in use"):
+        with pytest.raises(TransportError, match=r"cannot listen on .*Address already in use"):
             await Receiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
         with pytest.raises(WireError, match="100 characters"):
             await asyncio.wait_for(sender.send(make_trajectory("x" * 300, group=0)), LIMIT)

@@ -260,7 +260,7 @@ async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted():
 
 
 async def test_a_client_with_the_key_of_another_learner_is_counted_and_never_heard():
-    """It can not be told why: what it says can not be read."""
+    """It cannot be told why: what it says cannot be read."""
     stranger = dataclasses.replace(CLIENT_KEYS, server_public=new_keys()[1].server_public)
     inbox = Inbox()
     async with receiving(inbox, SETTINGS) as (receiver, endpoint):

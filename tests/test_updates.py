@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from r3async.actors.process import NotTrained, ProcessDied, RunFailed
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.config import ConfigError
 from r3async.record.catalogue import METRICS
 from r3async.record.events import open_events
@@ -148,7 +148,7 @@ def test_the_overview_shows_contrast_and_why_there_was_no_update(tmp_path):
     [
         (None, 0),
         (RunFailed("the disk is gone"), 1),
-        (ProcessDied("the learner died"), 1),
+        (ProcessLost("the learner died"), 1),
         (ConfigError("`lr` must be a finite number"), 2),
         (NotTrained("none of 9 steps made an update"), 4),
         (KeyboardInterrupt(), 130),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors.fleet import Fleet
-from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.watch import Watch
 from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.admission import Admission
@@ -89,7 +89,7 @@ class Run:
         return {"playing": 0, "generated_tokens": 5, "ended": 0, "unacknowledged": 0, "acknowledged": 0, **values}
 
     def lease_all(self):
-        while self.admission.lease("generator-1", version=0, room=4):
+        while self.admission.lease("generator-1", version=0, free=4):
             pass
 
     def after(self, seconds, each=lambda second: None):
@@ -140,11 +140,11 @@ def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_th
     assert run.after(STALL + 10, play) == ["playing/generator-0"]
 
 
-@pytest.mark.parametrize("state", ["dead", "starting", "stale"])
+@pytest.mark.parametrize("state", ["lost", "starting", "stale"])
 def test_a_generator_that_is_restarted_has_not_stalled(run, state):
     run.loads["generator-0"] = run.load(playing=3)
     run.after(STALL - 20)
-    for step in {"dead": ["died"], "starting": ["died", "restarting"], "stale": ["died", "restarting", "loaded"]}[
+    for step in {"lost": ["lost"], "starting": ["lost", "restarting"], "stale": ["lost", "restarting", "loaded"]}[
         state
     ]:
         getattr(run.first.health, step)()
@@ -184,12 +184,12 @@ def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
 
 async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
-    assert run.admission.lease("generator-0", version=0, room=4)
+    assert run.admission.lease("generator-0", version=0, free=4)
     run.learner.says = {0: [1, 3]}
 
     async def look_after(seconds):
         run.clock.now += seconds
-        run.fleet.heard(run.fleet["generator-1"])
+        run.fleet.answered(run.fleet["generator-1"])
         run.fleet.tick()
         run.watch._release_overdue()
         await asyncio.sleep(0.01)
@@ -203,18 +203,18 @@ async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_ha
         "leases_returned",
         {"generator": "generator-0", "pid": 21, "seconds": 21.0, "leased_again": [0]},
     )
-    again = run.admission.lease("generator-1", version=0, room=4)
+    again = run.admission.lease("generator-1", version=0, free=4)
     assert (again.group_index, again.episode_indices) == (0, (1, 3))
 
 
 async def test_one_that_is_heard_while_the_learner_is_asked_keeps_its_groups(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
-    assert run.admission.lease("generator-0", version=0, room=4)
+    assert run.admission.lease("generator-0", version=0, free=4)
     run.clock.now += 25
     run.fleet.tick()
     run.learner.says = {0: [1, 3]}
     run.watch._release_overdue()
-    run.fleet.heard(run.first)
+    run.fleet.answered(run.first)
     await asyncio.sleep(0.01)
     assert run.admission.leases("generator-0") == [0]
 
@@ -248,7 +248,7 @@ async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
 
 
 async def test_a_stalled_generator_is_restarted_by_its_death(run):
-    run.world.actors.kill = lambda *args, **kwargs: (run.world.kill(*args, **kwargs), run.first.health.died())
+    run.world.actors.kill = lambda *args, **kwargs: (run.world.kill(*args, **kwargs), run.first.health.lost())
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True)]
     assert run.events[0][1]["action"] == "restart"
@@ -292,7 +292,7 @@ async def test_what_can_not_be_restarted_ends_the_run_and_is_named(tmp_path, act
 
 
 async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(run):
-    with pytest.raises(ProcessDied, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"):
+    with pytest.raises(ProcessLost, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"):
         await run.watch._act(stall("answering/learner"))
     assert run.world.killed == [(run.learner, False), (11, "far")]
     assert run.events[0][1]["action"] == "restart"

@@ -69,7 +69,7 @@ def forge(frames: list[bytes], change: Any) -> list[bytes]:
     """The same message with its body changed, and a checksum to match: what a defective peer could send."""
     body = change(msgspec.msgpack.decode(wire.read_header(frames[0]).body))
     body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    return [wire.sign(body, frames[1:]), *frames[1:]]
+    return [wire.with_checksum(body, frames[1:]), *frames[1:]]
 
 
 @FAST
@@ -345,9 +345,9 @@ def test_what_would_be_refused_is_not_encoded():
         (make_trajectory("x" * 300), "100 characters"),
         (make_trajectory(turns=[Turn(3, 0, 0, 1, math.nan, "eos")]), "reward of turn 3"),
         (make_trajectory(tables=[table.with_columns(rewards=np.full(3, np.inf, np.float32))]), "reward in sample 0"),
-        (make_trajectory(preview=[{"a": "\ud800"}]), "can not be encoded"),
-        (make_trajectory(task_seed=2**70), "can not be encoded"),
-        (make_trajectory(preview=[{"a": object()}]), "a object can not be sent"),
+        (make_trajectory(preview=[{"a": "\ud800"}]), "cannot be encoded"),
+        (make_trajectory(task_seed=2**70), "cannot be encoded"),
+        (make_trajectory(preview=[{"a": object()}]), "a object cannot be sent"),
         (make_trajectory(preview=[{"a": "x" * wire.MAX_HEADER}]), "shorten the preview"),
     ]
     for trajectory, reason in bad:

@@ -349,7 +349,7 @@ def main() -> None:
         match type(error).__name__:
             case "NotTrained":
                 _fail(f"nothing was trained: {error}", UNTRAINED)
-            case "RunFailed" | "ProcessDied":
+            case "RunFailed" | "ProcessLost":
                 _fail(f"the run failed: {error}", 1)
             case "CheckpointError" | "Unreadable":
                 _fail(f"checkpoint error: {error}", 2)

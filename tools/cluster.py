@@ -31,7 +31,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """`problems`: why the run can not start there; none, and it can."""
+    """`problems`: why the run cannot start there; none, and it can."""
 
     nodes: list[Node]
     problems: list[str]

@@ -93,14 +93,14 @@ def choose_target(
 
 
 def check_target(target: Target, policy: str) -> None:
-    """Raise `ConfigError` for an environment that can not be played, or not so."""
+    """Raise `ConfigError` for an environment that cannot be played, or not so."""
     env, episode = target.config.env, target.config.episode
     if policy == "model":
         assert target.model is not None
         _check_positions(target.model, episode.max_total_tokens)
     if env.name == OUTSIDE:
         raise ConfigError(
-            f'`env.name` = "{OUTSIDE}" can not be evaluated: name something that plays by itself, with --env'
+            f'`env.name` = "{OUTSIDE}" cannot be evaluated: name something that plays by itself, with --env'
         )
     if is_agent(env):
         make_agent(env)
@@ -153,7 +153,7 @@ async def run_evaluation(
         renderer = ChatRenderer.from_model(target.model, config.episode.template_args)
         engine = make_engine(config, str(target.model), config.seed)
     except (TemplateError, ValueError, OSError) as error:
-        raise ConfigError(f"the model in {target.model} can not be used: {error}") from error
+        raise ConfigError(f"the model in {target.model} cannot be used: {error}") from error
     try:
         await engine.start()
         phase("playing")

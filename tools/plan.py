@@ -81,7 +81,7 @@ def wire_bytes(routing: RoutingShape | None) -> int:
 
 
 def make_plan(config: Config) -> Plan:
-    """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what can not run."""
+    """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what cannot run."""
     from r3async.rollout.evaluation import check_environment
 
     check_environment(config)
@@ -182,7 +182,7 @@ def _kv_bytes(config: Config, engine: EngineMemory) -> float:
 
 
 def _notes(config: Config, shape: ModelShape, engine: EngineMemory, world: int, on_gpus: bool) -> list[str]:
-    """What is worth knowing, and what the actors can not do yet."""
+    """What is worth knowing, and what the actors cannot do yet."""
     notes = []
     schedule, generator = config.schedule, config.generator
     wanted = slots_of(schedule)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -152,7 +152,7 @@ class TokenTable:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._columns[name]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
     def __eq__(self, other: object) -> bool:
@@ -171,7 +171,7 @@ class TokenTable:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self._columns.values())
 
-    def items(self):
+    def items(self) -> ItemsView[str, np.ndarray]:
         return self._columns.items()
 
     def slice(self, start: int, stop: int) -> TokenTable:

@@ -41,7 +41,7 @@ _ID = re.compile(r"(g(\d+)e(\d+))(?:[ts](\d+))?")
 
 
 class RouteFileError(ValueError):
-    """A file of routes that can not be read; the message names it and says where."""
+    """A file of routes that cannot be read; the message names it and says where."""
 
 
 class RouteId(NamedTuple):

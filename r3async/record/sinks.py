@@ -1,6 +1,6 @@
 """Copies of `metrics.jsonl` elsewhere: TensorBoard, W&B, MLflow, trackio.
 
-A sink can not slow or stop a run. Each has a thread and a bounded queue of its own: `write` never waits, what does not fit is
+A sink cannot slow or stop a run. Each has a thread and a bounded queue of its own: `write` never waits, what does not fit is
 left out and counted, and whatever a sink raises ends that sink alone. `metrics.jsonl` is the record; these are copies.
 """
 

@@ -131,7 +131,7 @@ class _TimedEngine:
         self._answered: dict[str, tuple[RouteId, float, int]] = {}
         """By trajectory: its last call, when that was answered, and how many tokens the engine had of it then."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:

@@ -40,7 +40,7 @@ class _RecordingEngine:
     def __init__(self, engine: Engine, file: RouteFile, plan: TracePlan, world: World):
         self._engine, self._file, self._plan, self._world = engine, file, plan, world
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:

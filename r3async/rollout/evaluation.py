@@ -22,8 +22,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import Engine
 from r3async.rollout.episode import EpisodeTask, close_environment
 from r3async.rollout.group import GroupPlayer
-from r3async.schedule.cursor import Cursor
-from r3async.schedule.seeds import evaluation_seed
+from r3async.schedule.tasks import Cursor, evaluation_seed
 from r3async.world import World
 from r3async.world.real import REAL
 

@@ -4,7 +4,7 @@ A version of the weights is made by `K` steps, each of which consumes at least `
 (`scheduling.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
 is free again only when weights trained from it are *installed in the engines*: a group that was overtaken keeps its slot.
 
-No token trained is older than `oldest_age(S, W, P * K)` versions. Proof: let group `g` be leased while version `v` is
+No token trained is older than `oldest_age(S, W, P * K)` versions. Let group `g` be leased while version `v` is
 installed, and so none of its tokens be older than `v`. Of the groups before `g`, at most `N - 1` are not part of `v`, for
 they hold slots beside it. Of the groups behind `g`, at most `W - 1` are consumed before it: each must be within the window
 while `g` or an older group is its head. So at most `N + W - 2` groups are consumed between `v` and `g`. As every version
@@ -12,14 +12,14 @@ consumes at least `P * K`, `g` is consumed at version `v + (N + W - 2) // (P * K
 `v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken into an older age: a version consumes all slots.
 
 A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same version
-would have to wait for groups that can not be leased yet: `most_groups`. That a version can always be made with what may be
+would have to wait for groups that cannot be leased yet: `most_groups`. That a version can always be made with what may be
 in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before.
 
 A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
 that the learner never got.
 
 An owner that is silent (its process was stopped) is waited for by nobody: it has no part in what counts as installed, and its
-leases return (`lose`) though it may wake and play on. The proof needs nothing of it but what `lease` asks: whoever is leased
+leases return (`lose`) though it may wake and play on. The argument needs nothing of it but what `lease` asks: whoever is leased
 part of `g` has version `v` or a newer one, and versions of an engine only go up. So a token of `g`, whoever plays it and however
 late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a duplicate. If not, `g` has held its
 slot since it was *first* leased, at `v`, and the count of groups between `v` and `g` is the same. Once awake, it is leased
@@ -142,7 +142,7 @@ class Admission:
 
     @property
     def exhausted(self) -> bool:
-        """Nothing is left to lease, now or later, whoever dies."""
+        """Nothing is left to lease, now or later, whatever is lost."""
         return self.total_groups is not None and len(self._consumed) >= self.total_groups
 
     @property
@@ -156,17 +156,17 @@ class Admission:
         return bool(self._waiting) or self._untouched > 0
 
     def lease(
-        self, owner: str, *, version: int, room: int, at_once: int | None = None, among: int = 1
+        self, owner: str, *, version: int, free: int, at_once: int | None = None, among: int = 1
     ) -> GroupLease | None:
         """Lease the oldest group that waits, or a part of it. None if there is nothing for this owner now.
 
-        `version` is what the owner's engine has: one that is behind the installed version gets nothing. `room`: episodes
-        it could begin now; `at_once`: those it plays when it is full (default: `room`). `among`: owners without work, and
+        `version` is what the owner's engine has: one that is behind the installed version gets nothing. `free`: episodes
+        it could begin now; `at_once`: those it plays when it is full (default: `free`). `among`: owners without work, and
         this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than owners
-        `among` can be had. An owner without room for that waits until it has, unless it never will (`at_once`), the rest
-        of the group is elsewhere, or `split` is `room`: then it gets what it has room for.
+        `among` can be had. An owner without free places for that waits until it has, unless it never will (`at_once`), the rest
+        of the group is elsewhere, or `split` is `room`: then it gets what it has free.
         """
-        if version < self.version or room < 1 or not self.can_lease():
+        if version < self.version or free < 1 or not self.can_lease():
             return None
         group = min(self._waiting, default=self._next_group)
         episodes = self._waiting.get(group, tuple(range(self.samples_per_group)))
@@ -175,9 +175,9 @@ class Admission:
             left = sum(map(len, self._waiting.values())) + self._untouched * self.samples_per_group
             wanted = min(wanted, -(-left // among))
         torn = len(episodes) < self.samples_per_group
-        if wanted > room and not torn and self._split == "idle" and wanted <= (at_once or room):
+        if wanted > free and not torn and self._split == "idle" and wanted <= (at_once or free):
             return None
-        mine, rest = episodes[: min(wanted, room)], episodes[min(wanted, room) :]
+        mine, rest = episodes[: min(wanted, free)], episodes[min(wanted, free) :]
         self._waiting.pop(group, None)
         if rest:
             self._waiting[group] = rest
@@ -191,7 +191,7 @@ class Admission:
         return sorted(g for g, owners in self._owners.items() if owner in owners)
 
     def lose(self, owner: str, missing: Callable[[int], Sequence[int]]) -> list[int]:
-        """The owner died, or is silent: what it was leased returns, less what the learner has. Returns those groups.
+        """The owner is lost, or silent: what it was leased returns, less what the learner has. Returns those groups.
 
         `missing(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
         """
@@ -259,12 +259,12 @@ class Admission:
         }
 
     def restore(self, snapshot: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
-        """Go on as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
+        """Resume as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
         `beyond` it were consumed. Leases stay with their owners: `lose` those that did not live on. Raises `ValueError` if the
         snapshot is of an older version than is installed here, or if it is none: its groups do not add up."""
         saved = msgspec.convert(snapshot, _Snapshot)
         if saved["version"] < self.version:
-            raise ValueError(f"a snapshot of version {saved['version']} can not follow version {self.version}")
+            raise ValueError(f"a snapshot of version {saved['version']} cannot follow version {self.version}")
         consumed, uninstalled = Consumed(self._consumed.window, head, beyond), dict(saved["uninstalled"])
         held, next_group = sum(uninstalled.values()), saved["next_group"]
         taken = next_group - len(consumed) + held

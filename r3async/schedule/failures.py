@@ -19,7 +19,7 @@ By = Literal["environment", "engine", "learner"]
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
     """An episode is over. `failed_by`: who failed, after all retries, or refused it (`learner`); None if nobody did. `error`:
-    for a person, with a traceback where there is one."""
+    for the user, with a traceback where there is one."""
 
     group_index: int
     episode_index: int

@@ -1,12 +1,12 @@
 """What is known of one generator's health, and what follows from it. Pure; the clock is injected.
 
-    STARTING ──loaded──► STALE ──installed──► HEALTHY ◄──heard── SUSPECT
+    STARTING ──loaded──► STALE ──installed──► HEALTHY ◄─answer── SUSPECT
         ▲                  ▲                     │  │               │
         │                  └──published too far──┘  └─silent────────┘
-        └──────────restart, after a back-off── DEAD ◄──died, from anywhere
+        └──────────restart, after a back-off── LOST ◄──process ended, from any state
 
-Only a HEALTHY generator takes leases. A STALE one has an engine and no current weights; a SUSPECT one has not been heard of for a
-while: it keeps what it has. DEAD is a process that is gone.
+Only a HEALTHY generator takes leases. A STALE one has an engine and no current weights; a SUSPECT one has been silent for a
+while: it keeps what it has. LOST is a process that has ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class HealthState(enum.StrEnum):
     STALE = "stale"
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    DEAD = "dead"
+    LOST = "lost"
 
 
 class RestartsExhausted(RuntimeError):
-    """A process died more often than it may be restarted."""
+    """A process was lost more often than it may be restarted."""
 
 
 class Health:
@@ -53,10 +53,10 @@ class Health:
         """Version of its weights; -1 while it has none."""
         self.restarts = 0
         self._recent = 0
-        """Deaths that count for the back-off."""
-        self._heard_at = clock()
+        """Losses that count for the back-off."""
+        self._last_heartbeat = clock()
         self._healthy_since: float | None = None
-        self._died_at = 0.0
+        self._lost_at = 0.0
 
     @property
     def may_lease(self) -> bool:
@@ -66,68 +66,68 @@ class Health:
         """Its engine is up. It has no weights worth the name. Raises `ValueError` unless it was STARTING."""
         self._require(HealthState.STARTING)
         self.state = HealthState.STALE
-        self._heard_at = self._clock()
+        self._last_heartbeat = self._clock()
 
     def installed(self, version: int, current: int) -> None:
         """It installed `version`; `current` is the newest. With the newest it is HEALTHY, else STALE.
 
-        Raises `ValueError` if it is STARTING or DEAD, or versions go backwards.
+        Raises `ValueError` if it is STARTING or LOST, or versions go backwards.
         """
-        if self.state in (HealthState.STARTING, HealthState.DEAD):
-            raise ValueError(f"a generator that is {self.state} can not install weights")
+        if self.state in (HealthState.STARTING, HealthState.LOST):
+            raise ValueError(f"a generator that is {self.state} cannot install weights")
         if version < self.version:
             raise ValueError(f"version {version} installed after version {self.version}: versions only go up")
         self.version = version
-        self._heard_at = self._clock()
+        self._last_heartbeat = self._clock()
         if version >= current:
             if self.state is not HealthState.HEALTHY:
-                self._healthy_since = self._heard_at
+                self._healthy_since = self._last_heartbeat
             self.state = HealthState.HEALTHY
         else:
             self._leave(HealthState.STALE)
 
-    def heard(self) -> None:
-        """Any sign of life. A SUSPECT one is HEALTHY again. Ignored from one that is DEAD: a late answer revives nobody."""
-        if self.state is HealthState.DEAD:
+    def answered(self) -> None:
+        """It sent something or answered. SUSPECT becomes HEALTHY again. Ignored while LOST: a late answer revives nothing."""
+        if self.state is HealthState.LOST:
             return
-        self._heard_at = self._clock()
+        self._last_heartbeat = self._clock()
         if self.state is HealthState.SUSPECT:
-            self.state, self._healthy_since = HealthState.HEALTHY, self._heard_at
+            self.state, self._healthy_since = HealthState.HEALTHY, self._last_heartbeat
 
     def tick(self) -> bool:
         """Look at the clock. True if it has become SUSPECT just now."""
-        if self.state is HealthState.HEALTHY and self._clock() - self._heard_at > self._silence:
+        if self.state is HealthState.HEALTHY and self._clock() - self._last_heartbeat > self._silence:
             self._leave(HealthState.SUSPECT)
             return True
         return False
 
     @property
     def silent_for(self) -> float:
-        """Seconds since it was heard."""
-        return self._clock() - self._heard_at
+        """Seconds since its last heartbeat or answer."""
+        return self._clock() - self._last_heartbeat
 
-    def died(self) -> None:
-        """Its process is gone, and its weights with it. Harmless if that was known."""
-        if self.state is HealthState.DEAD:
+    def lost(self) -> None:
+        """Its process has ended, and its weights are lost with it. Idempotent."""
+        if self.state is HealthState.LOST:
             return
-        self._leave(HealthState.DEAD)
-        self.version, self._died_at = -1, self._clock()
+        self._leave(HealthState.LOST)
+        self.version, self._lost_at = -1, self._clock()
         self._recent += 1
 
     @property
     def restart_in(self) -> float:
-        """Seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is DEAD."""
-        self._require(HealthState.DEAD)
+        """Seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is LOST."""
+        self._require(HealthState.LOST)
         wait = min(self._backoff * 2.0 ** min(self._recent - 1, 62), self._backoff_max)
-        return max(0.0, self._died_at + wait - self._clock())
+        return max(0.0, self._lost_at + wait - self._clock())
 
     def restarting(self) -> None:
-        """It is started anew. Raises `RestartsExhausted`, or `ValueError` unless it is DEAD."""
-        self._require(HealthState.DEAD)
+        """It is started again. Raises `RestartsExhausted`, or `ValueError` unless it is LOST."""
+        self._require(HealthState.LOST)
         if self.restarts >= self._max_restarts:
-            raise RestartsExhausted(f"died {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
+            raise RestartsExhausted(f"lost {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
         self.restarts += 1
-        self.state, self._heard_at = HealthState.STARTING, self._clock()
+        self.state, self._last_heartbeat = HealthState.STARTING, self._clock()
 
     def _leave(self, state: HealthState) -> None:
         since, self._healthy_since = self._healthy_since, None

@@ -23,7 +23,7 @@ from r3async.world.real import REAL
 STEPS = 16
 """Steps that are looked at together."""
 IDLE = 0.3
-"""Idle share from which a side is said to wait."""
+"""Idle share from which a side counts as waiting."""
 SIDED = 2.0
 """One side waits for the other, and not both for a slot, if it is idle so many times as long."""
 
@@ -31,14 +31,14 @@ SIDED = 2.0
 def useful_places(schedule: ScheduleConfig, generators: int) -> float:
     """Episodes that slots let each of so many generators play while the groups of one version are being trained.
 
-    `max(S, 1) * P * K * G / generators`: more places can not be filled for long, and do not count as idle.
+    `max(S, 1) * P * K * G / generators`: more places cannot be filled for long, and do not count as idle.
     """
     groups = max(schedule.max_staleness, 1) * schedule.groups_per_step * schedule.steps_per_publication
     return groups * schedule.samples_per_group / generators
 
 
 class StepPace(msgspec.Struct, frozen=True):
-    """What one step tells. Times in seconds, and for generation summed over all places for episodes."""
+    """What one step reports. Times in seconds, and for generation summed over all places for episodes."""
 
     seconds: float
     """From the end of the step before to the end of this one."""
@@ -53,7 +53,7 @@ class StepPace(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """An event that says who is waited for: its name, and numbers and advice for the person."""
+    """An event that says which side is waited for: its name, and numbers and advice for the user."""
 
     event: str
     facts: dict[str, float | str]
@@ -93,15 +93,15 @@ class Pace:
     def __init__(self, patience: float):
         self._patience = patience
         self._steps: deque[StepPace] = deque(maxlen=STEPS)
-        self._said = ""
+        self._reported = ""
 
     def observe(self, step: StepPace) -> tuple[dict[str, float], Verdict | None]:
         """Metrics as of this step, and a verdict if there is a new one."""
         self._steps.append(step)
         metrics = self.metrics()
         verdict = self._verdict(metrics)
-        said, self._said = self._said, verdict.event if verdict else ""
-        return metrics, verdict if verdict and verdict.event != said else None
+        last, self._reported = self._reported, verdict.event if verdict else ""
+        return metrics, verdict if verdict and verdict.event != last else None
 
     def metrics(self) -> dict[str, float]:
         """`pace/ratio`, `learner/idle_share`, `generator/idle_share` of the steps that are looked at."""
@@ -156,7 +156,7 @@ class Pace:
 
 
 class Pacing:
-    """Gathers what generators and steps tell, and says who waits for whom. `warn(event, **facts)` hears of it if that lasts."""
+    """Gathers what generators and steps report, and finds who waits for whom. `warn(event, **facts)` is called if that lasts."""
 
     def __init__(
         self, schedule: ScheduleConfig, warn: Callable[..., object], clock: Callable[[], float] = REAL.clock.monotonic
@@ -168,7 +168,7 @@ class Pacing:
         self._received = 0
         """Trajectories that the learner had received when the last step ended."""
 
-    def heard(self, generator_id: str, stats: Mapping[str, float]) -> None:
+    def report(self, generator_id: str, stats: Mapping[str, float]) -> None:
         """Counters of a generator's places and of its engine."""
         self._places.report(generator_id, stats["places_empty"], stats["places_all"])
         self._engines.report(generator_id, stats["engine_idle"], stats["engine_all"])

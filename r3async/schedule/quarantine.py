@@ -1,4 +1,4 @@
-"""Trajectories that will never be trained, kept aside for a person to look at (`r3async inspect runs/NAME/quarantine`)."""
+"""Trajectories that will never be trained, kept aside to be inspected (`r3async inspect runs/NAME/quarantine`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from r3async.data.records import Trajectory
-from r3async.schedule.spool_file import SPOOL
+from r3async.schedule.spool import SPOOL
 from r3async.transport.wire import Frame, WireError, encode_trajectory
 from r3async.world import Files
 from r3async.world.files import make_directory

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3async.config import BufferConfig
-from r3async.data.container import Record, Torn, map_file
+from r3async.data.container import Container, Record, Torn, map_file
 from r3async.data.records import SCHEMA, Schema, Trajectory
-from r3async.schedule.spool_file import SPOOL, Stored, load
-from r3async.transport.wire import Frame, WireError
+from r3async.transport.wire import Frame, WireError, decode_trajectory, decoded_bytes
 from r3async.world import World
 from r3async.world.files import make_directory
 from r3async.world.real import REAL
@@ -31,7 +30,7 @@ _NAME = re.compile(r"(\d{9,})-(\d{4,})\.spool")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A place in a spool file that holds no trajectory: one that was being written when the process died, or a defect."""
+    """A place in a spool file that holds no trajectory: one that was being written when the process ended, or a defect."""
 
     path: Path
     offset: int
@@ -39,10 +38,10 @@ class Damage:
 
 
 class Spool:
-    """Owns `directory`. `put` is durable when it returns: against the death of any process always (the kernel has the
+    """Owns `directory`. `put` is durable when it returns: against the loss of any process always (the kernel has the
     bytes), against power loss with `settings.fsync`.
 
-    All work on files is done in one thread. `report(event, **facts)` is told, on the event loop, when the disk can not
+    All work on files is done in one thread. `report(event, **facts)` is called, on the event loop, when the disk cannot
     take more, and when it can again; nothing is lost in between, `put` waits. `aside(trajectory, reason, frames)` is given, in
     the spool's thread, what `remove` takes out. Methods belong to the event loop's thread.
     """
@@ -86,7 +85,7 @@ class Spool:
         return list(self._files)
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that may still be granted. Negative if groups that could not wait went beyond `disk_bytes`."""
         return self._settings.disk_bytes - self.nbytes
 
@@ -100,7 +99,7 @@ class Spool:
         return {"why": "buffer.disk_bytes are used", "seconds": 0.0, "full": True} if self._full else None
 
     def note_waiting(self, waiting: bool) -> None:
-        """Whether senders wait because of `room`: reported when it begins and when it ends."""
+        """Whether senders wait because of `free_bytes`: reported when it begins and when it ends."""
         if waiting == self._full:
             return
         self._full = waiting
@@ -118,9 +117,7 @@ class Spool:
         found is durable: the process that wrote it may have ended before it was. A file that the disk does not give is no
         damage: it is tried again until it does.
         """
-        hint = (
-            "nothing starts until it can be read: mend the disk, or move the file aside to go on without what it holds"
-        )
+        hint = "nothing starts until it can be read: mend the disk, or move the file aside to continue without what it holds"
         found, self._files, self.damage = await self._insist(hint, self._scan)
         self._new = {}
         self.nbytes = sum(size for files in self._files.values() for size in files.values())
@@ -231,10 +228,10 @@ class Spool:
         return self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
 
     def _rewrite(self, group: int, reasons: Mapping[str, str]) -> dict[Path, int]:
-        """The group's files as one, without those that `reasons` names. Whoever dies here leaves both, and what is there twice
+        """The group's files as one, without those that `reasons` names. A process that ends here leaves both; what is there twice
         comes once. Returns the new file and its size, if it holds anything."""
         old, path = self._of_group(group), self._next(group)
-        gone: list[tuple[Trajectory, str, Record]] = []
+        dropped: list[tuple[Trajectory, str, Record]] = []
         size = 0
         try:
             for record in (
@@ -245,7 +242,7 @@ class Spool:
                 except WireError:  # damaged, and reported
                     continue
                 if trajectory.trajectory_id in reasons:
-                    gone.append((trajectory, reasons[trajectory.trajectory_id], record))
+                    dropped.append((trajectory, reasons[trajectory.trajectory_id], record))
                 else:
                     size += SPOOL.append(path, record.frames, fsync=self._settings.fsync, files=self._disk)[1]
             if self._settings.fsync and old:
@@ -253,7 +250,7 @@ class Spool:
         except OSError:
             self._disk.remove(path)
             raise
-        for trajectory, reason, record in gone:
+        for trajectory, reason, record in dropped:
             self._aside(trajectory, reason, record.frames)
         for file in old:
             self._disk.remove(file)
@@ -300,3 +297,21 @@ class Spool:
             self._disk.sync_directory(self.directory)
             self._disk.sync_directory(self.directory.parent)
         return list(found.values()), files, damage
+
+
+SPOOL = Container(b"r3spool1")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory whose columns are mapped from disk. `nbytes`: what it takes in memory all the same."""
+
+    trajectory: Trajectory
+    nbytes: int
+
+
+def load(record: Record, schema: Schema) -> Stored:
+    """The trajectory of a record, on the mapped file. Raises `WireError`."""
+    trajectory = decode_trajectory(record.frames, schema)
+    mapped = sum(frame.nbytes for frame in record.frames[1:])
+    return Stored(trajectory, decoded_bytes(record.frames, trajectory) - mapped)

@@ -1,4 +1,4 @@
-"""Which steps made no update of the weights, and why; when that is told, and when it ends the run. Pure."""
+"""Which steps made no update of the weights, and why; when that is reported, and when it ends the run. Pure."""
 
 from __future__ import annotations
 

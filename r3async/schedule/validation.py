@@ -23,7 +23,7 @@ class InvalidTrajectory(ValueError):
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """What can be said without knowing the model. Raises `InvalidTrajectory` naming what is wrong.
+    """What can be checked without knowing the model. Raises `InvalidTrajectory` naming what is wrong.
 
     Indices are not negative; turns have each their own index, a stretch of tokens within a sample, and are those that the tokens
     name; every trained token is of a turn, within its stretch; rewards, and their sums, stay finite in float32; samples have the

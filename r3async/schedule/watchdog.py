@@ -1,4 +1,4 @@
-"""Finds the stage that stands still while it has work. Pure; the clock is injected.
+"""Finds the stage that makes no progress while it has work. Pure; the clock is injected.
 
 A run that hangs says nothing by itself. Each stage (playing, sending, training, publishing, installing) reports
 how much it has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One
@@ -26,11 +26,11 @@ class _Seen(msgspec.Struct):
     done: int
     waiting: int
     since: float
-    told: bool = False
+    reported: bool = False
 
 
 class Watchdog:
-    """`limits`: seconds that each stage may stand still. A stage that is not named has `default`."""
+    """`limits`: seconds that each stage may go without progress. A stage that is not named has `default`."""
 
     def __init__(self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None):
         self._clock, self._default, self._limits = clock, default, dict(limits or {})
@@ -45,7 +45,7 @@ class Watchdog:
             self._seen[stage] = _Seen(done, waiting, now)
             return
         if done != seen.done or not waiting or not seen.waiting:
-            seen.since, seen.told = now, False
+            seen.since, seen.reported = now, False
         seen.done, seen.waiting = done, waiting
 
     def forget(self, stage: str) -> None:
@@ -63,14 +63,14 @@ class Watchdog:
         return out
 
     def news(self) -> list[Stall]:
-        """Those of `stalled` that were not told before; told again after the stage has moved and stalled anew."""
-        fresh = [stall for stall in self.stalled() if not self._seen[stall.stage].told]
+        """Those of `stalled` that were not reported before; reported again after the stage has moved and stalled again."""
+        fresh = [stall for stall in self.stalled() if not self._seen[stall.stage].reported]
         for stall in fresh:
-            self._seen[stall.stage].told = True
+            self._seen[stall.stage].reported = True
         return fresh
 
     def describe(self) -> dict[str, dict[str, float]]:
-        """By stage: `done`, `waiting` and `still_for` seconds. For the event and for a person."""
+        """By stage: `done`, `waiting` and `still_for` seconds. For the event and for the user."""
         now = self._clock()
         return {
             stage: {"done": s.done, "waiting": s.waiting, "still_for": now - s.since} for stage, s in self._seen.items()

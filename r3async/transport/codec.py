@@ -20,7 +20,7 @@ class WireError(ValueError):
 
 @functools.cache
 def little_endian(dtype: str | np.dtype) -> np.dtype:
-    """NumPy makes one anew each time, which takes as long as reading a column."""
+    """NumPy makes a new one each time, which takes as long as reading a column."""
     return np.dtype(dtype).newbyteorder("<")
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from r3async.data.records import Trajectory
-from r3async.transport.capacity import Capacity
-from r3async.transport.ledger import Ledger
+from r3async.transport.accepted import Capacity, Ledger
 from r3async.transport.sockets import off_loop
 from r3async.transport.wire import Frame, NotAcceptable, WireError, decode_trajectory, decoded_bytes, joined
 from r3async.world import TURN_SECONDS, World
@@ -50,7 +49,7 @@ class Store(Protocol):
     memory_bytes: int
 
     @property
-    def room(self) -> int: ...
+    def free_bytes(self) -> int: ...
     def note_waiting(self, waiting: bool) -> None: ...
     async def recover(self) -> Sequence[Kept]: ...
     async def put(self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool) -> Kept | None: ...
@@ -140,7 +139,7 @@ class Intake:
             try:
                 self._answer(arrival, outcome)
             except Exception:
-                logger.exception("the trajectory receiver goes on after an error")
+                logger.exception("the trajectory receiver continues after an error")
 
     async def recover(self, store: Store) -> tuple[int, int]:
         """What was accepted and not trained is handed over again; what the ledger knows besides was never kept, and what
@@ -206,7 +205,7 @@ class Intake:
             raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
         nbytes = decoded_bytes(arrival.frames, trajectory)
         if nbytes > arrival.nbytes:
-            raise WireError(f"it takes {nbytes} bytes, and {arrival.nbytes} were said")
+            raise WireError(f"it takes {nbytes} bytes, and {arrival.nbytes} were announced")
         self._check(trajectory)
         return trajectory, nbytes
 

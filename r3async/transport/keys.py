@@ -1,4 +1,4 @@
-"""CURVE keys: who may talk to the learner, and how an end proves which one it is.
+"""CURVE keys: who may talk to the learner, and how an end shows which one it is.
 
 Every connection has keys, loopback included. Each start of a run makes its own (`new_keys`): the learner keeps the server's,
 and the conductor hands the client's to the generators through Ray. None of them is written to a file.
@@ -121,7 +121,7 @@ def _read(files: Files, path: Path, *, secret: bool = False) -> bytes:
             key = file.read(0, KEY_LENGTH + 2).strip()
     except OSError as error:
         raise TransportError(
-            f"can not read the key {path}: {error.strerror}; `r3async keys {path.parent}` makes it (transport.keys)"
+            f"cannot read the key {path}: {error.strerror}; `r3async keys {path.parent}` makes it (transport.keys)"
         ) from error
     try:
         if len(z85.decode(key)) != 32:

@@ -57,7 +57,7 @@ class Outbox:
         self.waiting[pending.name] = pending
 
     def withdraw(self, trajectory_id: str) -> None:
-        """Give up a trajectory that was never sent. One that was sent may be accepted already, and stays."""
+        """Drop a trajectory that was never sent. One that was sent may be accepted already, and stays."""
         pending = self.waiting.get(trajectory_id)
         if pending is not None and pending.order < 0:
             del self.waiting[trajectory_id]

@@ -13,10 +13,9 @@ from typing import Any
 
 from r3async.config import TransportConfig, in_url
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.transport.capacity import OPEN, Capacity
+from r3async.transport.accepted import OPEN, Capacity, Ledger
 from r3async.transport.intake import Arrival, Intake, Outcome, Refuse, Store
 from r3async.transport.keys import ServerKeys
-from r3async.transport.ledger import Ledger
 from r3async.transport.sockets import NoSocket, TransportError
 from r3async.transport.wire import (
     WIRE_VERSION,
@@ -40,7 +39,7 @@ __all__ = ["Receiver", "Refuse"]
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4
-"""A sender that is silent for this many `ack_timeout`s is gone, and more may be in flight from others."""
+"""A sender that is silent for this many `ack_timeout`s is lost, and more may be in flight from others."""
 MAX_REASON = 500
 MAX_IN_HAND = 64
 MAX_SENDERS = 1024
@@ -65,8 +64,8 @@ class Receiver:
     defect must neither stop the receiver nor be resent for ever.
 
     Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only what
-    the next `window` groups take, which are let in whatever else is held; `Capacity` has the rule and why it can not deadlock.
-    Any other that arrives while there is no free memory is dropped at once: its sender keeps it, and is told when to send it
+    the next `window` groups take, which are let in whatever else is held; `Capacity` has the rule and why it cannot deadlock.
+    Any other that arrives while there is no free memory is dropped at once: its sender keeps it, and is answered when to send it
     again. What a sender claims is limited: `claims(group, trajectory_id)` says whether a group has such a trajectory, and no
     trajectory takes more than `largest` bytes. So memory is bounded whatever senders say, by
     `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`. In flight to here are at
@@ -74,7 +73,7 @@ class Receiver:
 
     Call `release` for each trajectory that is no longer held in memory, or `forget` for a whole group, in the order of
     groups as far as possible. With a store, a trajectory that would go beyond `store.memory_bytes` is handed over mapped
-    from disk; and if the store has no room, only the window is let in.
+    from disk; and if the store has no free bytes, only the window is let in.
 
     Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger and the store
     neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
@@ -133,7 +132,7 @@ class Receiver:
         self._clock = world.clock.monotonic
         self._capacity = Capacity(settings.credit_bytes, window)
         self._until = OPEN
-        """What senders were told: only trajectories of groups before it are taken."""
+        """What senders were answered: only trajectories of groups before it are taken."""
         self._peers: dict[bytes, Peer] = {}
         self._acks: dict[bytes, list[str]] = {}
         self._beat = settings.ack_timeout / 4
@@ -158,7 +157,7 @@ class Receiver:
         """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, as it is,
         also if that is a wildcard.
 
-        Raises `TransportError` if the address can not be bound.
+        Raises `TransportError` if the address cannot be bound.
         """
         assert not self._tasks, "a receiver is started once"
         self._capacity.advance(self.ledger.oldest)
@@ -170,7 +169,7 @@ class Receiver:
             self._socket = self._sockets.router(address, self._on_message, keys=self._keys, refused=self.refused)
         except OSError as error:
             await self.close()
-            raise TransportError(f"can not listen on {address}: {error.strerror}") from error
+            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
         self._tasks = [
             asyncio.create_task(self._intake.run(), name="transport-receiver"),
             asyncio.create_task(self._tick(), name="transport-heartbeat"),
@@ -208,13 +207,13 @@ class Receiver:
                 self._drop_silent()
                 self._tell_now()
             except Exception:
-                logger.exception("the trajectory receiver goes on after an error")
+                logger.exception("the trajectory receiver continues after an error")
 
     def _on_message(self, frames: list[Any]) -> None:
         try:
             self._handle(frames[0].bytes, frames[1:])
         except Exception:  # A defect here or in a callback. The sender is not answered, and tries again.
-            logger.exception("the trajectory receiver goes on after an error")
+            logger.exception("the trajectory receiver continues after an error")
 
     def _handle(self, identity: bytes, frames: Sequence[Frame]) -> None:
         try:
@@ -285,13 +284,13 @@ class Receiver:
         if group_index < 0 or (self._claims is not None and not self._claims(group_index, trajectory_id)):
             return f"group {group_index} has no trajectory {trajectory_id!r}"
         if (there := sum(map(len, frames))) > nbytes:
-            return f"{there} bytes came, and {nbytes} were said"
+            return f"{there} bytes came, and {nbytes} were announced"
         return ""
 
     @property
     def _disk(self) -> float:
         """Free bytes of the store. What is in hand is not in it yet."""
-        return math.inf if self._store is None else self._store.room - self._intake.nbytes
+        return math.inf if self._store is None else self._store.free_bytes - self._intake.nbytes
 
     def _answer(self, arrival: Arrival, outcome: Outcome) -> None:
         name, (identity, *others) = arrival.trajectory_id, arrival.senders

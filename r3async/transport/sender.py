@@ -44,10 +44,10 @@ DRAIN_SECONDS = 0.05
 class Sender:
     """Delivers trajectories to one receiver, at least once each, while both are alive.
 
-    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is heard for
+    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is received for
     `settings.ack_timeout`, or an acknowledgement is missing for as long, or the receiver was restarted, the sender opens
     a fresh connection and sends again all that is not acknowledged; the receiver drops what it has. If the sender's
-    process dies, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
+    process ends, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
 
     `sender_id` names this end to the receiver: two live senders must not share one. `on_reject(trajectory, reason)`
     is called, on the event loop, with a trajectory that the learner will never take.
@@ -71,7 +71,7 @@ class Sender:
         self.run_id = run_id
         self.settings = settings
         self.epoch = ""
-        """Incarnation of the receiver; empty until it was heard."""
+        """Incarnation of the receiver; empty until it has answered."""
         self.sent = 0
         """Trajectories handed to the connection, each time counted."""
         self.acked = 0
@@ -119,7 +119,7 @@ class Sender:
             self._connect()
         except OSError as error:
             await self.close()
-            raise TransportError(f"can not connect to {self.endpoint!r}: {error.strerror}") from error
+            raise TransportError(f"cannot connect to {self.endpoint!r}: {error.strerror}") from error
         self._task = asyncio.create_task(self._run(), name=f"transport-sender-{self.sender_id}")
 
     async def send(self, trajectory: Trajectory) -> None:
@@ -305,7 +305,7 @@ class Sender:
             raise type(self._error)(*self._error.args)
 
     def _fail(self, error: TransportError) -> None:
-        """For good: everyone who waits is told, now and later. The first reason stands."""
+        """For good: all who wait get the reason, now and later. The first reason stands."""
         if self._error is None:
             self._error = error
         self._settled.set()

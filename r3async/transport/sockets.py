@@ -21,11 +21,11 @@ R = TypeVar("R")
 
 
 class TransportError(RuntimeError):
-    """Sending or binding can not go on; the message says what to change."""
+    """Sending or binding cannot continue; the message says what to change."""
 
 
 class TransportRefused(TransportError):
-    """The receiver belongs to another run, has another schema, or does not know this key. Trying again can not help."""
+    """The receiver belongs to another run, has another schema, or does not know this key. Trying again cannot help."""
 
 
 class NoSocket:

@@ -23,8 +23,12 @@ from msgspec import Meta
 
 from r3async.data.records import SCHEMA, Column, Schema, TokenTable, Trajectory, dtype_name
 from r3async.transport.codec import (
-    WireError,
-    checksum,
+    WireError as WireError,
+)
+from r3async.transport.codec import (
+    checksum as checksum,
+)
+from r3async.transport.codec import (
     compress,
     decompress,
     little_endian,
@@ -80,7 +84,7 @@ class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, fo
         return decompress(self.packed, self.nbytes)
 
 
-def sign(body: bytes, frames: Sequence[Frame], schema: Schema = SCHEMA) -> bytes:
+def with_checksum(body: bytes, frames: Sequence[Frame], schema: Schema = SCHEMA) -> bytes:
     """The header of a body and the column frames that follow it."""
     packed = compress(body)
     header = Header(WIRE_VERSION, schema.fingerprint, checksum([packed, *frames]), len(body), packed)
@@ -119,7 +123,7 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
         if isinstance(value, np.generic):  # Environments return NumPy scalars as rewards.
             return value.item()
         if not isinstance(value, TokenTable):
-            raise WireError(f"a {type(value).__name__} can not be sent")
+            raise WireError(f"a {type(value).__name__} cannot be sent")
         if value.schema.fingerprint != schema.fingerprint:
             raise WireError(f"a table has schema {value.schema.fingerprint}, the connection has {schema.fingerprint}")
         layouts: list[Layout] = []
@@ -142,10 +146,10 @@ def encode_trajectory(trajectory: Trajectory, schema: Schema = SCHEMA) -> list[b
     except WireError:
         raise
     except (ValueError, TypeError, OverflowError) as error:
-        raise WireError(f"trajectory {trajectory.trajectory_id!r} can not be encoded: {error}") from error
+        raise WireError(f"trajectory {trajectory.trajectory_id!r} cannot be encoded: {error}") from error
     if len(body) > MAX_HEADER:
         raise WireError(f"the header takes {len(body)} bytes, more than {MAX_HEADER}: shorten the preview")
-    return [sign(body, buffers, schema), *buffers]
+    return [with_checksum(body, buffers, schema), *buffers]
 
 
 def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Trajectory:
@@ -275,7 +279,7 @@ def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
 
 
 def _check_values(trajectory: Trajectory) -> None:
-    """What types can not say. Raises `WireError`."""
+    """What types do not express. Raises `WireError`."""
     if not 0 < len(trajectory.trajectory_id) <= MAX_ID:
         raise WireError(f"a trajectory id has 1 to {MAX_ID} characters, not {len(trajectory.trajectory_id)}")
     for name in ("started_at", "finished_at"):
@@ -283,7 +287,7 @@ def _check_values(trajectory: Trajectory) -> None:
     for i, sample in enumerate(trajectory.samples):
         _check_finite(sample.temperature, f"the temperature of sample {i}")
         if "rewards" in sample.table:
-            # Double precision can not overflow here, and one pass is all that it takes.
+            # Double precision cannot overflow here, and one pass is all that it takes.
             _check_finite(sample.table["rewards"].sum(dtype=np.float64), f"a reward in sample {i}")
     lengths = [len(sample.table) for sample in trajectory.samples]
     for turn in trajectory.turns:
@@ -305,7 +309,7 @@ def _check_finite(value: float, what: str) -> None:
 def _view(frame: Frame) -> memoryview:
     try:
         view = memoryview(frame)
-        # An empty view can not be cast.
+        # An empty view cannot be cast.
         return view.cast("B") if view.nbytes else memoryview(b"")
     except (TypeError, ValueError) as error:
         raise WireError(f"a frame is contiguous bytes, not {type(frame).__name__}: {error}") from error
@@ -320,18 +324,18 @@ def _decode(data: Any, kind: type[T], what: str, hook: Callable[[type, Any], Any
 
 
 # Control messages. Those of a sender carry its session, a random name for one HELLO: what was queued before a
-# reconnection is told apart by it. Maps, not arrays, so that a field can be added without misreading.
+# reconnection is distinguished by it. Maps, not arrays, so that a field can be added without misreading.
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 Session = Annotated[str, Meta(max_length=64)]
 
 
 class Control(msgspec.Struct, tag_field="kind", tag=str.lower):
-    """Base of control messages: one frame of msgpack, told apart by `kind`, and then the CRC-32 of that, little-endian."""
+    """Base of control messages: one frame of msgpack, distinguished by `kind`, and then the CRC-32 of that, little-endian."""
 
 
 class Hello(Control):
-    """Sender: a new session, and repeated as a sign of life. Answered by `Welcome`, or by a final `Refusal`."""
+    """Sender: a new session, and repeated as a heartbeat. Answered by `Welcome`, or by a final `Refusal`."""
 
     session: Session
     sender_id: Id
@@ -341,7 +345,7 @@ class Hello(Control):
 
 
 class Welcome(Control):
-    """Receiver: the session stands. Each HELLO is answered so, and all senders are told when `until` changes. A new `epoch` is a
+    """Receiver: the session stands. Each HELLO is answered so, and all senders get it when `until` changes. A new `epoch` is a
     restarted receiver.
 
     `until`: only trajectories of groups before it are taken now. `at_once`: bytes that may be in flight from this sender, or one

@@ -151,7 +151,7 @@ class FollowedRun:
         self.warnings = self.errors = 0
         self.history = History()
         self.generators: dict[str, str] = {}
-        """By name: `playing` or `dead`, as far as events tell."""
+        """By name: `playing` or `lost`, as far as events tell."""
         self.status, self.reason = "unfinished", ""
         self.first_time: float | None = None
         self.last_time: float | None = None
@@ -194,8 +194,8 @@ class FollowedRun:
             self.status, self.reason = "unfinished", ""  # a run that goes on after an end
         elif what == "generator_started":
             self.generators[str(event.get("role", ""))] = "playing"
-        elif what == "generator_died":
-            self.generators[who] = "dead"
+        elif what == "generator_lost":
+            self.generators[who] = "lost"
         elif what == "generator_suspect":
             self.generators[who] = "silent"
         elif what in ("generator_restarted", "generator_recovered"):

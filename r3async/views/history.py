@@ -30,7 +30,7 @@ class History:
                 self._ended = False
             case "run_finished":
                 self._ended = True
-            case "generator_died":
+            case "generator_lost":
                 self.generators_lost += 1
             case "episode_given_up":
                 self.failed_episodes += 1

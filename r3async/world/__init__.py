@@ -362,7 +362,7 @@ class Processes(Protocol):
 
     def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
         """Until what is returned is called, `tell` many times a second how many seconds later than asked a sleeping task of the
-        running event loop wakes up. A simulated loop is never late, and tells nothing."""
+        running event loop wakes up. A simulated loop is never late, and reports nothing."""
         ...
 
     def dump_stacks(self, path: Path, reason: str) -> Path:

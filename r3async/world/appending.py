@@ -183,7 +183,7 @@ def _locked(file: File) -> Iterator[None]:
 class Keeper:
     """The files of one process that have records waiting; a thread tries again while there are any.
 
-    `report` hears `records_kept` when the first record has to wait, `records_lost` when memory is used up, and
+    `report` is called with `records_kept` when the first record has to wait, `records_lost` when memory is used up, and
     `records_written` when the disk has taken all. Without one, a line on stderr says the same.
     """
 
@@ -201,7 +201,7 @@ class Keeper:
         self._files: dict[AppendFile, int] = {}
         """With the records that each had lost before."""
         self._began = 0.0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._retries = False
 
     def report_to(self, report: Report) -> None:
@@ -239,16 +239,16 @@ class Keeper:
                 if any(file.waiting for file in self._files):
                     return False
                 lost = sum(file.lost - before for file, before in self._files.items())
-                seconds, told = self._clock() - self._began, "records_kept" in self._told
+                seconds, reported = self._clock() - self._began, "records_kept" in self._reported
                 names = sorted({file.path.name for file in self._files})
                 self._files.clear()
-                self._told.clear()
-        if told or lost:
+                self._reported.clear()
+        if reported or lost:
             self._tell("records_written", files=names, lost=lost, seconds=round(seconds, 3))
         return True
 
     async def finish(self, seconds: float) -> int:
-        """Try for so long to have everything written. Returns how many records still wait; stderr is told of them."""
+        """Try for so long to have everything written. Returns how many records still wait; and stderr gets a line."""
         deadline = self._clock() + seconds
         while not await self._threads.run(self.retry):
             if self._clock() >= deadline:
@@ -257,7 +257,7 @@ class Keeper:
         return 0
 
     def count_lost(self) -> int:
-        """How many records wait, which the process that ends now has not written; stderr is told of them."""
+        """How many records wait, which the process that ends now has not written; and stderr gets a line."""
         with self._lock:
             left = {f.path.name: f.waiting for f in self._files if f.waiting}
         _say(f"records that the disk did not take are lost with this process: {left}")
@@ -293,8 +293,8 @@ class Keeper:
 
     def _first(self, event: str) -> bool:
         with self._lock:
-            new = event not in self._told
-            self._told.add(event)
+            new = event not in self._reported
+            self._reported.add(event)
             return new
 
     def _tell(self, event: str, **facts: object) -> None:

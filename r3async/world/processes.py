@@ -19,7 +19,7 @@ import psutil
 from r3async.world import Figures
 
 USER_PATH = "R3ASYNC_USER_PATH"
-"""Environment variable that tells an actor where the person's own modules are: where the run was started."""
+"""Environment variable: where the user's own modules are (where the run was started)."""
 
 LAG_SECONDS = 0.05
 """Between two measurements of how late the event loop is."""

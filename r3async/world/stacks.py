@@ -62,7 +62,7 @@ def _awaited(awaited: Any) -> Iterator[str]:
         awaited = next((x for x in inner if x is not None), None)
 
 
-def _tasks() -> set[asyncio.Task]:
+def _tasks() -> set[asyncio.Task[Any]]:
     try:
         return asyncio.all_tasks()
     except RuntimeError:  # no loop runs in this thread

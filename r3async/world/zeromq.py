@@ -2,7 +2,7 @@
 
 libzmq asks a ZAP handler (rfc.zeromq.org/spec/27) inside the same context about each CURVE handshake that is sound: the peer
 has the router's public key, and proved that it has the secret of its own. A peer without a key, or with another router's,
-never gets that far; the socket's monitor reports it. Neither is told anything of the run.
+never gets that far; the socket's monitor reports it. Neither learns anything of the run.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class LoopSocket:
     """A ZeroMQ socket on the running event loop: `on_message(frames)` is called for each message, on the loop's thread.
 
     No future, task or copy is made per message (`zmq.asyncio` makes several: a third of its throughput at 200 KB). The
-    file descriptor of a ZeroMQ socket only tells that something *changed*, so after it was readable, and after every
+    file descriptor of a ZeroMQ socket only shows that something *changed*, so after it was readable, and after every
     send, all that is there has to be read, or it would lie there until the next change; `drain` makes sure.
     """
 
@@ -183,7 +183,7 @@ class RouterSocket(LoopSocket):
         self, context: zmq.Context[Any], address: str, on_message: OnMessage, keys: ServerKeys, refused: Counter[str]
     ):
         socket = open_socket(context, zmq.ROUTER)
-        # Without MANDATORY an answer to a peer that is gone, or does not read, would vanish without a trace.
+        # Without MANDATORY an answer to a peer that is lost, or does not read, would vanish without a trace.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects takes its name over from the connection that it gave up.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

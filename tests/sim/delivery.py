@@ -19,8 +19,8 @@ from r3async.data.records import Trajectory
 from r3async.data.window import Consumed
 from r3async.transport import Ledger, Receiver, Sender, decode_trajectory, wire
 from r3async.world import World
-from r3async.world.simulated.delays import draw
 from r3async.world.simulated.loop import Deadlock, LimitReached
+from r3async.world.simulated.network import draw
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.sockets import Frames, Route
 from r3async.world.simulated.world import Simulation
@@ -50,7 +50,7 @@ class Shelf:
         self._world, self._disk, self._size = world, disk, size
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         return self._size - sum(sum(map(len, frames)) for _, frames in self._disk.values())
 
     def note_waiting(self, waiting: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r3async.world import ActorLost, ActorRef, Actors, Placement, Processes, Threads
-from r3async.world.simulated.copying import copied
+from r3async.world.simulated.actors import copied
 from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.world import Simulation
 

@@ -46,7 +46,7 @@ def test_a_generator_that_is_stopped_for_a_while_is_suspect_and_recovers(machine
     recovered = machine.events("generator_recovered")
     assert len(recovered) == len(machine.events("generator_suspect"))
     assert {e["pid"] for e in recovered} == {machine.events("generator_started")[0]["pid"]}
-    assert not machine.events("generator_died")
+    assert not machine.events("generator_lost")
     assert not machine.events("stalled")
 
 
@@ -66,7 +66,7 @@ def test_a_generator_that_is_stopped_for_good_is_named_and_restarted(machine, se
     assert stalled["action"] == "restart"
     assert stalled["did_not_answer"] == ["generator-0"]
     assert stalled["queues"][stalled["stage"]]["waiting"] > 0
-    assert len(machine.events("generator_died")) == len(machine.events("generator_restarted")) == 1
+    assert len(machine.events("generator_lost")) == len(machine.events("generator_restarted")) == 1
 
 
 @SEEDS
@@ -82,7 +82,7 @@ def test_a_generator_that_is_stopped_for_good_holds_nobody_up(machine, seed):
     settings = ["generator.count=2", "supervise.stop_grace_seconds=2", "evaluation.every=2", "evaluation.episodes=4"]
     run(machine, stop, *settings, "env.name=tests.sim.test_held_up:Slow")
     assert not machine.events("stalled")
-    assert not machine.events("generator_died")
+    assert not machine.events("generator_lost")
     assert {e["generator"] for e in machine.events("generator_suspect")} == {"generator-0"}
     (returned,) = machine.events("leases_returned")
     assert returned["generator"] == "generator-0"
@@ -133,5 +133,5 @@ def test_a_spool_whose_disk_is_full_is_named_and_waited_for_and_no_generator_is_
     run(machine, fill_up, "supervise.stall_seconds=8", "buffer.durability=disk")
     assert {(e["stage"], e["action"]) for e in machine.events("stalled")} == {("storing", "warn")}
     assert "No space left" in machine.events("stalled")[0]["learner"]["storing"]["why"]
-    assert not machine.events("generator_died")
+    assert not machine.events("generator_lost")
     assert len(machine.events("spool_stalled")) == len(machine.events("spool_goes_on")) == 1

@@ -13,8 +13,7 @@ import torch
 from r3async.learner.build import build_learner
 from r3async.weights.publish import Publisher
 from r3async.world.files import replace_file
-from r3async.world.simulated.log import EventLog
-from r3async.world.simulated.world import Simulation
+from r3async.world.simulated.world import EventLog, Simulation
 from tests.helpers_models import make_hf_model
 from tests.helpers_parity import config
 

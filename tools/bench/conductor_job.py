@@ -19,8 +19,8 @@ from r3async.tools.bench.conductor import Job, Measured
 from r3async.tools.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
 from r3async.tools.bench.jobs import job_main, progress
 from r3async.world import ActorRef, Placement, World
-from r3async.world.simulated.delays import Delays
 from r3async.world.simulated.loop import PROCESS, Handle, Timer, VirtualLoop
+from r3async.world.simulated.network import Delays
 from r3async.world.simulated.world import Simulation
 
 STATUS_SECONDS = 0.5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,6 +21,9 @@ from r3async.rollout.samples import EpisodeRows
 from r3async.tools.bench.jobs import job_main, progress
 from r3async.tools.bench.replay_records import RolloutJob
 from r3async.tools.bench.replay_rollouts import make_random_model, model_config
+
+if TYPE_CHECKING:
+    import torch
 from r3async.transport.wire import encode_trajectory
 
 MOVED = 0.02
@@ -42,7 +46,7 @@ def make_moved_model(source: Path, target: Path, seed: int) -> None:
     model.save_pretrained(target)
 
 
-def tensors(model: Path):
+def tensors(model: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import msgspec
@@ -27,6 +28,9 @@ from r3async.tools.bench.jobs import BenchError, job_main, progress
 from r3async.tools.bench.replay_records import LearnerDone, LearnerJob
 from r3async.tools.bench.replay_rollouts import read_samples
 from r3async.tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
+
+if TYPE_CHECKING:
+    import torch
 
 INSIDE_STEPS = 3
 """Steps of each kind in which the time inside of the routes is taken."""
@@ -96,8 +100,8 @@ def gradients_kept(learner: MegatronLearner) -> Iterator[list[np.ndarray]]:
     parameters = list(learner.model.parameters())
     sums = [np.zeros(p.shape, np.float32) for p in parameters]
 
-    def keep(index: int):
-        def hook(gradient):
+    def keep(index: int) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
             sums[index] += gradient.float().numpy()
 
         return hook
@@ -199,8 +203,8 @@ def time_in_routes() -> Iterator[list[float]]:
     """CPU seconds of each call in the block that takes a micro-batch's routes in, or chooses experts by them."""
     spent: list[float] = []
 
-    def timed(call):
-        def wrapper(*args, **kwargs):
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
                 return call(*args, **kwargs)

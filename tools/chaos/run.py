@@ -38,7 +38,7 @@ from r3async.tools.chaos.scenarios import SCENARIOS
 class Report(msgspec.Struct, frozen=True):
     """`problems` is empty if everything was trained once, as it was sent. `faults`: those that the scenario made, by what they
     hit. `damaged`: trajectories that came damaged and were sent again. `duplicates`: those that came twice and were dropped.
-    `generator_deaths`: that the conductor saw."""
+    `generators_lost`: that the conductor saw."""
 
     preset: str
     scenario: str
@@ -48,7 +48,7 @@ class Report(msgspec.Struct, frozen=True):
     steps: int
     trajectories: int
     resumed: int
-    generator_deaths: int
+    generators_lost: int
     sent: int
     acknowledged: int
     damaged: int
@@ -200,7 +200,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
         steps=len(steps),
         trajectories=sum(len(s.trajectories) for s in steps),
         resumed=len(resumed),
-        generator_deaths=events["generator_died"],
+        generators_lost=events["generator_lost"],
         sent=sum(isinstance(p, Sent) for p in passed),
         acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, Acknowledged)),
         damaged=int(sum(drops(rows, "transport/damaged"))),

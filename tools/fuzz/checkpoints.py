@@ -59,7 +59,7 @@ def damage(chance: random.Random, files: Files) -> None:
             files[name] = mutate_bytes(chance, data)
 
 
-def sign(line: bytes) -> bytes:
+def with_checksum(line: bytes) -> bytes:
     """A manifest of that line, as if it had been written so."""
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
@@ -137,14 +137,14 @@ def replace(chance: random.Random, files: Files) -> None:
     for record in manifest["files"]:
         if record["name"] == name:
             record |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    files[MANIFEST] = sign(dump(manifest))
+    files[MANIFEST] = with_checksum(dump(manifest))
 
 
 def mutate_manifest(chance: random.Random, files: Files) -> None:
     """Another manifest, with a checksum that fits."""
     if chance.random() < 0.2:
         line = (files[MANIFEST] or b"").partition(b"\n")[0]
-        files[MANIFEST] = sign(mutate_bytes(chance, line))
+        files[MANIFEST] = with_checksum(mutate_bytes(chance, line))
         return
     manifest = _manifest(files)
     if chance.random() < 0.2:  # what is there under another name, or a file more or less
@@ -152,7 +152,7 @@ def mutate_manifest(chance: random.Random, files: Files) -> None:
         chance.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
     else:
         manifest = mutate_json(chance, manifest)
-    files[MANIFEST] = sign(dump(manifest))
+    files[MANIFEST] = with_checksum(dump(manifest))
 
 
 def _manifest(files: Files) -> Any:

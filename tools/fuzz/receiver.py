@@ -35,7 +35,7 @@ def mutate_frames(chance: random.Random, frames: list[bytes]) -> list[bytes]:
         if chance.random() < 0.3:
             i = chance.randrange(2, len(frames))
             frames[i] = mutate_bytes(chance, frames[i])
-        frames[1] = wire.sign(body, frames[2:])
+        frames[1] = wire.with_checksum(body, frames[2:])
         return frames
     for _ in range(chance.randint(1, 3)):
         i = min(chance.randrange(len(frames)), chance.randrange(len(frames)))

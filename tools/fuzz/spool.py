@@ -8,8 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from r3async.config import BufferConfig
-from r3async.schedule.spool import Spool
-from r3async.schedule.spool_file import SPOOL
+from r3async.schedule.spool import SPOOL, Spool
 from r3async.tools.fuzz.common import WARM, Report, mutate_bytes, resident, specimen
 from r3async.transport import wire
 

@@ -86,7 +86,7 @@ class TinyRun:
 
     def _books(self, step: int) -> RunState:
         admission = self._admission()
-        while lease := admission.lease("g0", version=0, room=1):
+        while lease := admission.lease("g0", version=0, free=1):
             last = lease.group_index
         admission.trained(1, [0, 2])
         admission.installed(1)

@@ -43,7 +43,7 @@ class _Subcommands(WithDefault):
 app = typer.Typer(
     cls=_Subcommands,
     help="Look into a run, a spool, a checkpoint or a message. `inspect [RUN_OR_FILE]` says what there is to see. Exit 2 if "
-    "something can not be read.",
+    "something cannot be read.",
 )
 
 Target = Annotated[

@@ -37,7 +37,7 @@ def row_of(seen: Seen, version: int | None) -> dict[str, Any]:
 def export(found: Iterable[Seen], path: Path, version: int | None) -> int:
     """Write `path` and return the number of rows. The file appears whole or not at all.
 
-    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet can not be written.
+    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet cannot be written.
     """
     writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
     if path.suffix not in writers:

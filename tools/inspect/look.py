@@ -138,7 +138,7 @@ class Inspection(NamedTuple):
         for number, (offset, frames) in enumerate(read_messages(path, self.problems.append)):
             lines, problem = describe_message(frames)
             if problem:
-                self.problems.append(f"{path}: the message at byte {offset} can not be read: {problem}")
+                self.problems.append(f"{path}: the message at byte {offset} cannot be read: {problem}")
             if limit and number >= limit:
                 hidden += 1
                 continue

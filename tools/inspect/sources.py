@@ -1,4 +1,4 @@
-"""Where `r3async inspect` finds trajectories. What can not be read is told to `problem(text)`, and the rest is still read."""
+"""Where `r3async inspect` finds trajectories. What cannot be read is told to `problem(text)`, and the rest is still read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from r3async.record.reading import QUARANTINE, read_objects, read_quarantine, re
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.record.routes import load as load_route
 from r3async.record.verify import engine_rows
-from r3async.schedule.spool_file import SPOOL, load
+from r3async.schedule.spool import SPOOL, load
 from r3async.tools.inspect.run import fitted, is_run
 from r3async.tools.inspect.trajectories import Seen, of_episode, of_trained, of_trajectory
 from r3async.transport.wire import WireError
@@ -44,7 +44,7 @@ def read_spool(path: Path, problem: Problem) -> Iterator[Seen]:
             try:
                 trajectory = load(record, SCHEMA).trajectory
             except WireError as error:
-                problem(f"{file}: the record at byte {record.offset} can not be read: {error}")
+                problem(f"{file}: the record at byte {record.offset} cannot be read: {error}")
                 continue
             name = (trajectory.group_index, trajectory.trajectory_id)
             if name not in known:

@@ -9,7 +9,7 @@ import msgspec
 
 from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
-from r3async.schedule.spool_file import SPOOL
+from r3async.schedule.spool import SPOOL
 from r3async.tools.inspect.run import InspectError
 from r3async.transport.codec import checksum
 from r3async.transport.wire import (

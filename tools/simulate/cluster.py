@@ -228,7 +228,7 @@ class Cluster:
             self.asked += 1
             idle = sum(not self._engines[n].playing for n in self._free) if not engine.playing else 1
             lease = self.admission.lease(
-                engine.name, version=engine.version, room=room, at_once=model.places, among=max(1, idle)
+                engine.name, version=engine.version, free=room, at_once=model.places, among=max(1, idle)
             )
             if lease is None:
                 return

@@ -138,7 +138,7 @@ def read_case(path: Path) -> Case:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Case)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--case {path} can not be read: {error}") from error
+        raise ConfigError(f"--case {path} cannot be read: {error}") from error
 
 
 def write_case(path: Path, case: Case) -> None:

@@ -14,8 +14,8 @@ from r3async.tools.simulate.faults import Fault, quiet_after
 from r3async.tools.simulate.history import Acknowledged, Event, Injected, Quiet, Taken
 from r3async.tools.simulate.observe import Watched
 from r3async.world.simulated.disk import WRITING, SimulatedDisk
-from r3async.world.simulated.network import ANY
 from r3async.world.simulated.processes import HostProcess
+from r3async.world.simulated.sockets import ANY
 
 RUNS = Path("/runs")
 """Where runs are on the simulated disk."""

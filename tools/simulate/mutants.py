@@ -26,7 +26,7 @@ from r3async.schedule.admission import Admission, GroupLease
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.spool import Spool
 from r3async.transport import wire as wire_room
-from r3async.transport.capacity import Capacity
+from r3async.transport.accepted import Capacity
 from r3async.transport.outbox import Outbox
 from r3async.transport.sender import Sender
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles

@@ -45,7 +45,7 @@ from r3async.tools.simulate.history import (
     Unlinked,
 )
 from r3async.tools.simulate.invariants import Checker, Violated
-from r3async.transport.capacity import OPEN
+from r3async.transport.accepted import OPEN
 from r3async.transport.codec import WireError
 from r3async.transport.wire import (
     Ack,
@@ -60,8 +60,7 @@ from r3async.transport.wire import (
 from r3async.world import File, Files, Lane, Placement, Stat
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
 from r3async.world.simulated.disk import SimulatedDisk
-from r3async.world.simulated.processes import HostProcess
-from r3async.world.simulated.threads import SimulatedThreads
+from r3async.world.simulated.processes import HostProcess, SimulatedThreads
 from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
 
 P = ParamSpec("P")

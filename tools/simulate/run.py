@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from r3async.actors.pipeline import Pipeline
-from r3async.actors.process import ProcessDied, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.run_dir import LOCK_SECONDS, open_run
 from r3async.actors.supervise import supervise
 from r3async.checkpoint import CheckpointError
@@ -33,8 +33,8 @@ from r3async.tools.simulate.observe import Watched
 from r3async.tools.simulate.shrink import Case
 from r3async.tools.simulate.workload import draw_workload
 from r3async.world.appending import Report
-from r3async.world.simulated.delays import Delays
 from r3async.world.simulated.loop import Deadlock, LimitReached
+from r3async.world.simulated.network import Delays
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host
 
@@ -303,7 +303,7 @@ class Simulated:
 
 def _was_stopped(outcome: Exception | str | None) -> bool:
     """How a run ends that a person has stopped: in order, or because an actor was lost, or did not end."""
-    return outcome is None or isinstance(outcome, ProcessDied) or "stop_grace_seconds" in str(outcome)
+    return outcome is None or isinstance(outcome, ProcessLost) or "stop_grace_seconds" in str(outcome)
 
 
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:

@@ -41,7 +41,7 @@ app = typer.Typer(
 
 @contextmanager
 def _asking(address: str, token_file: str) -> Iterator[Jobs]:
-    """The cluster's jobs. What it can not be asked, or refuses, is one line on stderr and exit code 2."""
+    """The cluster's jobs. What it cannot be asked, or refuses, is one line on stderr and exit code 2."""
     from r3async.tools.submit.jobs import Jobs, SubmitError
 
     try:
@@ -60,7 +60,7 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow/--detach", help="show the log until the job ends")] = True,
     runs: Annotated[Path, typer.Option(help="where run directories are made; every node must see it")] = Path("runs"),
     name: Annotated[str, typer.Option("--id", help="of the job", show_default="Ray's")] = "",
-    check: Annotated[bool, typer.Option("--check/--no-check", help="refuse what can not fit the cluster")] = True,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="refuse what cannot fit the cluster")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""

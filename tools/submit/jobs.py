@@ -48,7 +48,7 @@ EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
 
 
 class SubmitError(RuntimeError):
-    """The cluster can not be asked, or refuses; the message says what to do about it."""
+    """The cluster cannot be asked, or refuses; the message says what to do about it."""
 
 
 class Package(msgspec.Struct, frozen=True):

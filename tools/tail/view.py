@@ -174,14 +174,14 @@ def _arrived(run: FollowedRun) -> Shown:
 def _generators(run: FollowedRun) -> Shown:
     restarts = run.history.generators_lost + run.history.run_restarts
     count = run.setting("generator.count") or len(run.generators)
-    dead = [name for name, state in run.generators.items() if state == "dead"]
-    playing = len(run.generators) - len(dead)
+    lost = [name for name, state in run.generators.items() if state == "lost"]
+    playing = len(run.generators) - len(lost)
     silent = [name for name, state in run.generators.items() if state == "silent"]
     note = "ended" if run.ended else "playing" if playing else "loading"
-    if dead or (silent and not run.ended):
-        note = _join(*(f"{', '.join(names)} {state}" for names, state in ((dead, "dead"), (silent, "silent")) if names))
+    if lost or (silent and not run.ended):
+        note = _join(*(f"{', '.join(names)} {state}" for names, state in ((lost, "lost"), (silent, "silent")) if names))
     note = _join(note, f"{restarts} restart{'' if restarts == 1 else 's'}")
-    style = "bold red" if dead else "yellow" if restarts or silent else ""
+    style = "bold red" if lost else "yellow" if restarts or silent else ""
     return f"{playing} of {count}", note, style
 
 

@@ -249,7 +249,7 @@ class PackedModel(nn.Module):
         return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
 
 
-def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -65,7 +65,11 @@ class RouterSearch(TorchFunctionMode):
         self._running.pop()
 
     def __torch_function__(
-        self, func: Callable, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _TOPK or not self._running:
@@ -88,7 +92,11 @@ class _ReplayedChoice(TorchFunctionMode):
         self._shape, self._choose = shape, choose
 
     def __torch_function__(
-        self, func: Callable, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _TOPK:
@@ -148,7 +156,13 @@ def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: Rou
 
 
 def _routed(
-    forward: Callable, name: str, index: int, shape: RoutingShape, replay: RoutingReplay, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    name: str,
+    index: int,
+    shape: RoutingShape,
+    replay: RoutingReplay,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     routes = replay.current
     if routes is None:

@@ -70,7 +70,7 @@ class Process:
     def end(self) -> None:
         """As SIGKILL: nothing of it runs any more, no `finally` either. Idempotent.
 
-        Code of the process that ends itself goes on until it returns or awaits; `check` stops it earlier.
+        Code of the process that ends itself continues until it returns or awaits; `check` stops it earlier.
         """
         if self.ended:
             return
@@ -304,9 +304,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         error, source = context.get("exception"), context.get("task", context.get("future"))
         process = source.process if isinstance(source, Task) else PROCESS.get()
         if not isinstance(error, Killed) and (process is None or not process.ended):
-            said = context.get("message", "") + (f": {type(error).__name__}: {error}" if error else "")
+            message = context.get("message", "") + (f": {type(error).__name__}: {error}" if error else "")
             where = f" in {_name(source)} {source.get_name()}" if isinstance(source, Task) else ""
-            self.failures.append(f"{said}{where}{raised_at(error)}")
+            self.failures.append(f"{message}{where}{raised_at(error)}")
 
     def get_debug(self) -> bool:
         return False

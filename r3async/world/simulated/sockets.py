@@ -57,7 +57,7 @@ class Route:
 
 Frames = list[Received]
 Observe = Callable[[str, Route, Frames], object]
-"""Told of each message: "sent", and later "arrived" (as it does, damaged perhaps) or "lost". The frames do not contain the
+"""Called for each message: "sent", and later "arrived" (as it does, damaged perhaps) or "lost". The frames do not contain the
 identity."""
 
 

@@ -13,7 +13,7 @@ BLOCK = 512
 
 
 class FileNode:
-    """A file's content. Its first `stable` bytes are synced; the synced content goes on with `cut`, which was truncated since."""
+    """A file's content. Its first `stable` bytes are synced; after them the synced content has `cut`, truncated since."""
 
     def __init__(self, mode: int = 0o644):
         self.data = bytearray()

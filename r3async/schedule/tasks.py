@@ -8,8 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from r3async.schedule.seeds import training_seed
-
 
 class Cursor:
     """Tasks of a run, for ever. The same `seed` and `size` name the same tasks, whatever was played before.
@@ -62,3 +60,13 @@ class Cursor:
         assert self.size is not None
         seed = random.Random(f"{self.seed}/epoch {epoch}").getrandbits(64)
         return np.random.default_rng(seed).permutation(self.size)
+
+
+def training_seed(seed: int, group_index: int) -> int:
+    """Seed of the task that a group plays, in `0..2^63 - 1`."""
+    return random.Random(f"{seed}/{group_index}").getrandbits(63) & ~1
+
+
+def evaluation_seed(seed: int, index: int) -> int:
+    """Seed of the task of an evaluation's episode `index`; `seed` is `evaluation.seed`."""
+    return random.Random(f"evaluation/{seed}/{index}").getrandbits(63) | 1

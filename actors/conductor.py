@@ -19,7 +19,7 @@ from r3async.actors.steps import Steps
 from r3async.actors.tasks import Tasks
 from r3async.actors.watch import Watch
 from r3async.checkpoint import RunState, restore_admission
-from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState, decode_state
+from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState
 from r3async.config import Config, config_from_dict
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import FIRST, Lineage
@@ -45,10 +45,10 @@ class Conductor:
         run_dir: str,
         learner: ActorRef,
         generators: Mapping[str, ActorRef],
-        state: bytes = b"",
+        state: RunState | None = None,
         lineage: Lineage = FIRST,
     ):
-        """`state`: of the checkpoint that the run resumes from (`encode_state`); empty if it begins. `lineage`: of this start."""
+        """`state`: of the checkpoint that the run resumes from. `lineage`: of this start."""
         self.world, self._lock = world, begin(world, Path(run_dir), "conductor")
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir, self.lineage, self.learner = run_id, Path(run_dir), lineage, learner
@@ -77,7 +77,7 @@ class Conductor:
         self._stop_seconds = LOADING_STOP_SECONDS
         """How long the actors may take to end: while they load, nothing has to be finished."""
         self._phase = "starting"
-        self._state = decode_state(state) if state else None
+        self._state = state
         self._tokens_before = self._state.generated_tokens if self._state else 0
         self._began = clock() - (self._state.elapsed if self._state else 0.0)
 

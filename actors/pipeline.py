@@ -13,7 +13,6 @@ from r3async.actors.learner import LearnerActor
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
-from r3async.checkpoint.state import encode_state
 from r3async.config import Config, to_dict
 from r3async.data.versions import Lineage
 from r3async.record.events import open_events
@@ -72,8 +71,7 @@ class Pipeline:
         for name in (f"generator-{index}" for index in range(count)):
             plays = (name, self.run_id, with_secrets, model, directory, lineage.number)
             generators[name] = actors.spawn(self.generator, *plays, name=name, placement=playing)
-        state = encode_state(resume.state) if resume else b""
-        leads = (self.run_id, plain, directory, learner, generators, state, lineage)
+        leads = (self.run_id, plain, directory, learner, generators, resume.state if resume else None, lineage)
         conductor = actors.spawn(
             self.conductor, *leads, name="conductor", placement=Placement(concurrency=max(1000, 4 * count))
         )

@@ -17,7 +17,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.dispatch import LeaseAnswer, LeaseCall
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.checkpoint.state import decode_state
+from r3async.checkpoint import RunState
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import Lineage
 from r3async.learner.trainer import TrainedGroups, Trainer
@@ -339,7 +339,7 @@ class WatchedActors(SimulatedActors):
 def _began(args: Sequence[Any]) -> tuple[Any, ...]:
     """Of a conductor's arguments: lineage and checkpoint of this start."""
     lineage = next(arg for arg in args if isinstance(arg, Lineage))
-    state = next(decode_state(arg) if arg else None for arg in args if isinstance(arg, bytes))
+    state = next((arg for arg in args if isinstance(arg, RunState)), None)
     if state is None:
         return lineage.number, 0, 0, 0, 0, ()
     beyond = tuple(sorted(state.consumed_beyond))

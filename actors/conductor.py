@@ -218,8 +218,9 @@ class Conductor:
         hosts = {i["host"] for i in infos} | {info["host"]}
         backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
         routing = infos[0]["routing"]
-        heard = await self.learner.call("listen", routing)
-        way = Way(heard["endpoint"], backend, heard["keys"])
+        tokens = await self.fleet.probe_tokens()
+        learner_info = await self.learner.call("listen", routing, backend, tokens)
+        way = Way(learner_info["endpoint"], backend, learner_info["keys"])
         await self.fleet.connect(way)
         sizes = [i["tasks"] for i in infos]
         if len(set(sizes)) > 1:
@@ -229,10 +230,10 @@ class Conductor:
             )
         self.tasks.open(sizes[0])
         self._check_routing(routing)
-        if self._state is not None or heard["newest_group"] >= 0:
-            await self._go_on(self._state, heard["newest_group"])
+        if self._state is not None or learner_info["newest_group"] >= 0:
+            await self._go_on(self._state, learner_info["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
-        return await self._deliver_first(way)
+        return await self._deliver_first(way, tokens)
 
     def _check_routing(self, routing: dict[str, int] | None) -> None:
         """`routing`: what engines record. Raises `RunFailed` if they cannot record what is asked for."""
@@ -266,10 +267,8 @@ class Conductor:
             groups_played_again=again,
         )
 
-    async def _deliver_first(self, way: Way) -> Installer:
+    async def _deliver_first(self, way: Way, tokens: list[int] | None) -> Installer:
         self._phase = "delivering weights"
-        tokens = await self.fleet.probe_tokens()
-        await self.learner.call("publish_through", way.backend, tokens)
         published = await self.learner.call("publish")
         clock = self.world.clock.monotonic
         put = self.world.actors.put

@@ -1,8 +1,10 @@
-"""Weights on their way: what the learner hands to the conductor, and the transport that crosses hosts."""
+"""Weights in transfer: copied and written by the learner, handed to the conductor, and a transport that crosses hosts."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ import numpy as np
 
 from r3async.actors.process import ProcessLost
 from r3async.config import Config, is_loopback
+from r3async.data.versions import Lineage
+from r3async.record.timeline import Timeline
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.publish import (
     EncodedWeights,
@@ -23,11 +27,13 @@ from r3async.weights.publish import (
     WeightSender,
     default_directory,
 )
-from r3async.world import ActorLost, Actors, World
+from r3async.world import ActorLost, Actors, Lane, World
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     import torch
+
+    from r3async.actors.ranks import LocalLearner, RankedLearner
 
 _WILDCARDS = ("*", "0.0.0.0", "::")
 
@@ -43,6 +49,69 @@ class Published(msgspec.Struct, frozen=True):
     @property
     def version(self) -> int:
         return self.publication.manifest.version
+
+
+@dataclass
+class Publishing:
+    """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
+
+    `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: a text that each version scores
+    (`r3async.actors.installer.probe`); None: none does."""
+
+    world: World
+    config: Config
+    lineage: Lineage
+    timeline: Timeline
+    backend: LocalLearner | RankedLearner
+    torch: Lane
+    writer: Lane
+    watched: np.ndarray | None
+
+    def __post_init__(self) -> None:
+        self._clock = self.world.clock.monotonic
+        self._copied = -1
+        """Version of the copy."""
+        self._scores: np.ndarray | None = None
+        """Its, if a text is watched."""
+        self._nothing_to_write = asyncio.Event()
+        self._nothing_to_write.set()
+
+    @property
+    def writing(self) -> bool:
+        """A version that engines are to have is not written yet."""
+        return not self._nothing_to_write.is_set()
+
+    async def copy(self, version: int) -> None:
+        """Copy the current weights as `version`, for `write`, as soon as the version before them is written."""
+        limit = self.config.weights.write_timeout
+        try:
+            await asyncio.wait_for(self._nothing_to_write.wait(), limit)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"version {version} has to wait for version {version - 1}, which was not written within "
+                f"{limit:g} s (weights.write_timeout)"
+            ) from error
+        await self.torch.run(self.backend.snapshot, version)
+        self._copied = version
+        self._nothing_to_write.clear()
+        if self.watched is not None:
+            plain = await self.torch.run(self.backend.score, self.watched)
+            temperature = self.config.episode.temperature
+            same = temperature == 1.0
+            tempered = plain if same else await self.torch.run(self.backend.score, self.watched, temperature)
+            self._scores = np.stack([plain, tempered])
+
+    async def write(self, reading: Sequence[int] = ()) -> Published:
+        """Write the copy where engines find it. Versions that engines are `reading` stay."""
+        began, scores = self._clock(), self._scores
+        try:
+            with self.timeline.span("write", version=self._copied):
+                writing = self.writer.run(self.backend.write, reading)
+                publication = await asyncio.wait_for(writing, self.config.weights.write_timeout)
+        finally:
+            self._nothing_to_write.set()  # whether or not it succeeded, no step waits for it any more
+        named = msgspec.structs.replace(publication.manifest, lineage=self.lineage.number)
+        return Published(msgspec.structs.replace(publication, manifest=named), scores, self._clock() - began)
 
 
 def sender(config: Config, backend: str, world: World = REAL) -> WeightSender:

@@ -6,36 +6,76 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
-from r3async.actors.delivery import Published
-from r3async.actors.learning import Counts, Learning, Model
+from r3async.actors.delivery import Published, Publishing
 from r3async.actors.process import NotLoaded, begin, whereabouts
-from r3async.actors.publishing import Publishing
 from r3async.actors.ranks import LocalLearner, RankedLearner
 from r3async.actors.reception import Reception
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
-from r3async.checkpoint.state import ConductorState
+from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
 from r3async.config import config_from_dict
 from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Trajectory
 from r3async.data.versions import FIRST, Lineage
-from r3async.learner.batch.cost import cost_model
+from r3async.learner.batch.cost import Cost, cost_model
 from r3async.record.events import open_events
+from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
 from r3async.record.timeline import LagMeter, Timeline
+from r3async.record.tracing import StepTracer
+from r3async.rollout.episode import EpisodeTask, failed_trajectory
+from r3async.schedule.age import age_metrics, check_ages
 from r3async.schedule.groups import GroupBuffer
 from r3async.world import World
+from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
+
+if TYPE_CHECKING:
+    from r3async.learner.trainer import Trainer
 
 CLOSE_SECONDS = 5.0
 
-T = TypeVar("T")
+
+@dataclass
+class Counts:
+    """How far the run is.
+
+    `version`: versions published. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
+    are freed by it, and generators see time pass. `since`: steps made, and groups consumed, since the last version was published.
+    """
+
+    steps: int = 0
+    version: int = 0
+    since: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Model:
+    """What `start` loads. `buffer`: of the groups that the run has not trained."""
+
+    backend: LocalLearner | RankedLearner
+    cost: Cost
+    counts: Counts
+    buffer: GroupBuffer
+
+
+@dataclass
+class Work:
+    """What `listen` makes: where trajectories arrive, the steps on them, their checkpoints, and the versions they make."""
+
+    reception: Reception
+    trainer: Trainer
+    checkpoints: CheckpointWriter
+    publishing: Publishing
 
 
 class LearnerActor:
-    """Serves the conductor, which calls `start`, `listen` and `publish_through`, in that order, before anything else.
+    """Serves the conductor, which calls `start` and `listen`, in that order, before anything else.
 
     The event loop receives; all torch work runs in one thread of its own. One thread and always the same one: Megatron keeps
     state per process, and torch keeps grad mode and function modes per thread. New weights are only copied there; another
@@ -58,62 +98,74 @@ class LearnerActor:
         """`checkpoint`: what a resumed run begins from."""
         self.world, self._lock = world, begin(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
-        self.run_id, self.model_path, self.run_dir, self.lineage = run_id, model_path, Path(run_dir), lineage
+        self.run_id, self.model_path, self.run_dir, self.lineage = run_id, Path(model_path), Path(run_dir), lineage
         self._gpus_per_rank, self._checkpoint = gpus_per_rank, Path(checkpoint) if checkpoint else None
         self.events = open_events(self.run_dir, "learner", world=world)
-        self.timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
-        self.lag = LagMeter(world.processes)
+        self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
+        self._lag = LagMeter(world.processes)
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
+        self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
         self._interrupted = asyncio.Event()
-        self.model: Model | None = None
-        self.reception: Reception | None = None
-        self.learning: Learning | None = None
+        self._doing = "between steps"
+        self._loaded: Model | None = None
+        self._work: Work | None = None
 
-    def _ready(self, part: T | None) -> T:
-        if part is None:
-            raise NotLoaded(f"the learner, process {self.world.processes.pid}, has not been told what that takes")
-        return part
+    @property
+    def model(self) -> Model:
+        if self._loaded is None:
+            raise NotLoaded(f"the learner, process {self.world.processes.pid}, has not loaded its model")
+        return self._loaded
+
+    @property
+    def work(self) -> Work:
+        if self._work is None:
+            raise NotLoaded(f"the learner, process {self.world.processes.pid}, does not listen yet")
+        return self._work
+
+    # -- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self) -> dict[str, Any]:
         """Load the model, and the checkpoint if the run is resumed. Returns whereabouts."""
-        self.lag.start()
-        self.model = await self._torch.run(self._load)
-        gpus = await self._torch.run(self.model.backend.gpus)
+        self._lag.start()
+        self._loaded = model = await self._torch.run(self._load)
+        gpus = await self._torch.run(model.backend.gpus)
         self.events.info(
             "learner_started",
             pid=self.world.processes.pid,
             backend=self.config.learner.backend,
-            step=self.model.counts.steps,
+            step=model.counts.steps,
             lineage=self.lineage.number,
         )
         return {**whereabouts(self.world), "gpus": gpus}
 
     def _load(self) -> Model:
-        path, schedule = Path(self.model_path), self.config.schedule
+        path, schedule = self.model_path, self.config.schedule
         cost = cost_model(json.loads(read_file(path / "config.json", files=self.world.files)))
         if self.config.learner.parallel.world == 1:
             backend: LocalLearner | RankedLearner = LocalLearner.load(self.config, path, self.world)
         else:
             backend = RankedLearner.load(self.config, path, self.run_dir, self._gpus_per_rank, self.world)
         if self._checkpoint is None:
-            buffer = GroupBuffer(schedule.samples_per_group, schedule.window)
-            return Model(backend, self._torch, cost, Counts(), buffer)
+            return Model(backend, cost, Counts(), GroupBuffer(schedule.samples_per_group, schedule.window))
         state = open_checkpoint(self._checkpoint, check_tensors=False, files=self.world.files).state
         backend.restore(self._checkpoint)
         buffer = GroupBuffer(
             schedule.samples_per_group, schedule.window, head=state.consumed, beyond=state.consumed_beyond
         )
-        return Model(backend, self._torch, cost, Counts(state.steps, state.version, state.since_publication), buffer)
+        return Model(backend, cost, Counts(state.steps, state.version, state.since_publication), buffer)
 
-    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
+    async def listen(
+        self, routing: dict[str, int] | None, transport: str, watched: list[int] | None = None
+    ) -> dict[str, Any]:
         """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
-        on arrival. Returns the endpoint, the keys of those who may send there, and the newest group that something is here of
-        (-1: none)."""
-        model = self._ready(self.model)
-        self.reception = reception = self.receives(
-            self.world,
+        on arrival. `transport`: of the weights, see `delivery.sender`. `watched`: a text that is scored with each version.
+
+        Returns the endpoint, the keys of those who may send there, and the newest group that something is here of (-1: none)."""
+        model, config, world = self.model, self.config, self.world
+        reception = self.receives(
+            world,
             self.run_id,
-            self.config,
+            config,
             self.run_dir,
             self.lineage,
             self.events,
@@ -122,69 +174,67 @@ class LearnerActor:
             vocab_size=model.backend.vocab_size,
             version=lambda: model.counts.version,
         )
+        from r3async.learner.trainer import Trainer  # loads torch, which this process has by now
+
+        tracer = StepTracer(self.run_dir, config, self.events.warning, world=world)
+        trainer = Trainer(config, model.cost, model.backend, tracer, self.events, self._stand_in)
+        checkpoints = CheckpointWriter(config, self.run_id, self.model_path, self.run_dir, self.events, world=world)
+        text = None if watched is None else np.asarray(watched, np.int32)
+        await self._torch.run(model.backend.publish_through, transport)
+        publishing = Publishing(
+            world, config, self.lineage, self._timeline, model.backend, self._torch, self._writer, text
+        )
+        self._work = Work(reception, trainer, checkpoints, publishing)
         endpoint = await reception.start()
         keys, newest = reception.keys_for_generators, reception.buffer.newest_group
         return {"endpoint": endpoint, "keys": keys, "newest_group": newest}
 
-    async def publish_through(self, backend: str, watched: list[int] | None) -> None:
-        """By which transport versions go out, and which text is scored with each of them; see `r3async.actors.delivery`."""
-        model, reception = self._ready(self.model), self._ready(self.reception)
-        await self._torch.run(model.backend.publish_through, backend)
-        text = None if watched is None else np.asarray(watched, np.int32)
-        publishing = Publishing(
-            self.world, self.config, self.lineage, self.timeline, model.backend, self._torch, self._writer, text
-        )
-        path, world = Path(self.model_path), self.world
-        checkpoints = CheckpointWriter(self.config, self.run_id, path, self.run_dir, self.events, world=world)
-        self.learning = Learning(
-            self.world,
-            self.config,
-            self.run_dir,
-            self.lineage,
-            self.events,
-            self.timeline,
-            self.lag,
-            checkpoints,
-            model,
-            reception,
-            publishing,
-        )
+    def interrupt(self) -> None:
+        """A `train_step` that waits for groups returns None."""
+        self._interrupted.set()
+        if self._work is not None:
+            self._work.reception.wake()
 
-    async def publish(self) -> Published:
-        """Copy and write the current weights; see `write`."""
-        learning = self._ready(self.learning)
-        await learning.publishing.copy(learning.model.counts.version)
-        return await self.write()
+    async def stop(self) -> None:
+        self.interrupt()
+        self._lag.stop()
+        if self._work is not None:
+            await self._work.reception.close()
+        # Published files that a running step keeps from being removed now are removed when the next run starts.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._writer.close()
+                if self._loaded is not None:
+                    await self._torch.run(self._loaded.backend.close)
+                await self._torch.close()
+        await self.world.keeper.finish(CLOSE_SECONDS)
 
-    async def write(self, reading: Sequence[int] = ()) -> Published:
-        """Write the weights that were copied last where engines find them, beside whatever else the learner does.
-
-        Versions that engines are `reading` stay.
-        """
-        return await self._ready(self.learning).publishing.write(reading)
+    # -- how it is -------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """For who watches whether anything moves; cheap. `writing`: a version that engines are to have is not written yet.
-        `storing`: see `Spool.waits`."""
-        learning = self._ready(self.learning)
+        """For the watch; cheap. `writing`: a version that engines are to have is not written yet. `storing`: see
+        `Spool.waits`."""
+        work = self.work
         return {
             **whereabouts(self.world),
-            "doing": learning.doing,
-            "steps": learning.model.counts.steps,
-            "writing": learning.publishing.writing,
-            **learning.reception.status(),
+            "doing": self._doing,
+            "steps": self.model.counts.steps,
+            "writing": work.publishing.writing,
+            **work.reception.status(),
         }
 
     async def dump_stacks(self, reason: str) -> str:
         """What this process is doing, to `stacks/learner.txt`; its ranks write what they do to their logs."""
         processes = self.world.processes
-        for pid in self.model.backend.pids if self.model else ():
+        for pid in self._loaded.backend.pids if self._loaded else ():
             processes.ask_for_stacks(pid, processes.host)
         return str(processes.dump_stacks(self.run_dir / "stacks" / "learner.txt", reason))
 
     def missing(self, group_indices: list[int]) -> dict[int, list[int]]:
         """Episodes of these groups that have not arrived."""
-        return self._ready(self.reception).missing(group_indices)
+        return self.work.reception.missing(group_indices)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     async def train_step(self, last: bool = False) -> dict[str, Any] | None:
         """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`.
@@ -193,41 +243,117 @@ class LearnerActor:
         previews; None if interrupted while waiting, which has no end of its own (`actors/watch.py`). Raises `AgeError`, without
         training, if a token is older than the schedule allows.
         """
-        return await self._ready(self.learning).train_step(last, self._interrupted)
+        self._doing = "waiting"
+        try:
+            return await self._train_step(last)
+        finally:
+            self._doing = "between steps"
 
-    async def checkpoint(self, state: ConductorState) -> float:
-        """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step
-        had to wait for that, in seconds. See `CheckpointWriter.save`, also for what it raises."""
-        return await self._ready(self.learning).checkpoint(state)
+    async def _train_step(self, last: bool) -> dict[str, Any] | None:
+        clock, counts, work = self.world.clock.monotonic, self.model.counts, self.work
+        waited_from = clock()
+        with self._timeline.span("wait", step=counts.steps + 1):
+            indices = await work.reception.wait_for_groups(counts.since, self._interrupted)
+        if not indices:
+            return None
+        step_from = clock()
+        self._doing, version = "training", counts.version
+        groups, metrics = await self._train(indices)
+        trained = clock()
+        counts.steps += 1
+        steps, consumed = counts.since
+        counts.since = steps + 1, consumed + len(indices)
+        if metrics["optimizer/skipped"] and not metrics["optimizer/no_contrast"]:
+            self.events.warning("step_skipped", step=counts.steps, grad_norm=metrics["grad_norm"])
+        work.reception.trained(indices)
+        line = trained_step(counts.steps, version, groups, self.lineage.number)
+        self._trained_file.append(msgspec.json.encode(line))
+        due = last or counts.since[0] == self.config.schedule.steps_per_publication
+        if due:
+            counts.version, counts.since = version + 1, (0, 0)
+            with self._timeline.span("snapshot", step=counts.steps, version=counts.version):
+                await work.publishing.copy(counts.version)
+        trajectories = [t for group in groups for t in group]
+        metrics |= episode_metrics(trajectories) | work.reception.figures()
+        metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()}
+        metrics |= {
+            "learner/wait_seconds": step_from - waited_from,
+            "learner/step_seconds": trained - step_from,
+            "weights/snapshot_seconds": clock() - trained,
+            "weights/write_seconds": 0.0,
+            "batch/groups": len(indices),
+            "lineage": self.lineage.number,
+        }
+        return {
+            "metrics": metrics,
+            "new_weights": due,
+            "version": version + 1,
+            "groups": indices,
+            "previews": previews(trajectories),
+        }
 
-    async def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""
-        await self._ready(self.learning).finish_checkpoint()
+    async def _train(self, indices: list[int]) -> tuple[list[list[Trajectory]], dict[str, float]]:
+        """Take these groups and train them. Returns them as they were trained, and metrics."""
+        counts, reception = self.model.counts, self.work.reception
+        taken, _ = reception.buffer.take(indices)
+        check_ages(taken, counts.version, reception.age_bound)
+        now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
+        ages = age_metrics(taken, counts.version, reception.age_bound, now, oldest)
+        number = counts.steps + 1
+        with self._timeline.span("train", step=number):
+            done = await self._torch.run(self.work.trainer.step, number, counts.version, taken)
+        await reception.set_aside(done.unsound, done.groups)
+        return done.groups, done.metrics | ages
+
+    def _stand_in(self, trajectory: Trajectory) -> Trajectory:
+        """For one that cannot be trained: of its episode, and nothing of it is trained or compared."""
+        t = trajectory
+        task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
+        routing = self.work.reception.routing
+        made = failed_trajectory(task, routing, 0, generator_id=t.generator_id, at=t.finished_at)
+        return msgspec.structs.replace(made, lineage=t.lineage)
+
+    # -- weights and checkpoints -----------------------------------------------------------------------------------
+
+    async def publish(self) -> Published:
+        """Copy and write the current weights; see `write`."""
+        await self.work.publishing.copy(self.model.counts.version)
+        return await self.write()
+
+    async def write(self, reading: Sequence[int] = ()) -> Published:
+        """Write the weights that were copied last where engines find them, beside whatever else the learner does.
+
+        Versions that engines are `reading` stay.
+        """
+        return await self.work.publishing.write(reading)
 
     async def save(self, directory: str) -> int:
         """Export the current weights as a Hugging Face model directory, if any update made them. Returns how many did."""
-        backend = self._ready(self.model).backend
+        backend = self.model.backend
         updates = await self._torch.run(backend.updates)
         if updates:
             await self._torch.run(backend.save, Path(directory))
         return updates
 
-    def interrupt(self) -> None:
-        """A `train_step` that waits for groups returns None."""
-        self._interrupted.set()
-        if self.reception is not None:
-            self.reception.wake()
+    async def checkpoint(self, conductor: ConductorState) -> float:
+        """Copy the state as it is between two steps, and begin to write the checkpoint of it. Returns how long the next step
+        had to wait for that, in seconds. See `CheckpointWriter.save`, also for what it raises."""
+        clock, counts, work = self.world.clock.monotonic, self.model.counts, self.work
+        began, taken = clock(), work.reception.buffer.taken
+        state = TrainingState(
+            **msgspec.structs.asdict(conductor),
+            steps=counts.steps,
+            version=counts.version,
+            lineage=self.lineage,
+            consumed=taken.head,
+            consumed_beyond=sorted(taken.beyond),
+            since_publication=counts.since,
+        )
+        backend, commit = self.model.backend, work.reception.commit()
+        state = await state.with_records(self.run_dir, LEARNER_RECORDS, keeper=self.world.keeper)
+        await work.checkpoints.save(state, lambda: self._torch.run(backend.hold), backend.write_state, commit)
+        return clock() - began
 
-    async def stop(self) -> None:
-        self.interrupt()
-        self.lag.stop()
-        if self.reception is not None:
-            await self.reception.close()
-        # Published files that a running step keeps from being removed now go when the next run starts.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._writer.close()
-                if self.model is not None:
-                    await self._torch.run(self.model.backend.close)
-                await self._torch.close()
-        await self.world.keeper.finish(CLOSE_SECONDS)
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""
+        await self.work.checkpoints.finish()

@@ -249,13 +249,12 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
 
     async def run() -> list[dict[str, Any]]:
         await actor.start()
-        await actor.listen(None)
-        await actor.publish_through("shared_memory", None)
+        await actor.listen(None, "shared_memory")
         try:
             steps = []
             for index, samples in enumerate(given):
                 for trajectory in trajectories(index, samples):
-                    actor.reception._arrive(trajectory, 100)
+                    actor.work.reception._arrive(trajectory, 100)
                 step = await asyncio.wait_for(actor.train_step(), 60)
                 assert step is not None
                 await asyncio.wait_for(actor.write(), 60)  # as the conductor asks for, beside the next step

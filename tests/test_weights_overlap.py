@@ -11,24 +11,21 @@ import torch
 from safetensors.torch import load_file
 
 import r3async.actors.conductor
-import r3async.actors.learning
+import r3async.actors.learner
 from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import Published
+from r3async.actors.delivery import Published, Publishing
 from r3async.actors.fleet import Way
 from r3async.actors.installer import Installer
-from r3async.actors.learning import Counts, Learning, Model
+from r3async.actors.learner import Counts, LearnerActor, Model, Work
 from r3async.actors.process import RunFailed
-from r3async.actors.publishing import Publishing
 from r3async.actors.ranks import LocalLearner
 from r3async.actors.steps import Steps
 from r3async.config import load_config, to_dict
-from r3async.data.versions import Lineage
 from r3async.learner.base import LearnerError
 from r3async.learner.batch.cost import Cost
 from r3async.learner.trainer import TrainedGroups, Trainer
-from r3async.record.events import open_events
 from r3async.record.reading import read_objects
-from r3async.record.timeline import LagMeter, Timeline
+from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.weights.publish import Publication, WeightManifest
 from r3async.world.real import REAL
@@ -120,32 +117,29 @@ class Nothing:
 @pytest.fixture
 def learner(tmp_path, monkeypatch):
     """A learner, in this process, whose steps train nothing and take no time."""
-    settings, lineage, lag = load_config("quickstart"), Lineage(), LagMeter()
-    backend, events = Backend(), open_events(tmp_path, "learner")
-    timeline = Timeline(tmp_path, "learner", enabled=False)
-    torch_lane, writer = REAL.threads.lane("torch"), REAL.threads.lane("writer")
-    model = Model(backend, torch_lane, Cost(), Counts(), GroupBuffer(1))
-    publishing = Publishing(REAL, settings, lineage, timeline, backend, torch_lane, writer, None)
-    monkeypatch.setattr(r3async.actors.learning, "check_ages", lambda *args: None)
-    monkeypatch.setattr(r3async.actors.learning, "age_metrics", lambda *args: {})
+    settings, backend = load_config("quickstart"), Backend()
+    monkeypatch.setattr(r3async.actors.learner, "begin", lambda *args: None)
+    actor = LearnerActor(REAL, "run", to_dict(settings), "model", str(tmp_path))
+    timeline, lanes = Timeline(tmp_path, "learner", enabled=False), (actor._torch, actor._writer)
+    publishing = Publishing(REAL, actor.config, actor.lineage, timeline, backend, *lanes, None)
+    monkeypatch.setattr(r3async.actors.learner, "check_ages", lambda *args: None)
+    monkeypatch.setattr(r3async.actors.learner, "age_metrics", lambda *args: {})
     monkeypatch.setattr(
         Trainer, "step", lambda self, number, version, groups: TrainedGroups({"optimizer/skipped": 0}, groups, [])
     )
-    monkeypatch.setattr(r3async.actors.learning, "episode_metrics", lambda trajectories: {})
-    monkeypatch.setattr(r3async.actors.learning, "trained_step", lambda *args: {})
-    parts = (settings, tmp_path, lineage, events, timeline, lag, None, model, Nothing(), publishing)
-    return Learning(REAL, *parts)
-
-
-def step(learner):
-    return learner.train_step(False, asyncio.Event())
+    monkeypatch.setattr(r3async.actors.learner, "episode_metrics", lambda trajectories: {})
+    monkeypatch.setattr(r3async.actors.learner, "trained_step", lambda *args: {})
+    trainer = Trainer(settings, Cost(), backend, None, actor.events, lambda t: t)
+    actor._loaded = Model(backend, Cost(), Counts(), GroupBuffer(1))
+    actor._work = Work(Nothing(), trainer, None, publishing)
+    return actor
 
 
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
     backend = learner.model.backend
-    assert (await step(learner))["new_weights"]
-    first = asyncio.create_task(learner.publishing.write())
-    second_step = asyncio.create_task(step(learner))
+    assert (await learner.train_step())["new_weights"]
+    first = asyncio.create_task(learner.write())
+    second_step = asyncio.create_task(learner.train_step())
     while learner.model.counts.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
@@ -158,26 +152,26 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert written.seconds > 0.1
     assert result["version"] == 2
     assert result["metrics"]["weights/snapshot_seconds"] > 0.05
-    await asyncio.wait_for(learner.publishing.write(), LIMIT)
+    await asyncio.wait_for(learner.write(), LIMIT)
     assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
 
 
 async def test_a_version_that_can_not_be_written_raises_and_holds_nothing_up(learner):
     learner.model.backend.failure = OSError("no space left")
-    await step(learner)
+    await learner.train_step()
     learner.model.backend.may_write.release()
     with pytest.raises(OSError, match="no space left"):
-        await asyncio.wait_for(learner.publishing.write(), LIMIT)
-    assert (await asyncio.wait_for(step(learner), LIMIT))["version"] == 2
+        await asyncio.wait_for(learner.write(), LIMIT)
+    assert (await asyncio.wait_for(learner.train_step(), LIMIT))["version"] == 2
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
     learner.config.weights.write_timeout = 0.1
-    await step(learner)
+    await learner.train_step()
     with pytest.raises(
         TimeoutError, match=r"version 2 has to wait for version 1, .* 0\.1 s \(weights\.write_timeout\)"
     ):
-        await asyncio.wait_for(step(learner), LIMIT)
+        await asyncio.wait_for(learner.train_step(), LIMIT)
 
 
 class RemoteLearner(StandIn):

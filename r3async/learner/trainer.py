@@ -1,6 +1,6 @@
 """The learner's step, from top to bottom: groups of trajectories become updates of the weights, and metrics.
 
-In the learner actor, whose event loop has taken the groups and checked their ages (`actors/learning.py`, `train_step`):
+In the learner actor, whose event loop has taken the groups and checked their ages (`actors/learner.py`, `train_step`):
 
 1. What cannot be trained has a stand-in in its place                         `Trainer.step`, `sound`
 2. Advantages, minibatches, the weight of every token in the loss             `prepare`

@@ -85,9 +85,9 @@ class ChaosGenerator(GeneratorActor):
 class AckBeforeSpool(LearnerActor):
     """Acknowledges what is not on disk yet."""
 
-    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
-        heard = await super().listen(routing)
-        spool = self._ready(self.reception).spool
+    async def listen(self, *args: Any) -> dict[str, Any]:
+        answer = await super().listen(*args)
+        spool = self.work.reception.spool
         assert spool is not None, "buffer.durability = disk"
         put, tasks = spool.put, set()
 
@@ -99,7 +99,7 @@ class AckBeforeSpool(LearnerActor):
             tasks.add(asyncio.create_task(late(*arguments, **options)))
 
         spool.put = put_later  # type: ignore[method-assign]
-        return heard
+        return answer
 
 
 class UnlinkBeforeCommit(LearnerActor):
@@ -108,7 +108,7 @@ class UnlinkBeforeCommit(LearnerActor):
     async def train_step(self, last: bool = False) -> dict[str, Any] | None:
         result = await super().train_step(last)
         if result is not None:
-            spool = self._ready(self.reception).spool
+            spool = self.work.reception.spool
             assert spool is not None, "buffer.durability = disk"
             await spool.commit(result["groups"])
         return result
@@ -142,16 +142,16 @@ class KeepsAll(GroupBuffer):
 class NoDedupe(LearnerActor):
     """Takes whatever comes, however often."""
 
-    async def listen(self, routing: dict[str, int] | None) -> dict[str, Any]:
-        model, schedule = self._ready(self.model), self.config.schedule
+    async def listen(self, *args: Any) -> dict[str, Any]:
+        model, schedule = self.model, self.config.schedule
         taken = model.buffer.taken
         model.buffer = KeepsAll(
             schedule.samples_per_group, schedule.window, head=taken.head, beyond=sorted(taken.beyond)
         )
-        heard = await super().listen(routing)
-        receiver = self._ready(self.reception).receiver
+        answer = await super().listen(*args)
+        receiver = self.work.reception.receiver
         receiver.ledger = receiver._intake._ledger = NoMemory()
-        return heard
+        return answer
 
 
 FAULTS: dict[str, type[LearnerActor]] = {

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from r3async.actors import reception
+from r3async.actors.delivery import Publishing
 from r3async.actors.installer import Installer
-from r3async.actors.learning import Learning
-from r3async.actors.publishing import Publishing
+from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import LocalLearner
 from r3async.actors.reception import Reception
 from r3async.checkpoint.directory import Checkpoints
@@ -359,12 +359,12 @@ _plant(
 )
 
 
-@_mutant(Learning, "train_step")
+@_mutant(LearnerActor, "train_step")
 def version_counted_twice(train_step: Any) -> Any:
     """A publication counts for two versions."""
 
-    async def twice(self: Learning, *args: Any) -> Any:
-        result = await train_step(self, *args)
+    async def twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
+        result = await train_step(self, *args, **facts)
         if result is not None and result["new_weights"]:
             self.model.counts.version += 1
         return result

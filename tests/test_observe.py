@@ -23,10 +23,17 @@ from r3async.record.reading import read_objects
 from r3async.record.steps import MetricsWriter
 from r3async.views.charts import CHARTS, describe_charts
 from r3async.views.follow import FollowedRun
-from r3async.views.history import counted, history_of
 from r3async.views.maps import MAX_COLUMNS, describe_maps
 from r3async.views.report import write_report
-from r3async.views.summary import format_number, format_percent, format_seconds, format_summary, summarize
+from r3async.views.summary import (
+    counted,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_summary,
+    history_of,
+    summarize,
+)
 from r3async.world.appending import Keeper
 
 # --- events
@@ -148,7 +155,8 @@ def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
 
 
 def test_every_drawn_metric_is_documented() -> None:
-    assert {line.metric for chart in CHARTS for line in chart.lines} <= set(METRICS)
+    assert {known.curve.chart for known in METRICS.values() if known.curve} == {chart.title for chart in CHARTS}
+    assert all(chart.lines for chart in CHARTS)
     assert all(metric.label and metric.docs.endswith(".") for metric in METRICS.values())
     assert next(iter(METRICS)) == "step"
 
@@ -351,9 +359,9 @@ def test_report_of_hostile_text(tmp_path: Path) -> None:
 
 def test_charts_leave_out_what_was_not_measured() -> None:
     rows = [{"step": 1, "reward/mean": 0.5, "grad_norm": None, "loss/policy": math.nan, "rollout_kl/k1": -1.0}]
-    charts, series = describe_charts(rows, None)
-    assert [chart["title"] for chart in charts] == ["Reward"]
-    assert series == {"reward/mean": [0.5]}
+    drawing = describe_charts(rows, None)
+    assert [chart["title"] for chart in drawing.charts] == ["Reward"]
+    assert drawing.series == {"reward/mean": [0.5]}
 
 
 # --- maps of routing

@@ -20,10 +20,10 @@ from r3async.record.timeline import FILE, Span, Timeline, busy_shares, read_time
 from r3async.tools.cli import app
 from r3async.tools.init_model import byte_tokenizer
 from r3async.views.charts import CHARTS, describe_more
+from r3async.views.episodes import spread
+from r3async.views.maps import describe_ages, describe_timeline, waits
 from r3async.views.report import write_report
-from r3async.views.report_drift import describe_ages, drift_table
-from r3async.views.report_episodes import spread
-from r3async.views.report_timeline import describe_timeline, waits
+from r3async.views.summary import drift_table
 from r3async.world.real import REAL
 from tests.helpers_browser import browse, find_chromium
 from tests.helpers_routes import episode
@@ -239,9 +239,9 @@ def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
 
 def test_metrics_that_never_change_are_listed() -> None:
     rows = [{"step": s, "lr": 0.1, "b/x": s, "b/none": None, "a": s} for s in range(3)]
-    charts, series, constants = describe_more(rows)
-    assert [(chart["group"], chart["title"]) for chart in charts] == [("step", "a"), ("b", "b/x")]
-    assert set(series) == {"a", "b/x"}
+    drawing, constants = describe_more(rows)
+    assert [(chart["group"], chart["title"]) for chart in drawing.charts] == [("step", "a"), ("b", "b/x")]
+    assert set(drawing.series) == {"a", "b/x"}
     assert constants == [("learning rate", 0.1)]
 
 

@@ -21,8 +21,6 @@ import msgspec
 from r3async.config import Config, Section
 from r3async.config.section import plain_type
 from r3async.record.catalogue import METRICS
-from r3async.tools.tail.view import GAUGES
-from r3async.views.charts import CHARTS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 METRICS_PAGE = TARGET.with_name("observing.md")
@@ -135,9 +133,11 @@ def with_metrics(page: str) -> str:
 
 def shown_in(name: str) -> list[str]:
     """The views that show a metric before one asks for all of them."""
-    charts = [f"curve {chart.title}" for chart in CHARTS if name in {line.metric for line in chart.lines}]
-    gauges = [f"gauge {label}" for label, metric, _ in GAUGES if metric == name]
-    return [*charts, *gauges, *(["comparison"] if METRICS[name].figures else [])]
+    known = METRICS[name]
+    curve = f"curve {known.curve.chart}" if known.curve else ""
+    gauge = f"gauge {known.gauge}" if known.gauge else ""
+    shown = (curve, gauge, "drift table" if known.parts else "", "comparison" if known.figures else "")
+    return [view for view in shown if view]
 
 
 def _cell(text: str) -> str:

@@ -14,9 +14,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 
+class Curve(NamedTuple):
+    """`chart`: the title of the one in which it is drawn. `points`: drawn as points, and without effect on the axis."""
+
+    chart: str
+    label: str
+    color: str
+    dash: str = ""
+    points: bool = False
+
+
 class Metric(NamedTuple):
-    """`good`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `figures`: which fields of
-    `Stats` a comparison of runs shows."""
+    """`good`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `gauge`: the line of the live
+    view that is about it. `figures`: which fields of `Stats` a comparison of runs shows; `parts`: which a report shows of each
+    part of the run."""
 
     name: str
     label: str
@@ -24,6 +35,9 @@ class Metric(NamedTuple):
     good: str
     docs: str
     figures: str = ""
+    curve: Curve | None = None
+    gauge: str = ""
+    parts: str = ""
 
     @property
     def group(self) -> str:
@@ -39,8 +53,9 @@ _TABLE = (
     Metric("time", "time", "unix s", "", "When the row was written, after the step's weights were installed."),
     Metric("reward/mean", "reward", "", "high",
            "Mean reward of the step's trajectories. A trajectory's is the sum of its turns'; failed ones have none.",
-           "first last high"),
-    Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories."),
+           "first last high", curve=Curve("Reward", "mean", "blue"), gauge="reward"),
+    Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories.",
+           curve=Curve("Reward", "best", "green", "dot")),
     Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
     Metric("episode/rows_mean", "samples", "", "1",
            "Mean number of samples (rows of training) of an episode; 1 where no history is rewritten."),
@@ -52,17 +67,21 @@ _TABLE = (
     Metric("episode/ended_timeout", "timed out", "episodes", "low",
            "Episodes that ended by `episode.timeout`; rewarded turns are trained."),
     Metric("episode/ended_error", "failed", "episodes", "low", "Episodes that failed for good; nothing of them is trained."),
-    Metric("loss/policy", "policy loss", "", "", "Policy loss, a trained token."),
+    Metric("loss/policy", "policy loss", "", "", "Policy loss, a trained token.",
+           curve=Curve("Policy loss", "policy loss", "blue")),
     Metric("loss/rollout_kl", "drift loss", "", "low", "Rollout-KL term of the loss, a trained token, before its coefficient."),
     Metric("rollout_kl/k1", "drift k1", "nats", "0",
-           "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative."),
-    Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance."),
+           "Mean of -Δ, Δ = log π_learner - log μ_rollout. Unbiased; may be negative.",
+           curve=Curve("Drift", "k1", "orange", points=True), parts="mean"),
+    Metric("rollout_kl/k2", "drift k2", "nats", "low", "Mean of Δ²/2: low variance.",
+           curve=Curve("Drift", "k2", "violet", "dash"), parts="mean"),
     Metric("rollout_kl/k3", "drift k3", "nats", "low",
-           "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.", "last high"),
+           "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.",
+           figures="last high", curve=Curve("Drift", "k3", "blue"), gauge="drift", parts="mean high"),
     Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
     Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
     Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
-    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step."),
+    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", parts="mean"),
     Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
     Metric("rollout_corr/kl", "rollout KL", "nats", "0", "The same as `rollout_kl/k1`."),
     Metric("rollout_corr/k3_kl", "rollout k3", "nats", "low", "The same as `rollout_kl/k3`."),
@@ -72,7 +91,8 @@ _TABLE = (
     Metric("rollout_corr/training_ppl", "learner perplexity", "", "", "Mean over episodes of e^-(mean log-prob)."),
     Metric("rollout_corr/rollout_ppl", "rollout perplexity", "", "", "The same under the rollout policy."),
     Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1", "Learner over rollout, mean over episodes."),
-    Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss."),
+    Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss.",
+           parts="mean"),
     Metric("rollout_corr/masked_fraction", "masked", "fraction", "low", "Trained tokens that a correction left out."),
     Metric("rollout_corr/masked_sequence_fraction", "masked episodes", "fraction", "low",
            "Episodes of which a correction left out every token."),
@@ -81,7 +101,7 @@ _TABLE = (
     Metric("advantage/abs_max", "largest advantage", "", "", "By absolute value."),
     Metric("advantage/zero_variance_groups", "groups without contrast", "groups", "low", "All of their scores are equal."),
     Metric("advantage/zero_variance_share", "share without contrast", "fraction", "low",
-           "Share of the step's groups in which all scores are equal."),
+           "Share of the step's groups in which all scores are equal.", gauge="contrast"),
     Metric("advantage/overlong_samples", "overlong", "episodes", "low",
            "Ended because an answer or the context was too long."),
     Metric("advantage/overlong_penalty", "overlong penalty", "", "", "Mean penalty of long answers."),
@@ -90,12 +110,16 @@ _TABLE = (
            "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; age adds to it."),
     Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
            "The same of the trained token where it is largest."),
-    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token."),
-    Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same."),
-    Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens."),
+    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", parts="high"),
+    Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same.",
+           parts="mean"),
+    Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens.",
+           curve=Curve("Entropy", "entropy", "blue")),
     Metric("staleness/mean", "mean age", "versions", "low",
-           "Mean age of trained tokens: version of the step less their own.", "mean"),
-    Metric("staleness/max", "oldest token", "versions", "low", "Age of the oldest trained token; never over the bound.", "high"),
+           "Mean age of trained tokens: version of the step less their own.",
+           figures="mean", curve=Curve("Staleness", "mean", "blue"), gauge="age", parts="mean"),
+    Metric("staleness/max", "oldest token", "versions", "low", "Age of the oldest trained token; never over the bound.",
+           figures="high", curve=Curve("Staleness", "oldest token", "orange")),
     Metric("staleness/bound", "age allowed", "versions", "", "What the schedule promises: no trained token is older."),
     Metric("staleness/masked_fraction", "too old", "fraction", "low",
            "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."),
@@ -104,11 +128,13 @@ _TABLE = (
     Metric("staleness/age_0", "tokens of age 0", "tokens", "",
            "Trained tokens of that age; so `staleness/age_1`, and on to the oldest."),
     Metric("routing/recorded_fraction", "routes recorded", "fraction", "high",
-           "Share of trained tokens' inputs with recorded routes.", "mean"),
+           "Share of trained tokens' inputs with recorded routes.",
+           figures="mean", curve=Curve("Routing", "recorded", "green")),
     Metric("routing/recorded_fraction_fed", "routes recorded, all inputs", "fraction", "high",
            "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it."),
     Metric("routing/agreement", "routing agreement", "fraction", "high",
-           "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.", "mean"),
+           "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
+           figures="mean", curve=Curve("Routing", "agreement", "blue"), gauge="routes agree", parts="mean"),
     Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
            "Routing agreement of the MoE layer where it is lowest."),
     Metric("routing/load_imbalance", "load imbalance", "", "1",
@@ -123,45 +149,55 @@ _TABLE = (
            "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass."),
     Metric("batch/fill", "fill", "fraction", "high", "Tokens over the token budget of the micro-batches."),
     Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite."),
-    Metric("grad_norm", "gradient norm", "", "", "Global norm before clipping."),
+    Metric("grad_norm", "gradient norm", "", "", "Global norm before clipping.", curve=Curve("Gradient norm", "norm", "blue")),
     Metric("lr", "learning rate", "", "", "Learning rate of the step."),
-    Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`."),
+    Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
+           parts="high"),
     Metric("optimizer/updates", "updates", "", "high", "Optimizer updates that the step made: at most one a minibatch."),
     Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
     Metric("optimizer/no_contrast", "no contrast", "", "0",
            "1 if no trained token of the step had an advantage: weights and moments stay."),
-    Metric("learner/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch."),
+    Metric("learner/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch.",
+           curve=Curve("Learner time", "waiting for data", "orange"), gauge="learner"),
     Metric("learner/idle_share", "learner idle", "fraction", "low",
-           "Share of the last 16 steps' time in which the learner waited for groups."),
+           "Share of the last 16 steps' time in which the learner waited for groups.",
+           curve=Curve("Idle", "learner, for want of groups", "blue")),
     Metric("generator/idle_share", "generators idle", "fraction", "low",
-           "Share of the generators' places for episodes that stood empty because every slot was taken, last 16 steps."),
+           "Share of the generators' places for episodes that stood empty because every slot was taken, last 16 steps.",
+           curve=Curve("Idle", "generators, for want of a slot", "orange")),
     Metric("generator/engine_idle_share", "engines idle", "fraction", "low",
            "Share of the step's time in which an engine had no request at all."),
     Metric("pace/ratio", "pace", "", "1",
            "Capacity of generation over capacity of training: below 1 generation is the slower side."),
-    Metric("learner/step_seconds", "learner step", "s", "low", "Time of forward, backward and optimizer."),
+    Metric("learner/step_seconds", "learner step", "s", "low", "Time of forward, backward and optimizer.",
+           curve=Curve("Learner time", "training", "blue")),
     Metric("throughput/generated_tokens_per_second", "generated", "tokens/s", "high",
-           "Tokens sampled by all engines, over wall time.", "mean"),
+           "Tokens sampled by all engines, over wall time.",
+           figures="mean", curve=Curve("Throughput", "generated", "green"), gauge="generated"),
     Metric("throughput/trained_tokens_per_second", "trained", "tokens/s", "high",
-           "Trained tokens over the wall time of the step.", "mean"),
+           "Trained tokens over the wall time of the step.",
+           figures="mean", curve=Curve("Throughput", "trained", "blue"), gauge="trained"),
     Metric("weights/snapshot_seconds", "snapshot", "s", "low",
            "Time the learner stood still to copy the step's weights, and for those before to be written."),
     Metric("weights/write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
-    Metric("weights/update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.", "mean"),
+    Metric("weights/update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.",
+           figures="mean", curve=Curve("Weight updates", "delivery", "blue"), gauge="weights"),
     Metric("weights/transfer_seconds", "transfer", "s", "low", "Longest time for a generator to get and check the weights."),
     Metric("weights/bytes", "weights", "bytes", "", "Size of a version as engines get it."),
     Metric("weights/load_seconds", "load", "s", "low", "Longest time for an engine to load them."),
     Metric("weights/paused_share", "paused", "fraction", "low",
            "Share of the generators' time so far in which new weights kept them from generating."),
-    Metric("weights/pause_seconds", "engine pause", "s", "low", "Longest pause of an engine for that delivery.", "mean"),
-    Metric("transport/received", "received", "trajectories", "", "Trajectories that were accepted since the learner started."),
+    Metric("weights/pause_seconds", "engine pause", "s", "low", "Longest pause of an engine for that delivery.",
+           figures="mean", curve=Curve("Weight updates", "engine pause", "orange")),
+    Metric("transport/received", "received", "trajectories", "", "Trajectories that were accepted since the learner started.",
+           gauge="arrived"),
     Metric("transport/duplicates", "duplicates", "trajectories", "low", "Arrived again, and were not used again."),
     Metric("transport/rejected", "rejected", "trajectories", "0", "Messages refused because they did not validate."),
     Metric("transport/damaged", "damaged", "trajectories", "0", "Deliveries that changed on their way, and were sent again."),
     Metric("buffer/ready_groups", "ready groups", "groups", "",
-           "Complete groups that wait for the next step; none: the learner waits for generators."),
+           "Complete groups that wait for the next step; none: the learner waits for generators.", gauge="buffer"),
     Metric("slots/taken", "slots taken", "groups", "",
-           "Groups leased or not yet installed; all slots taken: generators wait for the learner."),
+           "Groups leased or not yet installed; all slots taken: generators wait for the learner.", gauge="slots"),
     Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may play at once now."),
     *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
       for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))
@@ -169,7 +205,8 @@ _TABLE = (
     Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not posed again: all their episodes failed."),
     Metric("data/epochs", "epochs", "", "",
            "How often all tasks were leased, where the environment says how many it has."),
-    Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started."),
+    Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started.",
+           gauge="generators"),
 )
 # fmt: on
 

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from r3async.record.catalogue import finite, in_order
+from r3async.record.catalogue import METRICS, finite, in_order
+from r3async.record.reading import EVALUATION, read_objects
+
+COLORS = ("blue", "orange", "green", "violet", "red", "amber")
+"""Of runs that are compared, in turn."""
+EVALUATED, ERROR = "evaluation/reward_mean", "evaluation/reward_error"
+"""Of a line of `evaluation.jsonl`."""
+
+Rows = Sequence[dict[str, Any]]
+Column = list[float | None]
 
 
 class Line(msgspec.Struct, frozen=True):
+    """`points`: drawn as points, and without effect on the axis. `x`, `error`: columns of its steps and of its error bars; where
+    `x` is empty, the steps are those of the page. `marks`: each value is marked."""
+
     metric: str
     label: str
     color: str
     dash: str = ""
     points: bool = False
-    """Drawn as points, and without a say in the axis."""
+    x: str = ""
+    error: str = ""
+    marks: bool = False
 
 
 class Chart(msgspec.Struct, frozen=True):
     title: str
-    lines: tuple[Line, ...]
     caption: str = ""
     unit: str = ""
     format: str = ".3~g"
@@ -34,128 +48,127 @@ class Chart(msgspec.Struct, frozen=True):
     target: str = ""
     """The setting that the curve is held to."""
 
+    @property
+    def lines(self) -> list[Line]:
+        """The catalogue's curves of this title."""
+        return [Line(m.name, *m.curve[1:]) for m in METRICS.values() if m.curve and m.curve.chart == self.title]
+
 
 CHARTS = (
-    Chart(
-        "Reward", (Line("reward/max", "best", "green", "dot"), Line("reward/mean", "mean", "blue")), "per trajectory"
-    ),
+    Chart("Reward", "per trajectory"),
     Chart(
         "Drift",
-        (
-            Line("rollout_kl/k1", "k1", "orange", points=True),
-            Line("rollout_kl/k2", "k2", "violet", "dash"),
-            Line("rollout_kl/k3", "k3", "blue"),
-        ),
         "KL(rollout ‖ learner) of trained tokens; k1 is drawn where it is positive",
         "nats",
         ".2e",
         log=True,
         target="algorithm.rollout_kl.target",
     ),
-    Chart(
-        "Staleness",
-        (Line("staleness/max", "oldest token", "orange"), Line("staleness/mean", "mean", "blue")),
-        "versions between sampling a token and training it",
-        bound=True,
-    ),
+    Chart("Staleness", "versions between sampling a token and training it", bound=True),
     Chart(
         "Routing",
-        (Line("routing/recorded_fraction", "recorded", "green"), Line("routing/agreement", "agreement", "blue")),
         "routes that came with the tokens, and experts that learner and engine both choose",
         format=".2%",
         share=True,
     ),
-    Chart("Policy loss", (Line("loss/policy", "policy loss", "blue"),), "per trained token"),
-    Chart("Gradient norm", (Line("grad_norm", "norm", "blue"),), "before clipping", log=True),
-    Chart(
-        "Throughput",
-        (
-            Line("throughput/generated_tokens_per_second", "generated", "green"),
-            Line("throughput/trained_tokens_per_second", "trained", "blue"),
-        ),
-        "of wall time",
-        "tokens/s",
-        ",.0f",
-    ),
-    Chart(
-        "Weight updates",
-        (Line("weights/update_seconds", "delivery", "blue"), Line("weights/pause_seconds", "engine pause", "orange")),
-        "time to bring a new version into the engines",
-        "s",
-        ".3f",
-    ),
-    Chart("Entropy", (Line("entropy/mean", "entropy", "blue"),), "of the learner at trained tokens", "nats"),
-    Chart(
-        "Learner time",
-        (Line("learner/step_seconds", "training", "blue"), Line("learner/wait_seconds", "waiting for data", "orange")),
-        "per step",
-        "s",
-        ".2f",
-    ),
+    Chart("Policy loss", "per trained token"),
+    Chart("Gradient norm", "before clipping", log=True),
+    Chart("Throughput", "of wall time", "tokens/s", ",.0f"),
+    Chart("Weight updates", "time to bring a new version into the engines", "s", ".3f"),
+    Chart("Entropy", "of the learner at trained tokens", "nats"),
+    Chart("Learner time", "per step", "s", ".2f"),
     Chart(
         "Idle",
-        (
-            Line("learner/idle_share", "learner, for want of groups", "blue"),
-            Line("generator/idle_share", "generators, for want of a slot", "orange"),
-        ),
         "share of the last 16 steps; who is idle should get less, or the other one more",
         format=".0%",
         share=True,
     ),
 )
-
-Series = dict[str, list[Any]]
-"""Columns that a page's script draws, by name."""
+EVALUATION_CHART = Chart("Evaluation", "mean reward of tasks that training never poses, with its standard error")
 
 
-def describe_charts(rows: Sequence[dict[str, Any]], bound: int | None) -> tuple[list[dict[str, Any]], Series]:
-    """The charts that have data, as the page's script wants them, and the columns they draw."""
-    charts: list[dict[str, Any]] = []
-    series: Series = {}
+class Drawing:
+    """What a page's script draws. `charts`: their words, axes and lines; `series`: the columns of these, by name. `kind`: the
+    beginning of their ids."""
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self.charts: list[dict[str, Any]] = []
+        self.series: dict[str, list[Any]] = {}
+
+    def add(self, chart: Chart, drawn: Sequence[tuple[Line, Column]], bound: int | None = None, **words: Any) -> None:
+        """A chart of the lines that have a value; none if no line has one. `words`: in place of the chart's own, or beside."""
+        kept = [(line, column) for line, column in drawn if any(value is not None for value in column)]
+        if kept:
+            self.series |= {line.metric: column for line, column in kept}
+            leading = [column for line, column in kept if not line.points] or [column for _, column in kept]
+            values = [value for column in leading for value in column if value is not None]
+            lines = {"id": f"{self._kind}-{len(self.charts)}", "lines": [msgspec.to_builtins(line) for line, _ in kept]}
+            self.charts.append(chart_frame(chart, values, bound) | lines | words)
+
+
+def describe_charts(rows: Rows, bound: int | None) -> Drawing:
+    """The charts that have data."""
+    drawing = Drawing("chart")
     for chart in CHARTS:
-        drawn = {line.metric: chart_column(chart, line.metric, rows) for line in chart.lines}
-        lines = [line for line in chart.lines if any(value is not None for value in drawn[line.metric])]
-        if lines:
-            series |= {line.metric: drawn[line.metric] for line in lines}
-            leading = [line for line in lines if not line.points] or lines
-            values = [v for line in leading for v in drawn[line.metric] if v is not None]
-            frame = chart_frame(chart, values, bound, f"chart-{len(charts)}")
-            charts.append(frame | {"lines": [msgspec.to_builtins(line) for line in lines]})
-    return charts, series
+        drawn = [(line, chart_column(chart, line.metric, rows)) for line in chart.lines]
+        drawing.add(chart, drawn[::-1], bound)  # the first, which is looked at most, over the others
+    return drawing
 
 
-def chart_column(chart: Chart, name: str, rows: Sequence[dict[str, Any]]) -> list[float | None]:
+def describe_more(rows: Rows) -> tuple[Drawing, list[tuple[str, float]]]:
+    """A chart for each metric that `CHARTS` has not, with the `group` it is in; and the labels and values of the metrics that
+    never change."""
+    drawing = Drawing("more")
+    constants: list[tuple[str, float]] = []
+    for known in in_order({name for row in rows for name in row}):
+        if known.curve is not None:
+            continue
+        chart = Chart(known.label, known.docs, known.unit)
+        column = chart_column(chart, known.name, rows)
+        values = {value for value in column if value is not None}
+        if len(values) == 1 and len(rows) > 1:
+            constants.append((known.label, values.pop()))
+        else:
+            drawing.add(chart, [(Line(known.name, known.label, "blue"), column)], group=known.group)
+    return drawing, constants
+
+
+def describe_overlays(runs: Sequence[Rows], names: Sequence[str]) -> Drawing:
+    """One chart for each curve that any of the runs has, with a line a run."""
+    drawing = Drawing("chart")
+    for chart in CHARTS:
+        for line in chart.lines:
+            drawn = [
+                (
+                    Line(f"{i}:{line.metric}", names[i], color(i), points=line.points, x=f"{i}:step"),
+                    chart_column(chart, line.metric, rows),
+                )
+                for i, rows in enumerate(runs)
+            ]
+            title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {line.label}"
+            drawing.add(chart, drawn, title=title, bound=None)
+    drawing.series |= {f"{i}:step": step_column(rows) for i, rows in enumerate(runs)}
+    return drawing
+
+
+def color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def step_column(rows: Rows) -> list[Any]:
+    return [row.get("step", index + 1) for index, row in enumerate(rows)]
+
+
+def chart_column(chart: Chart, name: str, rows: Rows) -> Column:
     """A metric of all rows, short enough for a page; None where there is nothing to draw."""
     known = [finite(row.get(name)) for row in rows]
     column = [float(f"{value:.6g}") if isinstance(value, float) else value for value in known]
     return [v if v is not None and v > 0 else None for v in column] if chart.log else column
 
 
-def describe_more(
-    rows: Sequence[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], Series, list[tuple[str, float]]]:
-    """A chart for each metric that `CHARTS` has not, with the `group` it is in, their columns, and the labels and values of the
-    metrics that never change."""
-    drawn = {line.metric for chart in CHARTS for line in chart.lines}
-    charts: list[dict[str, Any]] = []
-    series: Series = {}
-    constants: list[tuple[str, float]] = []
-    for known in in_order({name for row in rows for name in row} - drawn):
-        chart = Chart(known.label, (Line(known.name, known.label, "blue"),), known.docs, known.unit)
-        column = chart_column(chart, known.name, rows)
-        values = [v for v in column if v is not None]
-        if len(set(values)) == 1 and len(rows) > 1:
-            constants.append((known.label, values[0]))
-        elif values:
-            series[known.name] = column
-            frame = chart_frame(chart, values, None, f"more-{len(charts)}")
-            charts.append(frame | {"group": known.group, "lines": msgspec.to_builtins(chart.lines)})
-    return charts, series, constants
-
-
-def chart_frame(chart: Chart, values: list[float], bound: int | None, key: str) -> dict[str, Any]:
+def chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -> dict[str, Any]:
     """The chart without its lines: words, axes and what `values` want of them."""
-    shown_bound = bound if chart.bound else None
     low, high = min(values), max(values)
     limits = None
     if chart.bound:
@@ -167,12 +180,11 @@ def chart_frame(chart: Chart, values: list[float], bound: int | None, key: str) 
     elif chart.log:
         # A step that is exactly on-policy has a drift of rounding errors, decades below all others.
         low = max(low, sorted(values)[len(values) // 2] / 100)
-        room = 0.15 if high > 2 * low else 0.5
-        limits = [math.log10(low) - room, math.log10(high) + room]
+        margin = 0.15 if high > 2 * low else 0.5
+        limits = [math.log10(low) - margin, math.log10(high) + margin]
     elif low >= 0:
         limits = [0, (high or 1) * 1.08]
     return {
-        "id": key,
         "title": chart.title,
         "caption": chart.caption,
         "unit": chart.unit,
@@ -181,5 +193,46 @@ def chart_frame(chart: Chart, values: list[float], bound: int | None, key: str) 
         "log": chart.log,
         "decades": max(1.0, math.log10(high / low)) if chart.log else 0,
         "range": limits,
-        "bound": shown_bound,
+        "bound": bound if chart.bound else None,
     }
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """`{"step", EVALUATED, ERROR}` in the order of steps; ERROR is None where unknown. Of one step that was evaluated again,
+    after a resume, the last counts."""
+    found = {}
+    for line in read_objects(run_dir / EVALUATION):
+        step, reward = finite(line.get("step")), finite(line.get(EVALUATED))
+        if step is not None and reward is not None:
+            found[step] = {"step": step, EVALUATED: reward, ERROR: finite(line.get(ERROR))}
+    return [found[step] for step in sorted(found)]
+
+
+def evaluation_line(label: str, color: str, prefix: str = "") -> Line:
+    """Evaluations are few: each is marked, and has steps of its own. `prefix`: of its columns, which tells runs apart."""
+    x, error = f"{prefix}evaluation/step", prefix + ERROR
+    return Line(prefix + EVALUATED, label, color, x=x, error=error, marks=True)
+
+
+def describe_evaluations(runs: Sequence[tuple[Line, Rows]], training: Rows = ()) -> Drawing:
+    """A chart of the evaluations of each run that has some, and of the reward of the steps of `training` beside them."""
+    drawing = Drawing("evaluation")
+    evaluated = [(line, evaluations) for line, evaluations in runs if evaluations]
+    if not evaluated:
+        return drawing
+    steps = [each["step"] for _, evaluations in evaluated for each in evaluations]
+    drawn: list[tuple[Line, Column]] = []
+    for line, evaluations in evaluated:
+        drawn.append((line, [each[EVALUATED] for each in evaluations]))
+        drawing.series[line.x] = [each["step"] for each in evaluations]
+        drawing.series[line.error] = [each[ERROR] for each in evaluations]
+    reward = Line("reward/mean", "training", "blue")
+    drawn.append((reward, chart_column(EVALUATION_CHART, reward.metric, training)))
+    steps += [row["step"] for row in training if finite(row.get("step")) is not None]
+    margin = max(0.5, (max(steps) - min(steps)) / 50)  # step 0, before training, may be among them
+    caption = EVALUATION_CHART.caption + (", beside the step's own" if training else "")
+    drawing.add(EVALUATION_CHART, drawn, caption=caption, span=[min(steps) - margin, max(steps) + margin])
+    return drawing

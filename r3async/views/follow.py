@@ -20,8 +20,7 @@ import numpy as np
 
 from r3async.record.reading import read_run_config, read_schedule
 from r3async.schedule.admission import age_bound, slots_of
-from r3async.views.history import History
-from r3async.views.summary import ended_as
+from r3async.views.summary import History, ended_as
 
 CHUNK = 1 << 20
 EVENTS_KEPT = 1000
@@ -151,7 +150,7 @@ class FollowedRun:
         self.warnings = self.errors = 0
         self.history = History()
         self.generators: dict[str, str] = {}
-        """By name: `playing` or `lost`, as far as events tell."""
+        """By name: `playing`, `silent` or `lost`, as far as events tell."""
         self.status, self.reason = "unfinished", ""
         self.first_time: float | None = None
         self.last_time: float | None = None

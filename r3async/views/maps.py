@@ -1,27 +1,37 @@
-"""The heat maps of a report, made of `routing.jsonl`: agreement by layer over the steps, and load per expert."""
+"""What a report draws besides curves: heat maps of routing, a histogram of ages, and the timeline with who waited for whom."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from r3async.record.catalogue import finite
+from r3async.record.reading import converted
+from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes, load
+from r3async.record.timeline import Span, busy_shares
+from r3async.views.summary import format_percent
 
 MAX_COLUMNS = 400
+MAX_SAMPLES = 2000
 
 
-def _numbers(values: Any) -> list[float] | None:
-    """A list of finite numbers, or None: lines of other releases, or damaged ones, are not drawn."""
-    if not isinstance(values, list) or not values:
-        return None
-    if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not math.isfinite(v) for v in values):
-        return None
-    return values
+class Agreement(msgspec.Struct):
+    """Of a line of `routing.jsonl`: by MoE layer, the share of recorded tokens for which the learner would choose the engine's
+    experts."""
+
+    step: float
+    agreement: Annotated[list[float], msgspec.Meta(min_length=1)]
 
 
-def _table(rows: Any) -> list[list[float]] | None:
-    lines = [_numbers(row) for row in rows] if isinstance(rows, list) and rows else [None]
-    found = [line for line in lines if line is not None]
-    return found if len(found) == len(lines) and len({len(line) for line in found}) == 1 else None
+class Load(msgspec.Struct):
+    """Of such a line: tokens by MoE layer and expert."""
+
+    load: Annotated[list[Annotated[list[float], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
+    step: Any = "?"
 
 
 def describe_maps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,49 +40,171 @@ def describe_maps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _agreement(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    rows = [
-        (line["step"], shares)
-        for line in lines
-        if _numbers([line.get("step")]) and (shares := _numbers(line.get("agreement")))
-    ]
-    rows = [row for row in rows if len(row[1]) == len(rows[-1][1])]
+    rows = list(converted(lines, Agreement))
+    rows = [row for row in rows if len(row.agreement) == len(rows[-1].agreement)]
     if not rows:
         return None
-    every = -(-len(rows) // MAX_COLUMNS)
-    rows = rows[::-1][::every][::-1]  # the last step is always among them
-    lowest = min(min(shares) for _, shares in rows)
+    rows = rows[:: -len(rows) // MAX_COLUMNS][::-1]  # the last step is always among them
+    shares = [row.agreement for row in rows]
     return {
         "id": "map-agreement",
         "title": "Agreement by layer",
         "caption": "recorded tokens for which the learner's router would choose the engine's experts",
-        "x": [step for step, _ in rows],
-        "y": list(range(len(rows[0][1]))),
-        "z": [[round(shares[layer], 4) for _, shares in rows] for layer in range(len(rows[0][1]))],
+        "x": [row.step for row in rows],
+        "y": list(range(len(shares[0]))),
+        "z": [[round(share, 4) for share in layer] for layer in zip(*shares, strict=True)],
         "x_title": "step",
         "format": ".2%",
-        "range": [min(lowest, 0.99), 1],
+        "range": [min(0.99, *map(min, shares)), 1],
         "colors": ["orange", "blue-soft"],
         "each": "step %{x}, MoE layer %{y}",
     }
 
 
 def _load(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    for line in reversed(lines):
-        table = _table(line.get("load"))
-        if table is None:
+    found = [line for line in converted(lines, Load) if len({len(layer) for layer in line.load}) == 1]
+    if not found:
+        return None
+    step, table = found[-1].step, found[-1].load
+    shares = [[round(tokens / max(sum(layer) / len(layer), 1e-9), 3) for tokens in layer] for layer in table]
+    return {
+        "id": "map-load",
+        "title": "Load per expert",
+        "caption": f"step {step}: tokens sent to each expert, over its layer's mean",
+        "x": list(range(len(table[0]))),
+        "y": list(range(len(table))),
+        "z": shares,
+        "x_title": "expert",
+        "format": ".2f",
+        "range": [0, max(2, *map(max, shares))],
+        "colors": ["grey-soft", "blue"],
+        "each": "expert %{x}, MoE layer %{y}",
+    }
+
+
+def describe_ages(run_dir: Path, rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:
+    """Bars of age, in versions: shares of the trained tokens whose routes were kept; without any, of steps by their oldest."""
+    made = {row.get("step"): row.get("version") for row in rows}
+    counts: Counter[int] = Counter()
+    samples = 0
+    entries = RouteIndex(run_dir).trained
+    for entry in entries[:: -(-len(entries) // MAX_SAMPLES) or 1]:
+        version = made.get(entry.facts["step"])
+        if not isinstance(version, int):
             continue
-        shares = [[round(tokens / max(sum(row) / len(row), 1e-9), 3) for tokens in row] for row in table]
-        return {
-            "id": "map-load",
-            "title": "Load per expert",
-            "caption": f"step {line.get('step', '?')}: tokens sent to each expert, over its layer's mean",
-            "x": list(range(len(table[0]))),
-            "y": list(range(len(table))),
-            "z": shares,
-            "x_title": "expert",
-            "format": ".2f",
-            "range": [0, max(max(max(row) for row in shares), 2)],
-            "colors": ["grey-soft", "blue"],
-            "each": "expert %{x}, MoE layer %{y}",
-        }
-    return None
+        try:
+            trained = load(entry, TrainedRoutes)
+        except RouteFileError:
+            continue
+        # The step that makes version v trains with the weights of v - 1.
+        counts.update((version - 1 - trained.policy_version[trained.loss_mask]).tolist())
+        samples += 1
+    what = f"share of {counts.total():,} trained tokens, in the {samples} samples whose routes were kept"
+    if not counts:
+        counts.update(int(age) for row in rows if (age := finite(row.get("staleness/max"))) is not None)
+        what = "share of steps by their oldest token"
+    if not counts:
+        return None
+    ages = (
+        list(range(min(0, *counts), max(*counts, bound or 0) + 1))
+        if len(counts) > 1
+        else sorted({*counts, 0, bound or 0})
+    )
+    return {
+        "id": "ages",
+        "title": "Age",
+        "caption": f"versions between sampling and training; {what}",
+        "x": ages,
+        "y": [counts[age] / counts.total() for age in ages],
+        "bound": bound,
+    }
+
+
+# -- timeline ----------------------------------------------------------------------------------------------------------
+
+DETAILS = ("busy", "call", "environment")
+"""Of the engine, and of single episodes: too many, and too short, to be seen here."""
+MAX_SPANS = 4000
+SHOWN_STEPS = 12
+"""Steps that the page shows at first; the reader can zoom out to all that were kept."""
+
+KINDS = {
+    "play": ("plays", "green"),
+    "start": ("starts", "violet"),
+    "pause": ("stands still for weights", "red"),
+    "wait": ("waits for data", "orange"),
+    "lease_wait": ("waits for a free slot", "orange"),
+    "send": ("sends", "violet"),
+    "receive": ("receives", "violet"),
+    "train": ("trains", "blue"),
+    "snapshot": ("copies weights", "violet"),
+    "write": ("writes weights", "amber"),
+    "deliver": ("delivers weights", "teal"),
+}
+"""By `what`: in words, and the colour. Others are grey, under their own name."""
+
+
+def _rank(who: str) -> tuple[int, str]:
+    order = ("generator", "engine", "transport", "learner", "weights")
+    return next((i for i, name in enumerate(order) if who.startswith(name)), len(order)), who
+
+
+def describe_timeline(spans: Sequence[Span]) -> dict[str, Any] | None:
+    """Lanes and bars, in seconds since the first span; the last `MAX_SPANS`. None without spans."""
+    if not spans:
+        return None
+    origin = min(span.start for span in spans)
+    kept = [span for span in spans if span.what not in DETAILS][-MAX_SPANS:]
+    first = min((span.start for span in kept), default=origin)
+    bars = []
+    for what in sorted({span.what for span in kept}, key=lambda w: list(KINDS).index(w) if w in KINDS else len(KINDS)):
+        of = [span for span in kept if span.what == what]
+        label, color = KINDS.get(what, (what, "faint"))
+        bars.append(
+            {
+                "label": label,
+                "color": color,
+                "lane": [span.who for span in of],
+                "start": [round(span.start - origin, 4) for span in of],
+                "seconds": [round(span.end - span.start, 4) for span in of],
+                "step": [_where(span) for span in of],
+            }
+        )
+    end = max(span.end for span in spans) - origin
+    steps = sorted({span.step for span in kept if span.step is not None})
+    since = steps[-SHOWN_STEPS] if len(steps) >= SHOWN_STEPS else None
+    zoom = min((span.start for span in kept if since is not None and span.step == since), default=first) - origin
+    return {
+        "id": "timeline",
+        "caption": "as every process wrote it down; drag to zoom, double-click to see everything",
+        "lanes": sorted({span.who for span in kept}, key=_rank, reverse=True),
+        "bars": bars,
+        "range": [round(zoom, 3), round(end, 3)],
+    }
+
+
+def _where(span: Span) -> str:
+    step = "" if span.step is None else f" step {span.step}"
+    return step + ("" if span.version is None else f" version {span.version}")
+
+
+def waits(spans: Sequence[Span]) -> str:
+    """Sentences: who waited for whom, in shares of the whole time."""
+    shares = busy_shares(spans)
+    told = []
+    train, wait = shares.get(("learner", "train"), 0.0), shares.get(("learner", "wait"), 0.0)
+    if train or wait:
+        told.append(
+            f"The learner trained {format_percent(train)} of the time and waited {format_percent(wait)} for data."
+        )
+        if wait > 0.25 and wait > 0.5 * train:
+            told.append("The generators were the bottleneck.")
+        elif wait < 0.05:
+            told.append("The learner was the bottleneck.")
+    paused = max((share for (who, what), share in shares.items() if what == "pause"), default=0.0)
+    if paused:
+        told.append(f"Engines stood still {format_percent(paused)} of the time for new weights.")
+    blocked = max((share for (who, what), share in shares.items() if what == "lease_wait"), default=0.0)
+    if blocked:
+        told.append(f"A generator waited {format_percent(blocked)} of the time for a free slot.")
+    return " ".join(told)

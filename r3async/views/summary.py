@@ -2,27 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats
+from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats, figure_label
 from r3async.record.reading import read_objects, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
 from r3async.schedule.updates import NO_CONTRAST, why_no_update
-from r3async.views.history import History, counted, history_of
-from r3async.views.report_evaluation import REWARD, read_evaluations
+from r3async.views.charts import EVALUATED, read_evaluations
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+PARTS = 10
+"""Of a run, in the table of drift."""
 NOT_TRAINED = "not trained"
 """Status of a run that made its steps, and none of them an update of the weights."""
 KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
 COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
 """Of a kind, on a terminal."""
+
+
+@dataclass
+class History:
+    """Grows by `take`, event by event, in the order of their writing. A life: from a conductor's start to the next."""
+
+    lives: int = 0
+    generators_lost: int = 0
+    """Processes of generators that ended by themselves; each is started again."""
+    run_restarts: int = 0
+    """Lives that followed one which did not end by itself: a process was lost that the run cannot do without."""
+    failed_episodes: int = 0
+    """After their last try. Their groups were trained without them."""
+    refused: int = 0
+    """Trajectories that the learner will never train."""
+    _ended: bool = False
+
+    def take(self, event: dict[str, Any]) -> None:
+        match event.get("event"):
+            case "conductor_started":
+                self.run_restarts += bool(self.lives) and not self._ended
+                self.lives += 1
+                self._ended = False
+            case "run_finished":
+                self._ended = True
+            case "generator_lost":
+                self.generators_lost += 1
+            case "episode_given_up":
+                self.failed_episodes += 1
+            case "trajectory_refused":
+                self.refused += 1
+
+
+def history_of(events: Iterable[dict[str, Any]]) -> History:
+    history = History()
+    for event in events:
+        history.take(event)
+    return history
+
+
+def counted(values: Sequence[float]) -> int:
+    """The total of a counter that is 0 when its process starts: its last value before each fall, and the last of all."""
+    falls = zip(values, [*values[1:], -1.0], strict=True) if values else ()
+    return int(sum(value for value, after in falls if after < value))
 
 
 class RunSummary(msgspec.Struct, kw_only=True):
@@ -187,7 +234,7 @@ def summarize_records(
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
         stats={metric.name: Stats.of(rows, metric.name) for metric in METRICS.values() if metric.figures},
-        evaluation_last=evaluations[-1][REWARD] if evaluations else None,
+        evaluation_last=evaluations[-1][EVALUATED] if evaluations else None,
         staleness_bound=age_bound(schedule) if schedule else None,
         history=history_of(events),
         rejected=counted(_values(rows, "transport/rejected")),
@@ -195,6 +242,34 @@ def summarize_records(
         warnings=levels.count("warning"),
         errors=levels.count("error") + levels.count("critical"),
     )
+
+
+# -- parts of a run ----------------------------------------------------------------------------------------------------
+
+
+def drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """`titles` of columns, and `lines` of steps and cells: ten parts of the run, then all of it. Metrics that were never measured
+    are left out; None without any of drift."""
+    asked = [(known, of) for known in METRICS.values() for of in known.parts.split()]
+    columns = [(known, of) for known, of in asked if Stats.of(rows, known.name).mean is not None]
+    if not any(known.unit == "nats" for known, _ in columns):
+        return None
+    edges = [len(rows) * part // min(PARTS, len(rows)) for part in range(min(PARTS, len(rows)) + 1)]
+    parts = [(_steps(rows[a:b]), rows[a:b]) for a, b in pairwise(edges)]
+    parts += [("all", rows)] if len(parts) > 1 else []
+    lines = [
+        (steps, [format_number(getattr(Stats.of(part, known.name), of)) for known, of in columns])
+        for steps, part in parts
+    ]
+    return {"titles": [figure_label(known, of) for known, of in columns], "lines": lines}
+
+
+def _steps(part: Sequence[dict[str, Any]]) -> str:
+    first, last = part[0].get("step", "?"), part[-1].get("step", "?")
+    return f"{first}" if first == last else f"{first} – {last}"
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
 
 
 def format_seconds(seconds: float | None) -> str:

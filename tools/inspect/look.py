@@ -26,7 +26,7 @@ from r3async.tools.inspect.sources import (
 )
 from r3async.tools.inspect.trajectories import Filter, Seen, tokens_of
 from r3async.tools.inspect.wire import describe_message, read_messages
-from r3async.views.tokens import RunTokenizer
+from r3async.views.episodes import RunTokenizer
 
 LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
 

@@ -15,8 +15,8 @@ from r3async.record.routes import Entry, RouteIndex, TrainedRoutes, load
 from r3async.record.verify import engine_rows, same_experts, verify_routes
 from r3async.tools.inspect.run import InspectError, fitted, nearest
 from r3async.tools.inspect.show import printer, write_json
+from r3async.views.episodes import RunTokenizer, roles
 from r3async.views.summary import format_percent
-from r3async.views.tokens import RunTokenizer, roles
 
 TEXT_CELLS = 12
 

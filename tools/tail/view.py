@@ -6,12 +6,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.text import Text
 
-from r3async.record.catalogue import Metric, in_order, metric
+from r3async.record.catalogue import METRICS, Metric, in_order
 from r3async.record.events import event_details
 from r3async.schedule.updates import why_no_update
 from r3async.tools.tail.draw import bar, plot, spark
@@ -26,16 +26,6 @@ SILENT_SECONDS = 60.0
 LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
 CURVES = {"blue": "cyan", "orange": "yellow", "green": "green", "violet": "magenta"}
 """Of a report's colours, the terminal's."""
-
-
-class Gauge(NamedTuple):
-    """One line of the overview, about a metric, whose curve is drawn beside it. `style` colours the value."""
-
-    label: str
-    metric: str
-    value: str
-    note: str = ""
-    style: str = ""
 
 
 def clip(text: Text | str, width: int) -> Text:
@@ -81,83 +71,77 @@ Shown = tuple[str, str, str]
 """Value, note and style of a gauge."""
 
 
-def _reward(run: FollowedRun) -> Shown:
-    rewards = run.metrics.values("reward/mean")
+def _figure(run: FollowedRun, known: Metric) -> Shown:
+    return format_number(run.metrics.last(known.name)), known.unit, ""
+
+
+def _reward(run: FollowedRun, known: Metric) -> Shown:
+    rewards = run.metrics.values(known.name)
     rewards = rewards[np.isfinite(rewards)]
     note = ""
     if len(rewards):
         note = f"began at {format_number(float(rewards[:3].mean()))}, top {format_number(float(rewards.max()))}"
-    return format_number(run.metrics.last("reward/mean")), note, "bold green"
+    return format_number(run.metrics.last(known.name)), note, "bold green"
 
 
-def _contrast(run: FollowedRun) -> Shown:
+def _contrast(run: FollowedRun, known: Metric) -> Shown:
     without, groups = run.metrics.last("advantage/zero_variance_groups"), run.metrics.last("batch/groups")
     value = "-" if without is None or groups is None else f"{groups - without:.0f} of {groups:.0f}"
     why = why_no_update(run.rows[-1]) if run.rows else ""
     return value, f"no update: {why}" if why else "groups differ within", "bold red" if why else ""
 
 
-def _drift(run: FollowedRun) -> Shown:
-    last = run.metrics.last
-    drift, target = last("rollout_kl/k3"), run.setting("algorithm.rollout_kl.target")
-    limit, coef = run.setting("algorithm.rollout_kl.max"), last("rollout_kl/coef")
+def _drift(run: FollowedRun, known: Metric) -> Shown:
+    drift, target = run.metrics.last(known.name), run.setting("algorithm.rollout_kl.target")
+    limit, coef = run.setting("algorithm.rollout_kl.max"), run.metrics.last("rollout_kl/coef")
     style = "bold"
     if drift is not None and limit is not None and drift > limit:
         style = "bold red"
     elif drift is not None and target is not None:
         style = "bold yellow" if drift > 2 * target else "bold green"
     note = _join(
-        "nats" if target is None else f"target {format_number(target)}",
+        known.unit if target is None else f"target {format_number(target)}",
         "" if limit is None else f"limit {format_number(limit)}",
         "" if coef is None else f"coef {format_number(coef, 2)}",
     )
     return format_number(drift, 2), note, style
 
 
-def _age(run: FollowedRun) -> Shown:
+def _age(run: FollowedRun, known: Metric) -> Shown:
     oldest, bound = run.metrics.last("staleness/max"), run.age_bound
     note = "" if oldest is None else f"oldest {format_number(oldest)}"
     note += "" if bound is None else f" of {bound} allowed"
     over = oldest is not None and bound is not None and oldest > bound
-    return format_number(run.metrics.last("staleness/mean"), 2), note, "bold red" if over else "bold"
+    return format_number(run.metrics.last(known.name), 2), note, "bold red" if over else "bold"
 
 
-def _routes(run: FollowedRun) -> Shown:
-    last = run.metrics.last
-    recorded, lowest = last("routing/recorded_fraction"), last("routing/agreement_min")
+def _routes(run: FollowedRun, known: Metric) -> Shown:
+    recorded, lowest = run.metrics.last("routing/recorded_fraction"), run.metrics.last("routing/agreement_min")
     note = _join(
         "" if recorded is None else f"recorded {format_percent(recorded)}",
         "" if lowest is None else f"min {100 * lowest:.0f} %",
     )
-    return format_percent(last("routing/agreement")), note, "bold"
+    return format_percent(run.metrics.last(known.name)), note, "bold"
 
 
-def _generated(run: FollowedRun) -> Shown:
-    return format_number(run.metrics.last("throughput/generated_tokens_per_second")), "tokens/s", ""
-
-
-def _trained(run: FollowedRun) -> Shown:
-    return format_number(run.metrics.last("throughput/trained_tokens_per_second")), "tokens/s", ""
-
-
-def _learner(run: FollowedRun) -> Shown:
-    step, wait = run.metrics.last("learner/step_seconds"), run.metrics.last("learner/wait_seconds")
+def _learner(run: FollowedRun, known: Metric) -> Shown:
+    step, wait = run.metrics.last("learner/step_seconds"), run.metrics.last(known.name)
     return format_seconds(step), "" if wait is None else f"a step; waited {format_seconds(wait)}", ""
 
 
-def _weights(run: FollowedRun) -> Shown:
-    last = run.metrics.last
-    version, update, pause = last("version"), last("weights/update_seconds"), last("weights/pause_seconds")
-    note = "" if update is None else f"in {format_seconds(update)}, pause {format_seconds(pause)}"
+def _weights(run: FollowedRun, known: Metric) -> Shown:
+    version, update = run.metrics.last("version"), run.metrics.last(known.name)
+    pause = format_seconds(run.metrics.last("weights/pause_seconds"))
+    note = "" if update is None else f"in {format_seconds(update)}, pause {pause}"
     return "-" if version is None else f"v{version:.0f}", note, ""
 
 
-def _slots(run: FollowedRun) -> Shown:
-    return _filled(run.metrics.last("slots/taken"), run.slots, "taken")
+def _slots(run: FollowedRun, known: Metric) -> Shown:
+    return _filled(run.metrics.last(known.name), run.slots, "taken")
 
 
-def _buffer(run: FollowedRun) -> Shown:
-    return _filled(run.metrics.last("buffer/ready_groups"), run.setting("schedule.groups_per_step"), "ready")
+def _buffer(run: FollowedRun, known: Metric) -> Shown:
+    return _filled(run.metrics.last(known.name), run.setting("schedule.groups_per_step"), "ready")
 
 
 def _filled(number: float | None, of: int | None, what: str) -> Shown:
@@ -165,13 +149,13 @@ def _filled(number: float | None, of: int | None, what: str) -> Shown:
     return value, f"{bar(number / of, 10)} groups {what}" if number is not None and of else "", ""
 
 
-def _arrived(run: FollowedRun) -> Shown:
+def _arrived(run: FollowedRun, known: Metric) -> Shown:
     again, rejected = run.metrics.last("transport/duplicates"), run.metrics.last("transport/rejected")
     note = "" if rejected is None else f"{again or 0:.0f} again, {rejected:.0f} rejected"
-    return format_number(run.metrics.last("transport/received")), note, "yellow" if rejected else ""
+    return format_number(run.metrics.last(known.name)), note, "yellow" if rejected else ""
 
 
-def _generators(run: FollowedRun) -> Shown:
+def _generators(run: FollowedRun, known: Metric) -> Shown:
     restarts = run.history.generators_lost + run.history.run_restarts
     count = run.setting("generator.count") or len(run.generators)
     lost = [name for name, state in run.generators.items() if state == "lost"]
@@ -185,35 +169,35 @@ def _generators(run: FollowedRun) -> Shown:
     return f"{playing} of {count}", note, style
 
 
-GAUGES: tuple[tuple[str, str, Callable[[FollowedRun], Shown]], ...] = (
-    ("reward", "reward/mean", _reward),
-    ("contrast", "advantage/zero_variance_share", _contrast),
-    ("drift", "rollout_kl/k3", _drift),
-    ("age", "staleness/mean", _age),
-    ("routes agree", "routing/agreement", _routes),
-    ("generated", "throughput/generated_tokens_per_second", _generated),
-    ("trained", "throughput/trained_tokens_per_second", _trained),
-    ("learner", "learner/wait_seconds", _learner),
-    ("weights", "weights/update_seconds", _weights),
-    ("slots", "slots/taken", _slots),
-    ("buffer", "buffer/ready_groups", _buffer),
-    ("arrived", "transport/received", _arrived),
-    ("generators", "generator/restarts", _generators),
-)
-"""The overview, in the order in which people look: what a line is called, the metric it is about, and what it says."""
+GAUGES = [known for known in METRICS.values() if known.gauge]
+"""The lines of the overview: the metrics that the catalogue gives one."""
+SAYS: dict[str, Callable[[FollowedRun, Metric], Shown]] = {
+    "reward": _reward,
+    "contrast": _contrast,
+    "drift": _drift,
+    "age": _age,
+    "routes agree": _routes,
+    "learner": _learner,
+    "weights": _weights,
+    "slots": _slots,
+    "buffer": _buffer,
+    "arrived": _arrived,
+    "generators": _generators,
+}
+"""What a gauge shows that is more than its metric's last value."""
 
 
-def gauges(run: FollowedRun) -> list[Gauge]:
-    return [Gauge(label, name, *show(run)) for label, name, show in GAUGES]
+def gauge(run: FollowedRun, known: Metric) -> Shown:
+    return SAYS.get(known.gauge, _figure)(run, known)
 
 
 def gauge_help(width: int) -> list[str]:
     """What each gauge is about, in the catalogue's words."""
     return [
         line
-        for label, name, _ in GAUGES
+        for known in GAUGES
         for line in textwrap.wrap(
-            metric(name).docs, width, initial_indent=f" {label:<{LABEL + 2}}", subsequent_indent=" " * (LABEL + 3)
+            known.docs, width, initial_indent=f" {known.gauge:<{LABEL + 2}}", subsequent_indent=" " * (LABEL + 3)
         )
     ]
 
@@ -222,13 +206,14 @@ def overview(run: FollowedRun, width: int, window: int | None = None) -> list[Te
     """The gauges, one a line, with sparklines over the last `window` steps (or all) in what room is left."""
     lines = []
     room = width - LABEL - VALUE - NOTE - 6
-    for gauge in gauges(run):
-        line = Text(f" {gauge.label:<{LABEL}} ", style="dim")
-        line.append(f"{gauge.value:>{VALUE}}", style=f"not dim {gauge.style}")
-        line.append(f"  {gauge.note:<{NOTE}} ")
+    for known in GAUGES:
+        value, note, style = gauge(run, known)
+        line = Text(f" {known.gauge:<{LABEL}} ", style="dim")
+        line.append(f"{value:>{VALUE}}", style=f"not dim {style}")
+        line.append(f"  {note:<{NOTE}} ")
         line.truncate(width - max(room, 0), overflow="ellipsis", pad=True)
         if room >= 8:
-            line.append(spark(run.metrics.values(gauge.metric, window), room), style="not dim cyan")
+            line.append(spark(run.metrics.values(known.name, window), room), style="not dim cyan")
         lines.append(clip(line, width))
     return lines
 
@@ -290,7 +275,7 @@ def _chart(run: FollowedRun, chart: Chart, width: int, height: int, window: int 
         title.append(":")
         for line in lines:
             title.append(f" {line.label}", style=CURVES[line.color])
-    curves = [(run.metrics.values(line.metric, window), CURVES[line.color]) for line in lines]
+    curves = [(run.metrics.values(line.metric, window), CURVES[line.color]) for line in reversed(lines)]
     floor = None if chart.log or chart.share else 0.0
     body = plot(curves, width - 2, height - 2, log=chart.log, floor=floor, line=held_to(chart, run))
     return [clip(title, width - 1), *body, Text()]

@@ -1,20 +1,21 @@
-"""Episodes in a report: a few conversations, and a few token by token, coloured by what the learner knew of each token."""
+"""Episodes as views show them: conversations, and samples token by token, with the text, role and routes of each token."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from r3async.record.catalogue import finite
-from r3async.record.reading import read_objects
+from r3async.record.reading import read_objects, read_run_config
 from r3async.record.routes import Entry, RouteFileError, RouteIndex, TrainedRoutes, load
 from r3async.record.verify import engine_rows, same_experts
 from r3async.views.summary import format_number
-from r3async.views.tokens import RunTokenizer, roles
 
 MAX_EPISODES, MAX_TURNS, MAX_TEXT = 6, 8, 1200
 MAX_SAMPLES, MAX_TOKENS = 4, 1500
@@ -76,6 +77,69 @@ def _cut(text: Any) -> str:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
+class RunTokenizer:
+    """The text of single tokens, and the end-of-sequence token, of a run's model; ids alone if there is no tokenizer."""
+
+    def __init__(self, run_dir: Path):
+        self._decode: Callable[[int], str] = lambda token: f"#{token}"
+        self.end_id: int | None = None
+        path = read_run_config(run_dir).get("model", {}).get("path")
+        for directory in [run_dir / "init", *([Path(path)] if path else []), run_dir / "model"]:
+            if (directory / "tokenizer.json").is_file():
+                self._read(directory)
+                return
+
+    def _read(self, directory: Path) -> None:
+        from tokenizers import Tokenizer as Reader
+
+        reader = Reader.from_file(str(directory / "tokenizer.json"))
+        self._decode = lambda token: reader.decode([token], skip_special_tokens=False)
+        described = directory / "tokenizer_config.json"
+        end = json.loads(described.read_text()).get("eos_token") if described.is_file() else None
+        end = end.get("content") if isinstance(end, dict) else end
+        self.end_id = reader.token_to_id(end) if end else None
+
+    def text(self, token: int) -> str:
+        return self._decode(token)
+
+
+def roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
+    """Of each token: prompt, sampled, observation, or injected. An end of sequence that follows a sampled token which is
+    none itself was injected."""
+    sampled_at = np.flatnonzero(loss_mask)
+    first = int(sampled_at[0]) if len(sampled_at) else len(tokens)
+    found = []
+    for at, token in enumerate(tokens):
+        if loss_mask[at]:
+            found.append("sampled")
+        elif at < first:
+            found.append("prompt")
+        elif token == end_id and loss_mask[at - 1] and tokens[at - 1] != end_id:
+            found.append("injected")
+        else:
+            found.append("observation")
+    return found
+
+
+class TracedSample:
+    """A trained sample whose routes were kept, with the engine's rows beside the learner's.
+
+    `owned`: the engine's record of it was found; if not, what was replayed is unknown, and no row counts as recorded. `rows`
+    `[T, L, K]`: the engine's experts, where `recorded` bool `[T]`. `agree` bool `[T, L]`: the learner would choose them; means
+    nothing where nothing is recorded. Raises `RouteFileError`.
+    """
+
+    def __init__(self, index: RouteIndex, entry: Entry):
+        self.trained = trained = load(entry, TrainedRoutes)
+        found = engine_rows(trained, index.calls_of(trained.trajectory_id))
+        self.owned = found is not None
+        self.rows, self.recorded = found or (np.zeros_like(trained.used), np.zeros(len(trained.token_ids), bool))
+        self.agree = same_experts(self.rows, trained.own)
+
+
+# -- samples of a report -----------------------------------------------------------------------------------------------
+
+
 def read_samples(run_dir: Path) -> tuple[list[Sample], int]:
     """A few samples whose routes were kept, from the first to the last; and how many there are."""
     index = RouteIndex(run_dir)
@@ -89,17 +153,14 @@ def read_samples(run_dir: Path) -> tuple[list[Sample], int]:
     return samples, len(index.trained)
 
 
-class Sample:
-    """One trained sample, token by token. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is
-    recorded; `ratio` float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept."""
+class Sample(TracedSample):
+    """The same for a page. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is recorded; `ratio`
+    float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept."""
 
     def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer):
-        self._trained = trained = load(entry, TrainedRoutes)
-        found = engine_rows(trained, index.calls_of(trained.trajectory_id))
-        self.agreement = np.full(len(trained.token_ids), np.nan)
-        if found is not None:
-            rows, recorded = found
-            self.agreement[recorded] = same_experts(rows, trained.own).mean(axis=-1)[recorded]
+        super().__init__(index, entry)
+        trained = self.trained
+        self.agreement = np.where(self.recorded, self.agree.mean(axis=-1), np.nan)
         self.ratio = None if trained.learner_logprobs is None else trained.learner_logprobs - trained.rollout_logprobs
         self._roles = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
         self._texts = [tokenizer.text(int(token)) for token in trained.token_ids[:MAX_TOKENS]]
@@ -109,7 +170,7 @@ class Sample:
 
     @property
     def facts(self) -> str:
-        trained = self._trained
+        trained = self.trained
         versions = sorted({int(v) for v in trained.policy_version if v >= 0})
         of = f"version {versions[0]}" if len(versions) == 1 else f"versions {', '.join(map(str, versions))}"
         return f"{len(trained.token_ids)} tokens, {int(trained.loss_mask.sum())} trained, {of}"
@@ -117,18 +178,14 @@ class Sample:
     @property
     def blocks(self) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
         """Role, its name, and the tokens of each stretch."""
-        turn, at = 0, 0
-        while at < len(self._texts):
-            role, end = self._roles[at], at
-            while end < len(self._texts) and self._roles[end] == role:
-                end += 1
+        turn = 0
+        for role, places in groupby(range(len(self._texts)), key=lambda at: self._roles[at]):
             turn += role == "sampled"
-            yield role, f"turn {turn}" if role == "sampled" else role, [self._token(i) for i in range(at, end)]
-            at = end
+            yield role, f"turn {turn}" if role == "sampled" else role, [self._token(at) for at in places]
 
     def _token(self, at: int) -> dict[str, str]:
         """Colours are worked out here, as numbers from 0 to 1; what they look like is the style sheet's."""
-        trained, sampled = self._trained, bool(self._trained.loss_mask[at])
+        trained, sampled = self.trained, bool(self.trained.loss_mask[at])
         kinds, style = ["t"] * sampled, []
         title = [f"{at}: token {int(trained.token_ids[at])}"]
         if sampled:

@@ -193,7 +193,8 @@ async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):
 OWNER = """
 import asyncio, sys
 from r3async.config import EnvConfig
-from r3async.envs.base import Action, environment_factory
+from r3async.envs.base import Action
+from r3async.envs.factory import environment_factory
 
 async def main():
     env = environment_factory(EnvConfig(name="tests.helpers_envs:Echo", workers=1, step_timeout=600))()

@@ -203,7 +203,9 @@ async def test_a_group_plays_the_episodes_of_its_lease_and_retries_what_failed(c
     assert [event for event, _ in reports] == ["episode_failed"]
 
 
-@pytest.mark.parametrize(("factory", "message"), [(Flaky, "the environment is away"), (Greedy, "reward inf")])
+@pytest.mark.parametrize(
+    ("factory", "message"), [(Flaky, "the environment is away"), (Greedy, "a reward must be a finite number, not inf")]
+)
 async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat, factory, message):
     Flaky.failures = 99
     engine = await ready([encode(chat, "a")])

@@ -136,7 +136,7 @@ async def test_a_connection_that_does_not_say_what_it_wants_is_closed(sent):
         writer.write(sent)
         assert await ended(reader) == b""
         writer.close()
-        assert len(server._connections) == 0
+        assert len(server._runner.server.connections) == 0
 
 
 async def test_a_connection_that_is_idle_after_an_answer_is_closed_and_a_long_answer_is_not():
@@ -175,11 +175,11 @@ async def test_connections_beyond_the_limit_are_closed_and_leave_room_when_other
         held = [await connect(server) for _ in range(3)]
         reader, writer = await connect(server)
         assert await ended(reader) == b""
-        assert server._connections.refused == 1
+        assert len(server._runner.server.connections) == 3
         for other in (writer, *(w for _, w in held)):
             other.close()
         async with asyncio.timeout(LIMIT):
-            while len(server._connections):  # noqa: ASYNC110
+            while len(server._runner.server.connections):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await post(server, session, "chat/completions", {"messages": [user("x")]}))[0] == 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -29,11 +30,16 @@ class Action(msgspec.Struct, frozen=True):
     stop_reason: str = "stop"
 
 
+class EnvironmentFailed(RuntimeError):
+    """An environment that raised, hung or was lost. The episode may be tried again, with a new environment."""
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """Reward of the answer just given, the messages that follow it (none when `done`), and whether the episode ends.
 
     The rewards of an episode's turns add up to its reward. With `rewrites`, `messages` are the whole conversation from here
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
+    Raises `EnvironmentFailed` for a reward that is not a finite number; numpy's are taken too.
     """
 
     reward: float
@@ -41,9 +47,14 @@ class StepResult(msgspec.Struct, frozen=True):
     done: bool = False
     rewrites: bool = False
 
-
-class EnvironmentFailed(RuntimeError):
-    """An environment that raised, hung or died. The episode may be tried again, with a new environment."""
+    def __post_init__(self) -> None:
+        try:
+            reward = float(self.reward)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise EnvironmentFailed(f"a reward must be a finite number, not {self.reward!r}")
+        msgspec.structs.force_setattr(self, "reward", reward)
 
 
 class Environment(Protocol):

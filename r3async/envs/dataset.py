@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig, did_you_mean
-from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs.base import Action, EnvironmentFactory, Message, StepResult
 from r3async.envs.factory import accept_arguments, load
 from r3async.envs.pool import pooled
 
@@ -80,7 +80,7 @@ class Dataset:
 
     async def step(self, action: Action) -> StepResult:
         reward = self.score(action.text)
-        return StepResult(checked(await reward if inspect.isawaitable(reward) else reward), done=True)
+        return StepResult(await reward if inspect.isawaitable(reward) else reward, done=True)
 
     def score(self, text: str) -> Any:
         if self._built_in:
@@ -96,18 +96,7 @@ class BlockingDataset(Dataset):
         return self.begin(task_seed)
 
     def step(self, action: Action) -> StepResult:  # type: ignore[override]
-        return StepResult(checked(self.score(action.text)), done=True)
-
-
-def checked(reward: Any) -> float:
-    """Raises `EnvironmentFailed` for what is no finite number."""
-    try:
-        value = float(reward)
-    except (TypeError, ValueError) as error:
-        raise EnvironmentFailed(f"the reward function returned {reward!r}, which is no number") from error
-    if not math.isfinite(value):
-        raise EnvironmentFailed(f"the reward function returned {value}")
-    return value
+        return StepResult(self.score(action.text), done=True)
 
 
 def reward_function(reward: str) -> Callable[[str, Row], Any]:

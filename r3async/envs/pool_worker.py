@@ -72,10 +72,8 @@ class Player:
                 result = env.step(call.action)
                 if not isinstance(result, StepResult):
                     raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
-                # Rewards are often numpy's, which msgpack does not know.
-                result = msgspec.structs.replace(
-                    result, reward=float(result.reward), done=bool(result.done), messages=messages_of(result.messages)
-                )
+                # What numpy says is done, msgpack does not know.
+                result = msgspec.structs.replace(result, done=bool(result.done), messages=messages_of(result.messages))
                 return Reply(result=result, oracle="" if result.done else oracle_of(env))
             case "drop":
                 close = getattr(self._instances.pop(call.instance, None), "close", None)

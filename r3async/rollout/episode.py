@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,6 +49,16 @@ class EpisodeTask(msgspec.Struct, frozen=True):
     @property
     def trajectory_id(self) -> str:
         return trajectory_name(self.group_index, self.episode_index)
+
+    def trajectory(self, **played: Any) -> Trajectory:
+        """`played`: the fields of `Trajectory` that are not the task's."""
+        return Trajectory(
+            trajectory_id=self.trajectory_id,
+            group_index=self.group_index,
+            episode_index=self.episode_index,
+            task_seed=self.task_seed,
+            **played,
+        )
 
 
 def room_for_answer(prompt_tokens: int, settings: EpisodeConfig) -> int:
@@ -147,7 +158,7 @@ class EpisodePlayer:
         """Until the environment is done, or turns, context or time run out.
 
         Raises `PromptTooLong` for the first prompt, `PrefixBroken` (see `EpisodeRows`), `TemplateError`, `EpisodeError` if time
-        runs out before the first turn is complete or a reward is not finite, what the engine failed with too often
+        runs out before the first turn is complete, what the engine failed with too often
         (`EngineCalls`), and whatever the environment raises. Cancelling it aborts the running request.
         """
         try:
@@ -182,9 +193,7 @@ class EpisodePlayer:
             turn, generation = await self._calls.answer(prompt, room)
             text = talk.answered(generation.token_ids.tolist())
             result = await self._env.step(Action(text, generation.stop_reason))
-            if not np.isfinite(result.reward):
-                raise EpisodeError(f"the environment gave reward {result.reward} on turn {index} of episode {name}")
-            self._rows.reward(turn, float(result.reward))
+            self._rows.reward(turn, result.reward)
             self._judged = turn + 1
             if self.task.episode_index == 0:
                 self._preview += [{"role": m.role, "content": m.content} for m in messages]
@@ -201,11 +210,7 @@ class EpisodePlayer:
         samples, turns = self._rows.build(name, self.settings.temperature, self._judged)
         if not turns:
             raise EpisodeError(f"episode {name} ended without an answer")
-        return Trajectory(
-            trajectory_id=name,
-            group_index=self.task.group_index,
-            episode_index=self.task.episode_index,
-            task_seed=self.task.task_seed,
+        return self.task.trajectory(
             generator_id=self._generator_id,
             stop_reason=stop_reason,
             turns=turns,
@@ -223,16 +228,11 @@ def failed_trajectory(
     turn, so nothing that is trained or compared. `stop_reason` is `error`."""
     row = SampleBuilder(routing)
     row.observe([token_id])
-    name = task.trajectory_id
-    return Trajectory(
-        trajectory_id=name,
-        group_index=task.group_index,
-        episode_index=task.episode_index,
-        task_seed=task.task_seed,
+    return task.trajectory(
         generator_id=generator_id,
         stop_reason="error",
         turns=[],
-        samples=[Sample(f"{name}s0", row.build())],
+        samples=[Sample(f"{task.trajectory_id}s0", row.build())],
         started_at=at,
         finished_at=at,
     )

@@ -290,7 +290,7 @@ async def _play_policy(
             wanted = "oracle()" if policy == "oracle" else "random_answer(rng)"
             raise ConfigError(f"`--policy {policy}`: the environment {name!r} has no {wanted}")
         result = await env.step(Action(answer))
-        rewards.append(float(result.reward))
+        rewards.append(result.reward)
         if result.done:
             return rewards, "env_done"
     return rewards, "turns"

@@ -15,7 +15,6 @@ import msgspec
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
-from r3async.rollout.agents.limits import MAX_HEADER_BYTES, MAX_HEADERS, Connections, LimitedSite
 from r3async.rollout.agents.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -38,6 +37,9 @@ from r3async.transport.sockets import off_loop
 from r3async.world.real import REAL
 
 STOP_SECONDS = 2.0
+MAX_HEADERS = 64
+MAX_HEADER_BYTES = 8190
+"""Of one header, and of the request line."""
 
 
 class OutsideTask(EpisodeTask, frozen=True):
@@ -46,6 +48,18 @@ class OutsideTask(EpisodeTask, frozen=True):
     @property
     def trajectory_id(self) -> str:
         return f"outside{self.group_index}"
+
+
+def limit_connections(server: web.Server, most: int) -> None:
+    """Have `server` close at once every connection beyond `most`."""
+    accept = server.connection_made
+
+    def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        if len(server.connections) >= most:
+            transport.abort()
+        accept(handler, transport)
+
+    server.connection_made = connection_made  # type: ignore[method-assign]
 
 
 class AgentServer:
@@ -78,7 +92,6 @@ class AgentServer:
         self._offered: deque[Session] = deque()
         self._serial = itertools.count()
         self._runner: web.AppRunner | None = None
-        self._connections = Connections(serving.max_connections, serving.read_timeout)
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` if `serving.host` and `serving.port` cannot be had."""
@@ -90,21 +103,24 @@ class AgentServer:
         app.router.add_post("/v1/r3async/reward", self._reward)
         app.router.add_get("/v1/r3async/session", self._describe)
         app.router.add_post("/v1/r3async/sessions", self._begin)
-        # An agent that hangs up aborts what it asked for.
+        # An agent that hangs up aborts what it asked for. A connection has `keepalive_timeout` for the head of each request.
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=STOP_SECONDS,
+            keepalive_timeout=self.serving.read_timeout,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
             lingering_time=STOP_SECONDS,
         )
         await self._runner.setup()
+        assert self._runner.server is not None
+        limit_connections(self._runner.server, self.serving.max_connections)
         host, port = self.serving.host, self.serving.port
         try:
-            await LimitedSite(self._runner, bare_host(host), port, self._connections).start()
+            await web.TCPSite(self._runner, bare_host(host), port, backlog=self.serving.max_connections).start()
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
@@ -155,8 +171,6 @@ class AgentServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        transport = request.transport
-        self._connections.served(transport)
         try:
             return await handler(request)
         except Refused as error:
@@ -166,8 +180,6 @@ class AgentServer:
         except Exception as error:
             self._report("serving_failed", path=request.path, error=repr(error))
             refused = Refused(f"internal error: {error!r}", status=500, kind="server_error")
-        finally:
-            self._connections.waits(transport)
         # What OpenAI's own clients look at before they try again by themselves.
         headers = {"x-should-retry": "true" if refused.again else "false"}
         return web.json_response(refused.body, status=refused.status, headers=headers)

@@ -277,11 +277,7 @@ class Session:
         elif stop_reason == "timeout":
             turns = max(self._turn_rewards) + 1
         samples, described = self._rows.build(name, self.settings.temperature, turns)
-        return Trajectory(
-            trajectory_id=name,
-            group_index=self.task.group_index,
-            episode_index=self.task.episode_index,
-            task_seed=self.task.task_seed,
+        return self.task.trajectory(
             generator_id=self._generator_id,
             stop_reason=stop_reason,
             turns=described,

@@ -23,7 +23,7 @@ from r3async.config import config_from_dict
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory
 from r3async.data.versions import FIRST, Lineage
-from r3async.learner.batch.cost import Cost, cost_model
+from r3async.learner.batch.planner import Cost, cost_model
 from r3async.record.events import open_events
 from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
 from r3async.record.timeline import LagMeter, Timeline

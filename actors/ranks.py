@@ -65,7 +65,7 @@ class LocalLearner:
         import torch
 
         torch.set_num_threads(config.learner.threads)
-        from r3async.learner.build import build_learner
+        from r3async.learner.base import build_learner
 
         return cls(config, build_learner(config, model_path, world.files), world)
 

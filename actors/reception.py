@@ -12,8 +12,7 @@ from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory, is_name_in
 from r3async.data.versions import Lineage
-from r3async.learner.base import LearnerError
-from r3async.learner.sound import Unsound
+from r3async.learner.base import LearnerError, Unsound
 from r3async.schedule.admission import age_bound, most_groups, slots_of
 from r3async.schedule.failures import By, EpisodeEnd, TaskFailures
 from r3async.schedule.groups import GroupBuffer, largest_trajectory

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 import numpy as np
 import torch
 
 from r3async.config import AlgorithmConfig, config_from_dict
-from r3async.learner.losses.objective import ObjectiveSums, TokenBatch, objective
+from r3async.learner.figures import ObjectiveSums
+from r3async.learner.losses.objective import TokenBatch, objective
+
+REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["reduction"])
 
 
 def algorithm(**settings) -> AlgorithmConfig:
@@ -67,21 +71,20 @@ def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, maske
 def batch_of(
     samples: Sequence[Tokens], dtype: torch.dtype = torch.float32
 ) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
-    """One micro-batch: `TokenBatch`, log-probs and entropies (both with gradient)."""
+    """One micro-batch of the tokens in `mask`: `TokenBatch`, log-probs and entropies (both with gradient)."""
 
     def column(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([getattr(s, name) for s in samples] or [np.zeros(0)])).to(dtype)
+        return torch.from_numpy(np.concatenate([getattr(s, name)[s.mask] for s in samples] or [np.zeros(0)])).to(dtype)
 
     batch = TokenBatch(
         rollout_logprobs=column("rollout"),
         advantages=column("advantages"),
         weights=column("weights"),
         sequence=torch.repeat_interleave(
-            torch.arange(len(samples)), torch.tensor([len(s) for s in samples], dtype=torch.long)
+            torch.arange(len(samples)), torch.tensor([s.mask.sum() for s in samples], dtype=torch.long)
         ),
         sequences=len(samples),
         ages=column("ages").to(torch.int32),
-        mask=torch.from_numpy(np.concatenate([s.mask for s in samples] or [np.zeros(0, bool)])),
         old_logprobs=column("old"),
         reference_logprobs=column("reference"),
     )
@@ -114,13 +117,22 @@ def run(
         value, part = objective(batch, logprobs, entropies, config, rollout_kl_coef=coef, max_token_age=max_token_age)
         value.backward()
         loss, sums = loss + value.item(), sums + part
-        cuts = np.cumsum([len(s) for s in samples])[:-1] if samples else []
-        assert logprobs.grad is not None
-        by_logprobs += np.split(logprobs.grad.double().numpy(), cuts) if samples else []
-        if config.entropy_coef and samples:
-            assert entropies.grad is not None
-            by_entropies += np.split(entropies.grad.double().numpy(), cuts)
+        by_logprobs += by_sample(samples, logprobs)
+        if config.entropy_coef:
+            by_entropies += by_sample(samples, entropies)
     return Outcome(loss, sums, by_logprobs, by_entropies)
+
+
+def by_sample(samples: Sequence[Tokens], values: torch.Tensor) -> list[np.ndarray]:
+    """The gradient by `values`, of the tokens in `mask`, at each token of each sample; 0 elsewhere."""
+    assert values.grad is not None
+    out, start = [], 0
+    for sample in samples:
+        count = int(sample.mask.sum())
+        out.append(np.zeros(len(sample)))
+        out[-1][sample.mask] = values.grad[start : start + count].double().numpy()
+        start += count
+    return out
 
 
 # -- every formula, token by token -----------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import torch
 from r3async.config import Config, RowsMode
 from r3async.data.records import Trajectory
 from r3async.data.versions import VersionSpan
+from r3async.learner.backend import Ranks
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
-from r3async.learner.losses.objective import ObjectiveSums
+from r3async.learner.figures import ObjectiveSums
 from r3async.learner.minibatch import agreed
-from r3async.learner.ranks import Ranks
 from r3async.learner.trainer import prepare
 from r3async.rollout.engines.base import Generation
 from r3async.rollout.samples import EpisodeRows

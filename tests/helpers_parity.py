@@ -61,8 +61,7 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
         norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
         gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
         total = minibatch.total()
-        update, counts = optimizer.skip(minibatch.cause), learner.replay.take_counts()
-        result = result_of(minibatch, total, update, counts, learner.replay.columns, learner.replay.layers)
+        result = result_of(minibatch, total, optimizer.skip(minibatch.cause), learner.replay)
         assert learner.replay.current is None
         assert learner.replay._open == []
         return {
@@ -103,7 +102,6 @@ def reference(
                 sequence=torch.zeros(len(rows), dtype=torch.int64),
                 sequences=1,
                 ages=torch.zeros(len(rows), dtype=torch.int32),
-                mask=torch.ones(len(rows), dtype=torch.bool),
             )
             coef = settings.algorithm.rollout_kl.coef
             loss, _ = objective(tokens, logprobs, torch.zeros(len(rows)), settings.algorithm, rollout_kl_coef=coef)

@@ -34,7 +34,7 @@ def test_the_trainer_comes_in_the_order_of_the_walk():
     named = [name for file, name in walk() if file == trainer]
     text = (ROOT / trainer).read_text()
     places = [text.index(f"def {name.split('.')[-1]}(") for name in named]
-    assert len(named) == 6
+    assert len(named) == 7
     assert places == sorted(places)
 
 
@@ -64,7 +64,7 @@ def communicates(path: Path) -> list[str]:
 
 def test_no_constructor_of_the_learner_communicates():
     files = [*(ROOT / "r3async" / "learner").rglob("*.py"), ROOT / "actors" / "ranks.py"]
-    assert len(files) > 25
+    assert len(files) > 20
     assert [line for path in files for line in communicates(path)] == []
 
 

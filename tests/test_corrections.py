@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3async.config import CorrectionConfig
-from r3async.learner.losses.correction import binary_kl, correction_mask
+from r3async.learner.losses.drift import binary_kl, correction_mask
 from tests.helpers_algorithms import algorithm, distance, kept_tokens, make_samples, run
 
 
@@ -26,7 +26,6 @@ def kept(
         rollout + flat.log(),
         rollout,
         torch.tensor(ages if ages is not None else [0] * len(flat), dtype=torch.int32),
-        torch.ones(len(flat), dtype=torch.bool),
         sequence,
         len(ratios),
         config,
@@ -54,11 +53,10 @@ def test_kpop_is_narrow_for_likely_tokens_and_wide_for_rare_ones():
     forward, backward = binary_kl(p, q).tolist()
     limit = (forward + backward) / 2
     assert min(forward, backward) < limit < max(forward, backward)
-    mask = torch.ones(2, dtype=torch.bool)
     where = torch.zeros(2, dtype=torch.int64)
     ages = torch.zeros(2, dtype=torch.int32)
-    assert not correction_mask(p, q, ages, mask, where, 1, CorrectionConfig(kpop=limit)).any()
-    assert correction_mask(p, q, ages, mask, where, 1, CorrectionConfig(kpop=1.01 * max(forward, backward))).all()
+    assert not correction_mask(p, q, ages, where, 1, CorrectionConfig(kpop=limit)).any()
+    assert correction_mask(p, q, ages, where, 1, CorrectionConfig(kpop=1.01 * max(forward, backward))).all()
 
 
 def test_certain_tokens_have_a_finite_binary_kl():
@@ -81,21 +79,6 @@ def test_one_far_token_leaves_out_its_sample():
 
 def test_age_is_by_token():
     assert kept([[1.0] * 4], CorrectionConfig(), ages=[0, 2, 3, 9], max_token_age=2) == [True, True, False, False]
-
-
-def test_tokens_that_do_not_count_do_not_judge_their_sample():
-    flat = torch.tensor([1.0, 50.0]).log()
-    mask = torch.tensor([True, False])
-    got = correction_mask(
-        torch.where(mask, flat, torch.nan),
-        torch.zeros(2),
-        torch.zeros(2, dtype=torch.int32),
-        mask,
-        torch.zeros(2, dtype=torch.int64),
-        1,
-        CorrectionConfig(geometric_high=1.1, product_high=1.1, max_token_kl=0.1, kpop=0.1),
-    )
-    assert got.tolist() == [True, False]
 
 
 CORRECTIONS = [

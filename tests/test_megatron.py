@@ -14,7 +14,7 @@ from r3async.data.records import Sample
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import collate, pack
-from r3async.learner.losses.objective import ObjectiveSums
+from r3async.learner.figures import ObjectiveSums
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch
 from tests import helpers_models as hm

@@ -11,11 +11,10 @@ import pytest
 from r3async.actors.ranks import LocalLearner
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict
 from r3async.data.records import Sample
+from r3async.learner.base import build_learner
 from r3async.learner.batch.packing import MicroBatch, pack, pack_for_ranks
-from r3async.learner.build import build_learner
 from r3async.learner.figures import combined
-from r3async.learner.losses.advantages import assign_advantages
-from r3async.learner.losses.estimators import has_contrast
+from r3async.learner.losses.advantages import assign_advantages, has_contrast
 from r3async.learner.trainer import prepare, train_minibatch
 from tests import helpers_models as hm
 from tests.helpers_learner import replace_columns

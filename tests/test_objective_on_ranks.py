@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from r3async.config import POLICY_LOSSES, config_from_dict
-from r3async.learner.losses.objective import objective
-from r3async.learner.losses.reduction import REDUCTIONS, loss_weights
+from r3async.learner.losses.objective import loss_weights, objective
 from tests import helpers_models as hm
-from tests.helpers_algorithms import algorithm, batch_of, make_samples
+from tests.helpers_algorithms import REDUCTIONS, algorithm, batch_of, make_samples
 from tests.helpers_parity import LENGTHS, gradients_of_rank
 from tests.helpers_parity import batch as packed_batch
 
@@ -39,7 +38,7 @@ def gradient(micro_batches: list[list[int]], settings: dict, reduction: str) -> 
     config = algorithm(**settings)
     for members in micro_batches:
         batch, logprobs, entropies = batch_of([samples[i] for i in members], torch.float64)
-        slopes = [features(len(samples[i]), i) for i in members]
+        slopes = [features(len(samples[i]), i)[torch.from_numpy(samples[i].mask)] for i in members]
         change = torch.cat(slopes) @ theta if slopes else theta[:0]
         loss, _ = objective(batch, logprobs.detach() + change, entropies.detach() + change, config, rollout_kl_coef=0.1)
         loss.backward()

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from r3async.learner.batch.cost import Cost, cost_model
-from r3async.learner.batch.planner import PackingError, levels, plan
+from r3async.learner.batch.planner import Cost, PackingError, cost_model, levels, plan
 from r3async.tools.bench.packing import fewest_bins, lengths_like, shape_of
 
 COSTS = [Cost(), Cost(1, 0.01), Cost(1e-3, 5)]

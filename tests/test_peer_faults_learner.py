@@ -151,8 +151,7 @@ def test_routers_of_multi_token_prediction_are_not_replayed(model_path):
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import build_module
 
-    from r3async.learner.megatron.modules import layer_spec
-    from r3async.learner.megatron.replay import attach
+    from r3async.learner.megatron.modules import attach, layer_spec
 
     learner = MegatronLearner.load(config(), model_path)
     model = learner.model

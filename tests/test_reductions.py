@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from r3async.learner.losses.reduction import REDUCTIONS, loss_weights
+from r3async.learner.losses.objective import loss_weights
+from tests.helpers_algorithms import REDUCTIONS
 
 masks_strategy = st.lists(st.lists(st.booleans(), max_size=6), max_size=6)
 
@@ -76,13 +77,3 @@ def test_a_step_that_trains_nothing_has_no_weights(reduction):
     assert loss_weights([], [], [], reduction, norm_length=1) == []
     weights = loss_weights([np.zeros(3, bool), np.zeros(0, bool)], [0, 1], [0, 1], reduction, norm_length=1)
     assert [w.tolist() for w in weights] == [[0, 0, 0], []]
-
-
-def test_what_can_not_be_reduced_is_refused():
-    one = [np.ones(2, bool)]
-    with pytest.raises(ValueError, match="'mean' is not one of token_mean, sequence_mean"):
-        loss_weights(one, [0], [0], "mean", norm_length=1)
-    with pytest.raises(ValueError, match="1 masks, but 1 episodes and 2 groups"):
-        loss_weights(one, [0], [0, 1], "token_mean", norm_length=1)
-    with pytest.raises(ValueError, match="`norm_length` must be at least 1"):
-        loss_weights(one, [0], [0], "token_mean", norm_length=0)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from r3async.actors.generator import Connected, GeneratorActor, Loaded
 from r3async.config import config_from_dict, to_dict
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.learner.sound import sound
-from r3async.learner.trainer import prepare
+from r3async.learner.trainer import prepare, sound
 from r3async.schedule.quarantine import Quarantine
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.wire import encode_trajectory

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3async.config import RolloutKLConfig
-from r3async.learner.losses.trust_region import ERROR_LIMIT, TrustRegion
+from r3async.learner.losses.drift import ERROR_LIMIT, TrustRegion
 
 TARGET = 0.02
 

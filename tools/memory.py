@@ -1,6 +1,6 @@
 """What a rank of the learner and an engine hold in memory: an estimate, from the model's shape and the configuration.
 
-**Weights and optimizer** (exact, but for buffers). `learners.optimizer.MasterAdamW` keeps, by parameter of the rank:
+**Weights and optimizer** (exact, but for buffers). `learner.optimizer.MasterAdamW` keeps, by parameter of the rank:
 the weight in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
 section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.of_rank`
@@ -21,7 +21,7 @@ token and layer, in the compute dtype:
 
 Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
 `layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits:
-three fp32 tensors of at most `learners.logprobs.CHUNK_ELEMENTS`. What is not in it: the allocator's fragments, NCCL's
+three fp32 tensors of at most `learner.logprobs.CHUNK_ELEMENTS`. What is not in it: the allocator's fragments, NCCL's
 and cuBLAS's workspaces, ranks that get more than their share of routed tokens.
 
 **Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads ·
@@ -39,7 +39,7 @@ from r3async.data.model_shape import ModelShape
 
 GIB = 2**30
 CHUNK_ELEMENTS = 2**25
-"""`learners.logprobs.CHUNK_ELEMENTS`; to import that would import torch."""
+"""`learner.logprobs.CHUNK_ELEMENTS`; to import that would import torch."""
 WIDTH = {"float32": 4, "bfloat16": 2}
 
 

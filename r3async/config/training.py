@@ -141,7 +141,7 @@ class RouterAuxConfig(Section):
 
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
-    """How scores become advantages; formulas and sources in `algorithms.estimators`."""
+    """How scores become advantages; formulas and sources in `learner.losses.advantages`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """`trajectory`: all turns share the episode's advantage. `turn`: a turn's is relative to the same turn of its group; only
     for environments that reward every turn for what was said in it.
@@ -154,7 +154,7 @@ class AlgorithmConfig(Section):
     """Do not train episodes that ended because an answer, or the context, became too long. They still count as scores."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
     reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
-    """What the loss is a mean over; formulas in `algorithms.reduction`."""
+    """What the loss is a mean over; formulas in `learner.losses.objective`."""
     policy_loss: str = "tis"
     """`tis`, `ppo`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in `algorithms.policy_loss`), or
     your own as `module:function`, of the type `algorithms.policy_loss.PolicyLossFunction`."""

@@ -1,15 +1,16 @@
-"""What every backend shares: passes over micro-batches, what is saved, and what is asked of a model."""
+"""What every backend shares: ranks, passes over micro-batches, what is saved, and what is asked of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,13 +20,10 @@ from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import route_dtype
 from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import MicroBatch, aligned, collate
-from r3async.learner.files import save_model
-from r3async.learner.losses.trust_region import TrustRegion
+from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW
-from r3async.learner.ranks import Ranks
-from r3async.learner.reference import Reference
 from r3async.learner.replay import Binder, MicroBatchRoutes, RoutingReplay
-from r3async.learner.state import Held, restore, take
+from r3async.learner.state import Held, Reference, restore, save_model, take
 
 Scores = tuple[Tensor, Tensor]
 """float32 `[M]` each: log-probs of some tokens, and the entropies of the distributions that they are from."""
@@ -33,6 +31,43 @@ Finish = Callable[[int, Tensor, Tensor], Tensor | None]
 """`finish(index, log-probs, entropies)` of a micro-batch; the loss that is propagated back, if any is."""
 Visit = Callable[[int, MicroBatchRoutes], object]
 """`visit(index, routes)`: with what the routers of this rank have chosen."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together: `rank` of `world`, all in the default process group. `device`: where figures
+    are reduced."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Of the ranks that are given the same micro-batches, the one that counts them."""
+        return True
+
+    @property
+    def holds_loss(self) -> bool:
+        """Of the ranks that compute the same losses, the one that reports them."""
+        return True
+
+    def reduce(self, values: np.ndarray, how: Literal["sum", "max"]) -> np.ndarray:
+        """`values` float64 `[n]` reduced over all ranks; every rank gets the result. Collective."""
+        if self.world == 1:
+            return values
+        # A copy: gloo reduces in place.
+        total = torch.from_numpy(np.array(values, np.float64)).to(self.device)
+        dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+        return total.cpu().numpy()
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.world > 1:
+            dist.barrier()
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class LearnerBackend:

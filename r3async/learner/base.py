@@ -1,13 +1,31 @@
-"""What the learner's actors and its backends tell each other. Loads no torch."""
+"""What the learner's actors know of it without loading torch: its results, its errors, and how a backend is loaded."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
+from r3async.config import Config
+from r3async.data.records import Trajectory
+from r3async.world import Files
+from r3async.world.real import REAL
+
+if TYPE_CHECKING:
+    from r3async.learner.backend import LearnerBackend
+
 
 class LearnerError(RuntimeError):
     """The backend cannot train this model or this batch; the message says why, and which setting to change."""
+
+
+class Unsound(NamedTuple):
+    """A trajectory that arrived, and that the step cannot train."""
+
+    trajectory: Trajectory
+    reason: str
 
 
 class RouteTrace(msgspec.Struct, frozen=True):
@@ -41,3 +59,21 @@ class MinibatchResult(msgspec.Struct, frozen=True):
     layer_agreement: np.ndarray
     expert_load: np.ndarray
     traces: list[RouteTrace] = []
+
+
+def build_learner(config: Config, model_path: Path, files: Files = REAL.files) -> LearnerBackend:
+    """Load the model with `learner.backend`; nothing of the other backend is imported. Collective; raises `LearnerError`.
+
+    `files`: where the scripted one finds it.
+    """
+    if config.learner.backend == "torch":
+        from r3async.learner.torch.backend import TorchLearner
+
+        return TorchLearner.load(config, model_path)
+    if config.learner.backend == "scripted":
+        from r3async.learner.scripted import ScriptedLearner
+
+        return ScriptedLearner.load(config, model_path, files)
+    from r3async.learner.megatron.backend import MegatronLearner
+
+    return MegatronLearner.load(config, model_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from r3async.config import Config
+from r3async.learner.backend import ALONE, Ranks
 from r3async.learner.base import LearnerError, RouteTrace
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.losses.objective import ObjectiveSums, TokenBatch, objective, takes_episodes
+from r3async.learner.figures import ObjectiveSums
+from r3async.learner.losses.objective import TokenBatch, objective, takes_episodes
 from r3async.learner.optimizer import Cause
-from r3async.learner.ranks import ALONE, Ranks
 from r3async.learner.replay import MicroBatchRoutes
-from r3async.learner.whole import Columns, gathered, joined, of_episodes, spread
+
+Columns = dict[str, np.ndarray]
+"""Of trained tokens, each `[M]`."""
 
 
 class TokenCounts(NamedTuple):
@@ -113,13 +116,12 @@ class Minibatch:
     spread: np.ndarray
     balance: np.ndarray | None
     trace: bool
-
-    def __post_init__(self) -> None:
-        self._everywhere: Columns | None = None
-        self._sums: ObjectiveSums | None = None
-        self._traces: list[RouteTrace] = []
-        self._scored: dict[int, Tensor] = {}
-        """With `trace`: the log-probs of each micro-batch's trained rows."""
+    _everywhere: Columns = field(init=False, default_factory=dict)
+    """Of the trained tokens of all ranks, if `complete` was called."""
+    _sums: ObjectiveSums | None = field(init=False, default=None)
+    _traces: list[RouteTrace] = field(init=False, default_factory=list)
+    _scored: dict[int, Tensor] = field(init=False, default_factory=dict)
+    """With `trace`: the log-probs of each micro-batch's trained tokens."""
 
     @property
     def rows(self) -> list[np.ndarray]:
@@ -152,9 +154,10 @@ class Minibatch:
         """Of the trained rows of micro-batch `index`: what the loss takes. Without the column `loss_weights` every trained
         token of the minibatch weighs the same (`token_mean`)."""
         table, chosen = self.micro_batches[index].table, self.chosen[index]
-        names = ("rollout_logprobs", "advantages", "loss_weights", "old_logprobs", "reference_logprobs")
+        names = ("rollout_logprobs", "advantages", "old_logprobs", "reference_logprobs")
         columns = {name: table[name][chosen.rows] for name in names if name in table}
-        columns.setdefault("loss_weights", np.full(len(chosen.rows), 1 / max(self.counts.trained, 1), np.float32))
+        even = np.full(len(chosen.rows), 1 / max(self.counts.trained, 1), np.float32)
+        columns["weights"] = table["loss_weights"][chosen.rows] if "loss_weights" in table else even
         ages = self.version - table["policy_version"][chosen.rows]
         return columns | {"ages": ages, "episode": chosen.episodes}
 
@@ -163,31 +166,18 @@ class Minibatch:
         if self.trace and self.micro_batches[index].sample_ids:
             self._scored[index] = logprobs.detach()
         columns, device, own = self._columns(index), logprobs.device, None
-        if self._everywhere is not None and self._is_spread(columns["episode"]).any():
+        if self._everywhere and self._is_spread(columns["episode"]).any():
             columns, at = of_episodes(self._everywhere, columns["episode"], self.chosen[index].places)
             here = torch.from_numpy(at).to(device)
             own = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device).index_fill_(0, here, True)
             logprobs, entropies = joined(columns.pop("logprobs"), here, logprobs, entropies)
-        episodes, sequence = np.unique(columns["episode"], return_inverse=True)
-
-        def column(name: str) -> Tensor:
-            return torch.from_numpy(columns[name]).to(device)
-
-        batch = TokenBatch(
-            rollout_logprobs=column("rollout_logprobs"),
-            advantages=column("advantages"),
-            weights=column("loss_weights"),
-            sequence=torch.from_numpy(sequence).to(device),
-            sequences=len(episodes),
-            ages=column("ages"),
-            mask=torch.ones(len(sequence), dtype=torch.bool, device=device),
-            old_logprobs=column("old_logprobs") if "old_logprobs" in columns else None,
-            reference_logprobs=column("reference_logprobs") if "reference_logprobs" in columns else None,
-            own=own,
-            open=torch.from_numpy(np.where(self._is_spread(episodes), episodes, -1)).to(device),
-        )
+        episodes, sequence = np.unique(columns.pop("episode"), return_inverse=True)
+        open = np.where(self._is_spread(episodes), episodes, -1)
+        tensors = {
+            n: torch.from_numpy(v).to(device) for n, v in (columns | {"sequence": sequence, "open": open}).items()
+        }
         loss, sums = objective(
-            batch,
+            TokenBatch(**tensors, sequences=len(episodes), own=own),
             logprobs,
             entropies,
             self.config.algorithm,
@@ -328,3 +318,58 @@ def recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int
             for layer in range(layers):
                 load[layer] += np.bincount(rows[:, layer].reshape(-1), minlength=experts)
     return load
+
+
+# -- episodes whose samples are in several micro-batches, of this rank or of others --------------------------------------
+#
+# A loss that takes whole episodes (`objective.takes_episodes`) is given every trained token of an episode in each micro-batch
+# that has one of them. The learner's log-probs of tokens elsewhere come from a forward pass before the first backward pass,
+# with the same weights; the other columns are known. Each token has a number of its own in the minibatch, the column `place`,
+# so that a sum over ranks puts all of them together.
+
+
+def spread(episodes: Sequence[np.ndarray], count: int, ranks: Ranks) -> np.ndarray:
+    """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
+
+    `episodes`: of each micro-batch, see `minibatch.TrainedTokens`.
+    """
+    held = np.zeros(count)
+    for found in episodes:
+        held[np.unique(found[found >= 0])] += ranks.is_first_copy
+    return ranks.reduce(held, "sum") > 1 if count else held > 1
+
+
+def gathered(places: Sequence[np.ndarray], columns: Sequence[Columns], count: int, ranks: Ranks) -> Columns:
+    """The columns of all trained tokens of the minibatch, of all ranks, in the order of their places. Collective.
+
+    `places` int `[M]`, each below `count`, and `columns`: of each micro-batch of this rank; the same columns on every rank.
+    """
+    names = list(columns[0])
+    table = np.zeros((len(names) + 1, count))
+    for place, mine in zip(places, columns, strict=True):
+        if ranks.is_first_copy:
+            table[0, place] = 1
+            for row, name in enumerate(names, 1):
+                table[row, place] = mine[name]
+    table = ranks.reduce(table.reshape(-1), "sum").reshape(table.shape)
+    there = table[0] > 0
+    return {
+        name: values[there].astype(columns[0][name].dtype) for name, values in zip(names, table[1:], strict=True)
+    } | {"place": np.flatnonzero(there)}
+
+
+def of_episodes(everywhere: Columns, episodes: np.ndarray, places: np.ndarray) -> tuple[Columns, np.ndarray]:
+    """The columns of all tokens of those episodes, in the order of their places, and where `places` int `[M]` are among them,
+    int64 `[M]`. `everywhere`: from `gathered`."""
+    take = np.flatnonzero(np.isin(everywhere["episode"], episodes))
+    columns = {name: values[take] for name, values in everywhere.items()}
+    return columns, np.searchsorted(columns.pop("place"), places)
+
+
+def joined(everywhere: np.ndarray, own: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
+    `own` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
+    decides alike. Entropies are 0 but for `own`."""
+    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
+    mine = before[own] + (logprobs - logprobs.detach())
+    return before.index_copy(0, own, mine), torch.zeros_like(before).index_copy(0, own, entropies)

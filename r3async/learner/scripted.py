@@ -23,11 +23,10 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import Place
 from r3async.config import Config
 from r3async.data.model_shape import moe_geometry
-from r3async.learner.backend import Finish, LearnerBackend, Visit
+from r3async.learner.backend import ALONE, Finish, LearnerBackend, Visit
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.minibatch import recorded_load
 from r3async.learner.optimizer import MasterAdamW, Update
-from r3async.learner.ranks import ALONE
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.state import Held
 from r3async.rollout.engines.scripted import DIGEST, MASK, scripted_logprobs

@@ -1,22 +1,31 @@
-"""What a learner saves and resumes from: every tensor of the optimizer, named as in a model's checkpoint, whatever the ranks.
+"""What a learner saves and resumes from, the weights that it began with, and a model directory of those that it has.
 
-Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was
-updated, `rng/DEVICE/RANK`.
+Every tensor of the optimizer is named as in a model's checkpoint, whatever the ranks: `master/NAME`, `exp_avg/NAME`,
+`exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was updated, `rng/DEVICE/RANK`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from torch.nn import Parameter
 
 from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
+from r3async.learner.optimizer import local
+from r3async.world.files import make_directory, replace_directory
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
@@ -133,3 +142,52 @@ def _set_generators(rank: int, parts: LearnerParts) -> None:
                 torch.set_rng_state(numbers) if "/cpu/" in name else torch.cuda.set_rng_state(numbers)
             except RuntimeError as error:
                 raise CheckpointError(f"{name}: {error}") from error
+
+
+class Reference:
+    """A copy, in host memory, of this rank's weights as they are now: the frozen model that the policy is kept near."""
+
+    @torch.no_grad()
+    def __init__(self, parameters: Iterable[Parameter]):
+        self._parameters = list(parameters)
+        self._copies = self._now()
+
+    def _now(self) -> list[Tensor]:
+        return [local(p.detach()).to("cpu", copy=True) for p in self._parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """In this block the model has the reference weights; afterwards its own again, bit by bit."""
+        own = self._now()
+        self._put(self._copies)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            local(parameter.detach()).copy_(value)
+
+
+def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
+    """Write `tensors`, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
+
+    It is written aside and renamed; what was at `directory` is replaced.
+    """
+    make_directory(directory.parent)
+    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
+        for path in source.iterdir():
+            if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".gguf")):
+                shutil.copy2(path, aside / path.name)
+        described = json.loads((source / "config.json").read_text())
+        described.pop("torch_dtype", None)
+        described["dtype"] = dtype
+        (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        aside.chmod(0o755)
+        replace_directory(aside, directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -29,26 +29,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from r3async.config import Config
 from r3async.data.records import Sample, Trajectory
-from r3async.learner.base import MinibatchResult
-from r3async.learner.batch.cost import Cost
+from r3async.learner.base import MinibatchResult, Unsound
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
-from r3async.learner.figures import MEASURED_DRIFT, combined, result_of
+from r3async.learner.batch.planner import Cost
+from r3async.learner.figures import MEASURED_DRIFT, ObjectiveSums, combined, result_of
 from r3async.learner.losses.advantages import assign_advantages
-from r3async.learner.losses.objective import ObjectiveSums, takes_episodes
+from r3async.learner.losses.objective import loss_weights, takes_episodes
 from r3async.learner.losses.policy_loss import needs_old_logprobs
-from r3async.learner.losses.reduction import loss_weights
 from r3async.learner.minibatch import Minibatch, agreed
 from r3async.learner.optimizer import Update
-from r3async.learner.sound import Unsound, sound
+from r3async.schedule.validation import InvalidTrajectory, check_trajectory
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
+
+T = TypeVar("T")
 
 # -- in the learner actor ------------------------------------------------------------------------------------------------
 
@@ -134,6 +135,53 @@ class Trainer:
                     allowed=self.config.algorithm.rollout_kl.max,
                     hint="algorithm.rollout_kl.max: no update was made; look at staleness, lr and routing/agreement",
                 )
+
+
+class Sound(NamedTuple, Generic[T]):
+    """`groups`: those of the step, with stand-ins for what is `unsound`; `made`: of them."""
+
+    groups: list[list[Trajectory]]
+    made: T
+    unsound: list[Unsound]
+
+
+def sound(
+    groups: Sequence[Sequence[Trajectory]],
+    make: Callable[[Sequence[Sequence[Trajectory]]], T],
+    stand_in: Callable[[Trajectory], Trajectory],
+) -> Sound[T]:
+    """`make(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
+
+    A trajectory that is not trainable (`check_trajectory`) has `stand_in` in its place. So have all of a group of which `make`
+    fails though each of its members is: nobody in particular is to blame. Raises what `make` raises on what is left: a defect.
+    """
+    unsound: dict[str, Unsound] = {}
+
+    def replaced(trajectory: Trajectory, reason: str) -> Trajectory:
+        unsound.setdefault(trajectory.trajectory_id, Unsound(trajectory, reason))
+        return stand_in(trajectory)
+
+    def checked(trajectory: Trajectory) -> Trajectory:
+        try:
+            check_trajectory(trajectory)
+        except InvalidTrajectory as error:
+            return replaced(trajectory, str(error))
+        return trajectory
+
+    def alone(group: list[Trajectory]) -> list[Trajectory]:
+        try:
+            make([group])
+        except Exception as error:
+            return [replaced(t, f"its group cannot be trained: {type(error).__name__}: {error}") for t in group]
+        return group
+
+    kept = [[checked(t) for t in group] for group in groups]
+    try:
+        made = make(kept)
+    except Exception:
+        kept = [alone(group) for group in kept]
+        made = make(kept)
+    return Sound(kept, made, list(unsound.values()))
 
 
 def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -237,8 +285,7 @@ def train_minibatch(
         except BaseException:
             backend.forget()
             raise
-    replay = backend.replay
-    return result_of(minibatch, total, update, replay.take_counts(), replay.columns, replay.layers)
+    return result_of(minibatch, total, update, backend.replay)
 
 
 def begin(

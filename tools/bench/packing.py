@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import ConfigError
-from r3async.learner.batch.cost import Cost, cost_model
-from r3async.learner.batch.planner import levels, plan
+from r3async.learner.batch.planner import Cost, cost_model, levels, plan
 
 CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768}
 SAMPLES = (256, 1024, 8192)

@@ -11,9 +11,8 @@ from torch.nn import Parameter
 from r3async.checkpoint import Checkpoints, Opened, RunState, check_settings, open_checkpoint, restore_admission, rewind
 from r3async.checkpoint.tensors import Place, write_part
 from r3async.config import Config, config_from_dict, to_dict
-from r3async.learner.backend import LearnerBackend
+from r3async.learner.backend import LearnerBackend, Ranks
 from r3async.learner.optimizer import MasterAdamW
-from r3async.learner.ranks import Ranks
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.state import Held
 from r3async.schedule.admission import Admission

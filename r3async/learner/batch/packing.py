@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from r3async.data.records import Sample, SchemaError, TokenTable
-from r3async.learner.batch.cost import Cost
-from r3async.learner.batch.planner import PackingError, plan
+from r3async.learner.batch.planner import Cost, PackingError, plan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Scores come from an episode's rewards by `algorithm.credit`. What is compared, i
   turn. For rewards that are credited at tokens. (Baseline and scale by turn, where GRPO with process supervision, arXiv
   2402.03300, section 4.1.3, pools all steps.)
 
-How scores become advantages: `estimators`. Tokens that no turn sampled have advantage 0. Episodes without turns have
+How scores become advantages: `baseline_and_scale`. Tokens that no turn sampled have advantage 0. Episodes without turns have
 nothing to train and are compared with nobody.
 """
 
@@ -24,8 +24,11 @@ import numpy as np
 
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.learner.losses.estimators import baseline_and_scale, has_contrast, standardize
-from r3async.schedule.validation import check_rewards, check_turns
+
+STD_EPS = 1e-3
+RESOLUTION = 4 * float(np.finfo(np.float32).eps)
+"""Scores that differ by less than this share of the largest are equal: rewards are stored as float32, and sums of the same
+rewards in another order (0.1 + 0.2, 0.3) differ by rounding. An advantage made of that would be noise, scaled to full size."""
 
 
 def overlong_penalty(length: int, max_new_tokens: int, settings: OverlongPenaltyConfig) -> float:
@@ -59,8 +62,8 @@ def assign_advantages(
     `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
     and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
-    Raises `ValueError` if a group holds trajectories of another, or rewards or turns are not trainable (`check_rewards`,
-    `check_turns`).
+    Each trajectory is trainable (`schedule.validation.check_trajectory`). Raises `ValueError` if a group holds trajectories of
+    another.
     """
     if config.overlong_penalty.buffer and max_new_tokens is None:
         raise ValueError("`overlong_penalty` needs `max_new_tokens`")
@@ -122,8 +125,6 @@ class _Episode:
 
     @staticmethod
     def of(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _Episode:
-        check_rewards(trajectory)
-        check_turns(trajectory)
         turns = {turn.index: turn for turn in trajectory.turns}
         penalties = {
             i: overlong_penalty(t.stop - t.start, max_new_tokens, config.overlong_penalty) for i, t in turns.items()
@@ -187,3 +188,69 @@ def _credit(group: Sequence[_Episode], config: AlgorithmConfig) -> bool:
             episode.advantages[at] = scale * (earned - baseline)
         differs |= has_contrast(scores)
     return differs
+
+
+# -- from scores to advantages ------------------------------------------------------------------------------------------
+
+
+def has_contrast(scores: Sequence[float] | np.ndarray) -> bool:
+    """Whether there are two different scores, up to `RESOLUTION`."""
+    if len(scores) < 2:
+        return False
+    low, high = float(np.min(scores)), float(np.max(scores))
+    return high - low > RESOLUTION * max(abs(low), abs(high))
+
+
+def baseline_and_scale(
+    scores: Sequence[float] | np.ndarray, estimator: str, *, normalize_std: bool = True
+) -> tuple[np.ndarray, float]:
+    """float64 `[n]` baselines, and the scale, of `scores` `[n]`, by `algorithm.advantage`.
+
+    The scores `r` of a group's n members are compared with each other; each estimator is a baseline `b_i` and a scale `c`, and
+    gives the advantage `c (r_i - b_i)`:
+
+    | name                                | `b_i`                | `c`                 | source                             |
+    |-------------------------------------|----------------------|---------------------|------------------------------------|
+    | `grpo`                              | mean(r)              | 1 / (std(r) + 1e-3) | arXiv 2402.03300, section 4.1.2    |
+    | `dr_grpo`; `grpo` if not `normalize_std` | mean(r)         | 1                   | arXiv 2503.20783                   |
+    | `rloo`                              | mean of the others' r | 1                  | arXiv 2402.14740                   |
+    | `maxrl`, for `r >= 0`               | mean(r)              | 1 / mean(r)         | arXiv 2602.02710                   |
+    | `reinforce_pp_baseline`             | mean(r)              | 1, then batch       | arXiv 2501.03262, "w/ Baseline"    |
+    | `reinforce_pp`                      | 0                    | 1, then batch       | arXiv 2501.03262                   |
+
+    std has n - 1 in the denominator. "Then batch": from the advantages of all trained tokens of the step their mean is
+    subtracted, and they are divided by their standard deviation (`standardize`).
+
+    A group without contrast (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0, except
+    under `reinforce_pp`, which compares with the whole batch. So a batch has contrast exactly where a trained token's advantage
+    is not 0: that is what decides whether an update is made (`minibatch.Minibatch.cause`).
+    """
+    values = np.asarray(scores, np.float64)
+    n = len(values)
+    if estimator == "reinforce_pp":
+        return np.zeros(n), 1.0
+    if not has_contrast(values):
+        return np.zeros(n), 0.0
+    if estimator == "rloo":
+        return (values.sum() - values) / (n - 1), 1.0
+    mean = np.full(n, values.mean())
+    if estimator == "grpo":
+        return mean, float(1 / (values.std(ddof=1) + STD_EPS)) if normalize_std else 1.0
+    if estimator == "maxrl":
+        if values.min() < 0:
+            raise ValueError(f"`advantage` = 'maxrl' is for rewards >= 0, and there is one of {values.min():g}")
+        return mean, float(1 / values.mean())
+    if estimator in ("dr_grpo", "reinforce_pp_baseline"):
+        return mean, 1.0
+    raise ValueError(f"advantage {estimator!r} is not known")
+
+
+def standardize(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """float32 `[T_i]`: `(a - mean) / std` with both over all tokens of the step where `masks` is True; 0 elsewhere, and
+    everywhere if those are all equal."""
+    trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)]).astype(np.float64)
+    mean, scale = (float(trained.mean()), 1 / float(trained.std())) if has_contrast(trained) else (0.0, 0.0)
+    return [
+        np.where(m, (a.astype(np.float64) - mean) * scale, 0.0).astype(np.float32)
+        for a, m in zip(advantages, masks, strict=True)
+    ]

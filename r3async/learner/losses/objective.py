@@ -1,47 +1,84 @@
-"""The loss of one micro-batch, and the sums that become the metrics of a step.
+"""The loss of one micro-batch, and the weight of each token in it.
 
 `loss = sum over tokens t of w_t (policy_t + coef KL(rollout || learner)_t + reference coef KL(learner || reference)_t
 - entropy coef entropy_t)`
 
-The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (see `reduction`): every
+The weights `w_t` hold the denominators of the *whole step*, known before its first micro-batch (`loss_weights`): every
 term is a plain sum, so gradients of micro-batches add up to that of the step, however its samples were packed, ordered
 or spread over ranks. What a policy loss needs of a whole episode, it finds: tokens of the episode that are in other
 micro-batches come along as constants (`TokenBatch.own`). The loss is a function of all of them, so its gradient by this
 micro-batch's log-probs is that of the whole episode's loss; its value counts this micro-batch's tokens only.
 
-Tokens that are masked out may hold anything: each column is replaced by 0 there before anything is computed, by
-`torch.where`. At a token that counts, a log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing
-hides it. (Tokens whose *rollout* log-prob is not finite are for the caller to mask out, and to count.)
+A log-prob that is not finite makes the measured drift (`k3`) not finite too: nothing hides it. (Tokens whose *rollout* log-prob
+is not finite are for the caller to leave out, and to count.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from r3async.config import AlgorithmConfig
-from r3async.learner.losses import correction
-from r3async.learner.losses.correction import correction_mask
-from r3async.learner.losses.kl import ESTIMATORS, reference_k3
-from r3async.learner.losses.policy_loss import LossInputs, needs_old_logprobs, policy_loss
-from r3async.learner.losses.policy_loss import takes_episodes as loss_takes_episodes
-from r3async.learner.losses.sums import ObjectiveSums
-
-__all__ = ["ObjectiveSums", "TokenBatch", "objective", "takes_episodes"]
+from r3async.learner.figures import ObjectiveSums
+from r3async.learner.losses.drift import ESTIMATORS, correction_mask, judges_episodes, k3
+from r3async.learner.losses.policy_loss import BY_TOKEN, LossInputs, needs_old_logprobs, policy_loss
 
 
 def takes_episodes(config: AlgorithmConfig) -> bool:
     """Whether a token's loss depends on other tokens of its episode, so that `objective` has to see whole episodes."""
-    return loss_takes_episodes(policy_loss(config.policy_loss)) or correction.takes_episodes(config.correction)
+    return not getattr(policy_loss(config.policy_loss), BY_TOKEN, False) or judges_episodes(config.correction)
+
+
+def loss_weights(
+    masks: Sequence[np.ndarray], episodes: Sequence[int], groups: Sequence[int], reduction: str, *, norm_length: int
+) -> list[np.ndarray]:
+    """float32 `[T_i]` for each sample of one optimizer step: the weights of its tokens, 0 where `masks[i]` is False.
+
+    What the loss is a mean over; the weights are the same whatever micro-batch and rank a token is trained in. With `m` the
+    trained tokens of an episode, `M` of its group, `N` of the step, episodes and groups counted if they have one:
+
+    | `algorithm.reduction`          | weight of a token              | so that the loss is a mean over                          |
+    |--------------------------------|--------------------------------|----------------------------------------------------------|
+    | `token_mean`                   | `1 / N`                        | tokens (DAPO, arXiv 2503.14476, eq. 8)                   |
+    | `sequence_mean`                | `1 / (episodes * m)`           | episodes, of token means (GRPO, arXiv 2402.03300, eq. 3) |
+    | `sequence_mean_token_sum_norm` | `1 / (episodes * norm_length)` | episodes, of token sums (Dr. GRPO, arXiv 2503.20783)     |
+    | `prompt_mean`                  | `1 / (groups * M)`             | groups, of token means                                   |
+
+    The sequence is the episode, however many samples it was divided into. `masks`: bool `[T_i]`, all samples of the step, of
+    all ranks. `episodes`, `groups`: which episode and group each is of, by any integers that tell them apart. Without any
+    trained token all weights are 0.
+    """
+    tokens = np.asarray([np.count_nonzero(mask) for mask in masks], np.int64)
+    (played, of_episode), (groups_played, of_group) = _totals(tokens, episodes), _totals(tokens, groups)
+    denominators = {
+        "token_mean": np.full(len(masks), tokens.sum()),
+        "sequence_mean": played * of_episode,
+        "sequence_mean_token_sum_norm": np.full(len(masks), played * norm_length),
+        "prompt_mean": groups_played * of_group,
+    }[reduction]
+    return [
+        np.where(mask, 1.0 / max(float(denominator), 1.0), 0.0).astype(np.float32)
+        for mask, denominator in zip(masks, denominators, strict=True)
+    ]
+
+
+def _totals(tokens: np.ndarray, owners: Sequence[int]) -> tuple[int, np.ndarray]:
+    """How many owners have a token, and int64, for each sample, all tokens of its owner."""
+    names, member = np.unique(np.asarray(owners, np.int64), return_inverse=True)
+    totals = np.zeros(len(names), np.int64)
+    np.add.at(totals, member, tokens)
+    return int(np.count_nonzero(totals)), totals[member]
 
 
 @dataclass
 class TokenBatch:
     """The trained tokens of one micro-batch: M of them, of S episodes; tensors on one device.
 
-    If `takes_episodes(config)`, they are all of the episodes' tokens in the step, and `own` tells this micro-batch's.
+    If `takes_episodes(config)`, they are all of the episodes' tokens in the step, and `own` says which are this micro-batch's.
     """
 
     rollout_logprobs: Tensor
@@ -56,8 +93,6 @@ class TokenBatch:
     """S."""
     ages: Tensor
     """int32 `[M]`: the learner's version minus the token's."""
-    mask: Tensor
-    """bool `[M]`: tokens that count; the others may hold anything (NaN too) in every other column."""
     old_logprobs: Tensor | None = None
     """float32 `[M]`: log-probs of the learner before the step's first update."""
     reference_logprobs: Tensor | None = None
@@ -87,34 +122,28 @@ def objective(
 
     Raises `ValueError` if log-probs that the configuration needs are missing.
     """
-    mask = batch.mask
-    own = mask if batch.own is None else mask & batch.own
-
-    def clean(column: Tensor) -> Tensor:
-        return torch.where(mask, column, 0.0)
-
-    def needed(column: Tensor | None, name: str, needs: bool) -> Tensor | None:
-        if needs and column is None:
+    rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
+    for name, needs in (
+        ("old_logprobs", needs_old_logprobs(config)),
+        ("reference_logprobs", config.reference_kl.coef != 0),
+    ):
+        if needs and getattr(batch, name) is None:
             raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
-        return None if column is None else clean(column)
-
-    old = needed(batch.old_logprobs, "old_logprobs", needs_old_logprobs(config))
-    reference = needed(batch.reference_logprobs, "reference_logprobs", config.reference_kl.coef != 0)
-    weights, rollout, entropies = clean(batch.weights), clean(batch.rollout_logprobs), clean(entropies)
-    logprobs = clean(logprobs)
 
     kept = correction_mask(
-        logprobs, rollout, batch.ages, mask, batch.sequence, batch.sequences, config.correction, max_token_age
+        logprobs, rollout, batch.ages, batch.sequence, batch.sequences, config.correction, max_token_age
     )
-    policy = policy_loss(config.policy_loss)(_loss_inputs(logprobs, rollout, old, batch, kept, config))
+    policy = policy_loss(config.policy_loss)(_loss_inputs(logprobs, batch, kept, config))
     terms = {"policy": torch.where(kept, policy.value, 0.0)}
     if rollout_kl_coef:
         terms["rollout_kl"] = rollout_kl_coef * ESTIMATORS[config.rollout_kl.estimator](logprobs - rollout)
     if reference is not None and config.reference_kl.coef:
-        terms["reference_kl"] = config.reference_kl.coef * reference_k3(reference - logprobs)
+        terms["reference_kl"] = config.reference_kl.coef * k3(reference - logprobs)
     if config.entropy_coef:
         terms["entropy_bonus"] = -config.entropy_coef * torch.where(kept, entropies, 0.0)
-    weighted = {name: weights * value for name, value in terms.items()}
+
+    own = torch.ones_like(kept) if batch.own is None else batch.own
+    weighted = {name: batch.weights * value for name, value in terms.items()}
     here = {name: torch.where(own, value, 0.0).sum() for name, value in weighted.items()}
     loss = torch.stack(list(here.values())).sum()
     if batch.own is not None:
@@ -127,7 +156,7 @@ def objective(
         rollout,
         reference,
         entropies.detach(),
-        mask=own,
+        own=own,
         kept=kept & own,
         clipped=policy.clipped & kept & own,
         sequence=batch.sequence,
@@ -139,16 +168,9 @@ def objective(
     return loss, sums
 
 
-def _loss_inputs(
-    logprobs: Tensor,
-    rollout: Tensor,
-    old: Tensor | None,
-    batch: TokenBatch,
-    kept: Tensor,
-    config: AlgorithmConfig,
-) -> LossInputs:
+def _loss_inputs(logprobs: Tensor, batch: TokenBatch, kept: Tensor, config: AlgorithmConfig) -> LossInputs:
     """What the policy loss sees: 0 wherever it does not train."""
-    rollout = torch.where(kept, rollout, 0.0)
+    rollout, old = torch.where(kept, batch.rollout_logprobs, 0.0), batch.old_logprobs
     old = None if old is None else torch.where(kept, old, 0.0)
     anchor = rollout if config.anchor == "rollout" else old
     assert anchor is not None

@@ -14,7 +14,7 @@ It must treat an episode alike whatever others are in its micro-batch, and not d
 reduction's denominators) are the caller's. Then its gradient does not depend on packing.
 
 It sees whole episodes, and may use what it likes of them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
-samples are in several micro-batches that takes one more forward pass: see `learners.step`. A loss at a token that depends
+samples are in several micro-batches that takes one more forward pass: see `trainer.backward`. A loss at a token that depends
 on that token's own columns alone says so with `@by_token`, and is spared it.
 """
 
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from r3async.config import AlgorithmConfig, ClipConfig, import_policy_loss
-from r3async.learner.losses.segments import segment_count, segment_sum
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -64,12 +63,11 @@ class LossInputs:
 
     def episode_sum(self, values: Tensor) -> Tensor:
         """float64 `[M]`, with gradient: at each token the sum of `values` `[M]` over its episode's tokens in `mask`."""
-        return segment_sum(values, self.mask, self.sequence, self.sequences)[self.sequence]
+        return episode_sums(torch.where(self.mask, values, 0), self.sequence, self.sequences)[self.sequence]
 
     def episode_mean(self, values: Tensor) -> Tensor:
         """float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 for an episode without any."""
-        counts = segment_count(self.mask, self.sequence, self.sequences).clamp(min=1)
-        return self.episode_sum(values) / counts[self.sequence]
+        return self.episode_sum(values) / self.episode_sum(self.mask).clamp(min=1)
 
 
 class PolicyLoss(NamedTuple):
@@ -91,14 +89,16 @@ def by_token(function: Loss) -> Loss:
     return function
 
 
-def takes_episodes(function: PolicyLossFunction) -> bool:
-    """Whether the loss needs all tokens of an episode at once: every one that is not marked `by_token`."""
-    return not getattr(function, BY_TOKEN, False)
-
-
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """`exp(clamp(log_ratio, -20, 20))`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def episode_sums(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """float64 `[S]`, with gradient: sums of `values` `[M]` over each of the S episodes; 0 for one without tokens. `sequence`
+    int64 `[M]`: which episode each token is of."""
+    sums = torch.zeros(sequences, dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, sequence, values.double())
 
 
 @by_token

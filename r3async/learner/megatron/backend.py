@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -23,9 +25,7 @@ from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs,
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
 from r3async.learner.megatron.links import Checkpoint, Link, gather_weights, held, links, load_weights
-from r3async.learner.megatron.modules import HiddenStatesModel, build_model, make_plan
-from r3async.learner.megatron.pipeline import run_stages
-from r3async.learner.megatron.replay import attach
+from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, make_plan
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.replay import Binder, MicroBatchRoutes
 from r3async.learner.state import Held
@@ -161,12 +161,26 @@ class MegatronLearner(LearnerBackend):
             super().schedule(forward, finish, count, backward=backward)
             return
 
-        def last(index: int, hidden: Tensor) -> Tensor:
+        def last(index: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             loss = finish(index, hidden)
-            return hidden.new_zeros(()) if loss is None else loss
+            return hidden.new_zeros(()) if loss is None else loss, torch.zeros([], dtype=torch.int), {}
 
-        with self.replay.pipelined() as bind:
-            run_stages(self.model, lambda index: forward(index, bind), last, count, forward_only=not backward)
+        with self.replay.pipelined() as bind, cpu.cuda_means_cpu():
+
+            def step(iterator: Iterator[int], _: HiddenStatesModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
+                index = next(iterator)
+                return forward(index, bind), partial(last, index)
+
+            forward_backward_pipelining_without_interleaving(
+                forward_step_func=step,
+                data_iterator=iter(range(count)),
+                model=self.model,
+                num_microbatches=count,
+                # Stages send each other the length of every micro-batch; these are only first guesses.
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
 
     def share_logprobs(self, values: Sequence[np.ndarray]) -> None:
         """See `LearnerBackend.share_logprobs`."""

@@ -14,10 +14,10 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from r3async.config import ParallelConfig
+from r3async.learner.backend import Ranks
 from r3async.learner.base import LearnerError
 from r3async.learner.megatron.links import Link
 from r3async.learner.optimizer import Gradients
-from r3async.learner.ranks import Ranks
 
 BUCKET_ELEMENTS = 2**26
 """Gradient elements that are reduced by one collective: 256 MiB in float32."""

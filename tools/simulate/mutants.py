@@ -145,8 +145,8 @@ def recovery_forgets(recover: Any) -> Any:
     return some
 
 
-@_mutant(Spool, "room")
-def disk_bytes_ignored(room: Any) -> Any:
+@_mutant(Spool, "free_bytes")
+def disk_bytes_ignored(free_bytes: Any) -> Any:
     """Trajectories are taken whatever the spool holds."""
     return property(lambda self: 10**12)
 

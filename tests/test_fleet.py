@@ -124,7 +124,7 @@ async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and
     fleet = installer.fleet
     handles["generator-1"].wrong["install"] = death
     await installer.begin()
-    assert [g.state.value for g in fleet] == ["healthy", "dead"]
+    assert [g.state.value for g in fleet] == ["healthy", "lost"]
     assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
 
 

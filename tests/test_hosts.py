@@ -48,7 +48,7 @@ def test_there_is_one_is_loopback():
         )
 
     homes = [p for room in ("r3async", "actors", "tools") for p in (ROOT / room).rglob("*.py") if defines(p)]
-    assert [p.name for p in homes] == ["hosts.py"]
+    assert len(homes) == 1, homes
 
 
 @needs_ipv6

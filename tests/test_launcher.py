@@ -90,7 +90,7 @@ def test_a_jobs_command_is_shown_without_the_search_before_it():
 def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environment(token_cluster, tmp_path):
     for name in ("tools", "actors", "configs"):  # a user's own packages of our folders' names
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the user\'s own')\n")
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the user's own')\n")
     r3async = beside_python("r3async")
     done = run([r3async, "submit", "quickstart", "name=bare", *SMALL], tmp_path, token_cluster)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The conductor actor: leases, versions, weights, health and the record of the run. It never touches a payload."""
+"""The conductor actor: leases, steps, weights, health and the record of the run. It never touches a payload."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import msgspec
 from r3async.actors.delivery import choose_backend, no_delivery
 from r3async.actors.dispatch import Dispatch, LeaseCall
 from r3async.actors.evaluation import Evaluator
-from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator, Way
+from r3async.actors.fleet import Fleet, Generator, Way
 from r3async.actors.installer import Installer
-from r3async.actors.process import ProcessLost, RunFailed, ask, begin, root_cause
-from r3async.actors.steps import Steps
+from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, begin, root_cause, while_well
 from r3async.actors.tasks import Tasks
 from r3async.actors.watch import Watch
-from r3async.checkpoint import RunState, restore_admission
+from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState
 from r3async.config import Config, config_from_dict
-from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import FIRST, Lineage
 from r3async.record.events import open_events
 from r3async.record.steps import StepRows
 from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.admission import Admission
-from r3async.schedule.groups import largest_buffer
 from r3async.schedule.pace import Pacing
+from r3async.schedule.updates import Updates
 from r3async.world import ActorLost, ActorRef, World
 
 LOADING_STOP_SECONDS = 5.0
@@ -72,14 +70,20 @@ class Conductor:
         self.fleet = Fleet(self.config, self.events, generators, clock, self._wake)
         self.dispatch = Dispatch(self.admission, self.fleet, lambda: self.stopping)
         self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
-        self.stopping = False
         self._stop_requested = asyncio.Event()
         self._stop_seconds = LOADING_STOP_SECONDS
         """How long the actors may take to end: while they load, nothing has to be finished."""
         self._phase = "starting"
         self._state = state
-        self._tokens_before = self._state.generated_tokens if self._state else 0
-        self._began = clock() - (self._state.elapsed if self._state else 0.0)
+        self.made = state.steps if state else 0
+        """Steps, in all starts of the run."""
+        self.version = state.version if state else 0
+        """That the last step made, or had a part in."""
+        self._updates = Updates(self.config.supervise.max_skipped_steps, self.events.warning, self.events.info)
+        self._due = Due(self.config.checkpoint, clock)
+        self._due.done(self.made)
+        self._tokens_before = state.generated_tokens if state else 0
+        self._began = clock() - (state.elapsed if state else 0.0)
 
     # -- called by generators ------------------------------------------------------------------------------------
 
@@ -117,10 +121,13 @@ class Conductor:
     def _elapsed(self) -> float:
         return self.world.clock.monotonic() - self._began
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop_requested.is_set()
+
     async def stop(self) -> None:
         """Finish the running step, write a checkpoint, end the run. Returns at once."""
         if not self.stopping:
-            self.stopping = True
             self._stop_requested.set()
             self.dispatch.ring()
             self.events.warning("stop_requested")
@@ -131,37 +138,35 @@ class Conductor:
 
         `updates`: that made the weights, of all steps and resumes; without any there is no `model`. `without_update`: what
         the steps of this process lacked that made none. A run that was stopped while it loaded has neither."""
-        step = self._state.steps if self._state else 0
-        self.events.info("conductor_started", pid=self.world.processes.pid, step=step, lineage=self.lineage.number)
+        self.events.info("conductor_started", pid=self.world.processes.pid, step=self.made, lineage=self.lineage.number)
         self.lag.start()
         background: list[asyncio.Task[None]] = []
         try:
             installer = await self._load()
             if installer is None:
-                self.events.info("run_finished", steps=step, stopped=True, model=None)
-                return {"steps": step, "model": "", "stopped": True}
+                self.events.info("run_finished", steps=self.made, stopped=True, model=None)
+                return {"steps": self.made, "model": "", "stopped": True}
             self._phase = "training"
             self.rows.restart_clock()
-            steps = Steps(self, installer, self._state)
-            delivering = asyncio.create_task(steps.deliver_forever())
+            delivering = asyncio.create_task(self._deliver_forever(installer))
             watching = asyncio.create_task(self._watch(installer).run())
-            me = self.world.actors.current()
-            supervising = [asyncio.create_task(self._supervise(installer, g, me)) for g in self.fleet]
-            background += [delivering, watching, asyncio.create_task(self.tasks.watch()), *supervising]
-            self.evaluator.after(steps.made)
-            await steps.train(list(background))
+            background += [delivering, watching, asyncio.create_task(self.tasks.watch())]
+            background += self._supervise(installer)
+            self.evaluator.after(self.made)
+            await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
-            await steps.save_last([delivering])
+            if self.made != self._due.last:
+                await while_well(self._checkpoint(), [delivering])
             watching.cancel()  # what follows has limits of its own
-            await steps.settle(delivering)
-            updates = await self._save_model() if steps.made else 0
+            await self._settle(delivering)
+            updates = await self._save_model() if self.made else 0
             self._phase = "evaluating"
-            await self.evaluator.finish(steps.made, lambda: self.stopping)
+            await self.evaluator.finish(self.made, lambda: self.stopping)
             ended = {
-                "steps": steps.made,
+                "steps": self.made,
                 "stopped": self.stopping,
                 "updates": updates,
-                "without_update": steps.updates.without(),
+                "without_update": self._updates.without(),
                 "model": str(self.run_dir / "model") if updates else None,
             }
             self.events.info("run_finished", **ended)
@@ -171,7 +176,7 @@ class Conductor:
             self.events.error("run_failed", error=cause)
             raise (ProcessLost if isinstance(error, ActorLost) else RunFailed)(cause) from error
         finally:
-            self.stopping = True
+            self._stop_requested.set()
             self._phase = "ending the actors"
             self.lag.stop()
             await self.evaluator.cancel()
@@ -182,7 +187,7 @@ class Conductor:
             await self.world.keeper.finish(self.config.supervise.stop_grace_seconds)
             self._phase = "ended"
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- start ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Of a generator: it may need weights, or be leased something."""
@@ -195,60 +200,36 @@ class Conductor:
         stopped = asyncio.ensure_future(self._stop_requested.wait())
         try:
             await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return None
+            self._stop_seconds = self.config.supervise.stop_grace_seconds
+            return loading.result()
         finally:
-            stopped.cancel()
-            done = loading.done()
             loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-        if not done:
-            return None
-        installer = loading.result()
-        self._stop_seconds = self.config.supervise.stop_grace_seconds
-        return installer
+            stopped.cancel()
+            await asyncio.gather(loading, stopped, return_exceptions=True)
 
     async def _start(self) -> Installer:
         self._phase = "loading learner and engine"
-        limit = self.config.learner.start_timeout
-        setting = "learner.start_timeout"
-        started = ask(self.learner, "start", seconds=limit, failure="the learner did not load", setting=setting)
-        learner = asyncio.ensure_future(started)
+        config, failure = self.config, "the learner did not load"
+        learner = asyncio.ensure_future(ask(config, "learner.start_timeout", self.learner, "start", failure=failure))
         learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
         info, infos = await asyncio.gather(learner, self.fleet.load())
         self._processes["learner"] = info["pid"], info["host"]
+        self.fleet.check(infos, self.admission.slots)
+        self.tasks.open(infos[0]["tasks"])
         hosts = {i["host"] for i in infos} | {info["host"]}
-        backend = choose_backend(self.config, hosts, info["gpus"], [i["gpus"] for i in infos])
-        routing = infos[0]["routing"]
+        backend = choose_backend(config, hosts, info["gpus"], [i["gpus"] for i in infos])
         tokens = await self.fleet.probe_tokens()
-        learner_info = await self.learner.call("listen", routing, backend, tokens)
-        way = Way(learner_info["endpoint"], backend, learner_info["keys"])
+        listening = await self.learner.call("listen", infos[0]["routing"], backend, tokens)
+        way = Way(listening["endpoint"], backend, listening["keys"])
         await self.fleet.connect(way)
-        sizes = [i["tasks"] for i in infos]
-        if len(set(sizes)) > 1:
-            raise RunFailed(
-                f"generators disagree on how many tasks the environment has (its `size`): {sizes}; every host needs the "
-                "same data"
-            )
-        self.tasks.open(sizes[0])
-        self._check_routing(routing)
-        if self._state is not None or learner_info["newest_group"] >= 0:
-            await self._go_on(self._state, learner_info["newest_group"])
+        if self._state is not None or listening["newest_group"] >= 0:
+            await self._resume(self._state, listening["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
         return await self._deliver_first(way, tokens)
 
-    def _check_routing(self, routing: dict[str, int] | None) -> None:
-        """`routing`: what engines record. Raises `RunFailed` if they cannot record what is asked for."""
-        need = largest_buffer(self.config, RoutingShape(**routing) if routing else None)
-        if need > self.config.transport.credit_bytes:  # the groups of the next step pass in any case: `Capacity`
-            self.events.warning(
-                "credit_is_small",
-                credit_bytes=self.config.transport.credit_bytes,
-                slots=self.admission.slots,
-                hint=f"trajectories may wait at their generators; {need} would hold all that may be in flight",
-            )
-        if routing is None and self.config.routing.replay == "rollout":
-            raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
-
-    async def _go_on(self, state: RunState | None, newest: int) -> None:
+    async def _resume(self, state: RunState | None, newest: int) -> None:
         """Where the checkpoint left off, or without one at the beginning: what the learner has of groups that were not trained is
         not played again."""
         if state is not None:
@@ -275,49 +256,120 @@ class Conductor:
         installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self._wake, put)
         await installer.begin()
         self.admission.installed(published.version)
-        self.delivered(published.version, no_delivery())  # of a resumed run's last step
+        self._delivered(published.version, no_delivery())  # of a resumed run's last step
         return installer
 
-    async def state(self) -> ConductorState:
-        """For a checkpoint of the run as it is between two steps."""
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    async def _train(self, installer: Installer, background: list[asyncio.Task[None]]) -> None:
+        """Until all steps are made or a stop is requested. Raises what a background task fails with.
+
+        A version is written, and then delivered, beside the steps that follow it.
+        """
+        publishing = None
+        while self.made < self.config.steps and not self.stopping:
+            last = self.made + 1 == self.config.steps
+            result = await while_well(self.learner.call("train_step", last=last), background)
+            if result is None:
+                break
+            self._stepped(result)
+            if result["new_weights"]:
+                if publishing is not None:  # the learner has written it before it copied the next
+                    await while_well(publishing, background)
+                publishing = asyncio.create_task(self._publish(installer, self.version))
+                background.append(publishing)
+                if self._due(self.made):
+                    await while_well(self._checkpoint(), background)
+        if publishing is not None:
+            await publishing
+
+    def _stepped(self, result: dict[str, Any]) -> None:
+        metrics, groups = result["metrics"], result["groups"]
+        self.made, self.version = self.made + 1, result["version"]
+        self.admission.trained(self.version, groups)
+        metrics |= self.pacing.stepped(self.made, len(groups), metrics)
+        self.rows.add(self.made, self.version, metrics, result["previews"])
+        if reason := self._updates.stepped(self.made, metrics):
+            raise RunFailed(reason)
+        self.evaluator.after(self.made)
+
+    async def _checkpoint(self) -> None:
+        """Begin a checkpoint of the run as it is between two steps."""
+        self._due.done(self.made)
         state = ConductorState(
             admission=self.admission.snapshot(),
             pending_rows=self.rows.pending,
             elapsed=self._elapsed,
             generated_tokens=self._generated_tokens,
         )
-        return await state.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
+        state = await state.with_records(self.run_dir, CONDUCTOR_RECORDS, keeper=self.world.keeper)
+        with self.timeline.span("checkpoint", step=self.made):
+            seconds = await self.learner.call("checkpoint", state)
+        self.events.info("checkpoint_begun", step=self.made, training_waited_seconds=round(seconds, 4))
 
-    def delivered(self, version: int, figures: dict[str, float]) -> None:
+    async def _publish(self, installer: Installer, version: int) -> None:
+        """Have the copied weights written, and make them those that engines are to install.
+
+        The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What is read
+        from here on is the newest version, which outlives the next one in any case.
+        """
+        published = await self.learner.call("write", installer.reading)
+        self.rows.amend(version, {"weights/write_seconds": published.seconds})
+        installer.published = published
+        self.news.set()
+
+    async def _deliver_forever(self, installer: Installer) -> None:
+        """Install the newest weights in every generator that answers; free slots; write the rows of what was trained."""
+        while True:
+            await self.news.wait()
+            self.news.clear()
+            version = installer.published.version
+            if not installer.behind and not self.rows.waits_for(version):
+                continue
+            with self.timeline.span("deliver", version=version):
+                figures = await installer.deliver()
+            if figures is None:
+                continue  # nobody answers: one that is restarted, or recovers, installs the newest version and wakes this
+            self.admission.installed(version)
+            self._delivered(version, figures)
+
+    async def _settle(self, delivering: asyncio.Task[None]) -> None:
+        """Let the last weights be delivered, so that every step has its row. Raises what the delivery failed with."""
+        deadline = self.world.clock.monotonic() + RPC_SECONDS
+        while not self.rows.empty and self.world.clock.monotonic() < deadline:
+            self.news.set()
+            await while_well(asyncio.sleep(0.05), [delivering])
+        self._delivered(self.version, no_delivery())
+
+    def _delivered(self, version: int, figures: dict[str, float]) -> None:
         """`version` is installed: the rows of what made it, and of what was before, are written."""
+        loads = self.dispatch.loads.values()
         figures = figures | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
-            "generator/concurrency": sum(load["limit"] for load in self.dispatch.loads.values()),
+            "generator/concurrency": sum(load["limit"] for load in loads),
             **{f"lag/conductor_{name}": value for name, value in self.lag.figures().items()},
-            **{f"lag/generator_{name}": self._worst(f"lag_{name}") for name in self.lag.NAMES},
+            **{f"lag/generator_{n}": max((x[f"lag_{n}"] for x in loads), default=0.0) for n in self.lag.NAMES},
             **self.tasks.figures(self.admission.groups_leased),
         }
         self.rows.delivered(version, self._generated_tokens, figures)
 
-    def _worst(self, stat: str) -> float:
-        return max((load[stat] for load in self.dispatch.loads.values()), default=0.0)
+    # -- the end -------------------------------------------------------------------------------------------------
 
     async def _save_model(self) -> int:
         """And wait for the last checkpoint. Returns how many updates made the weights."""
         self._phase = "saving the model"
-        limit, failure = self.config.learner.start_timeout, "the model was not saved"
-        model, setting = str(self.run_dir / "model"), "learner.start_timeout"
-        updates = await ask(self.learner, "save", model, seconds=limit, failure=failure, setting=setting)
-        self._phase = "writing a checkpoint"
-        limit, failure = self.config.checkpoint.write_timeout + RPC_SECONDS, "the last checkpoint was not written"
-        setting = "checkpoint.write_timeout"
-        await ask(self.learner, "finish_checkpoint", seconds=limit, failure=failure, setting=setting)
+        config, model, failure = self.config, str(self.run_dir / "model"), "the model was not saved"
+        updates = await ask(config, "learner.start_timeout", self.learner, "save", model, failure=failure)
+        self._phase, failure = "writing a checkpoint", "the last checkpoint was not written"
+        setting, method = "checkpoint.write_timeout", "finish_checkpoint"
+        await ask(config, setting, self.learner, method, failure=failure, grace=RPC_SECONDS)
         return updates
 
-    async def _supervise(self, installer: Installer, generator: Generator, me: ActorRef) -> None:
-        """Keep one generator playing. A death returns its leases; the restarted process installs current weights first."""
-        await installer.supervise(generator, me, stopping=lambda: self.stopping, died=self._bury, revived=self._wake)
+    def _supervise(self, installer: Installer) -> list[asyncio.Task[None]]:
+        """Keep each generator playing. A loss returns its leases; the restarted process installs current weights first."""
+        me, stopping = self.world.actors.current(), lambda: self.stopping
+        return [asyncio.create_task(installer.supervise(g, me, stopping=stopping, lost=self._lose)) for g in self.fleet]
 
     def _watch(self, installer: Installer) -> Watch:
         return Watch(
@@ -333,7 +385,8 @@ class Conductor:
             resting=lambda: self.stopping or self.evaluator.running,
         )
 
-    async def _bury(self, generator: Generator, error: BaseException) -> list[int]:
+    async def _lose(self, generator: Generator) -> list[int]:
+        """Its leases return. Returns the groups that are leased again."""
         self.dispatch.lost(generator.generator_id)
         missing = await self.learner.call("missing", self.admission.leases(generator.generator_id))
         return self.admission.lose(generator.generator_id, lambda g: missing.get(g, []))

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator
+from r3async.actors.fleet import Fleet, Generator
+from r3async.actors.process import RPC_SECONDS
 from r3async.config import Config
 from r3async.record.reading import EVALUATION
 from r3async.world import World

@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.process import ask
+from r3async.actors.process import RunFailed, ask
 from r3async.config import Config
+from r3async.data.model_shape import RoutingShape
 from r3async.rollout.engines.base import InstallReport
+from r3async.schedule.groups import largest_buffer
 from r3async.schedule.health import Health, HealthState
 from r3async.transport.keys import ClientKeys
 from r3async.weights.probe import probe_text
 from r3async.world import ActorRef
 from r3async.world.real import REAL
 
-RPC_SECONDS = 30.0
 BACKOFF_MAX_SECONDS = 60.0
 
 
@@ -145,7 +146,8 @@ class Fleet:
         return [g for g in self if g.state is HealthState.SUSPECT and g.health.silent_for > limit]
 
     @staticmethod
-    def bury(generator: Generator) -> None:
+    def lose(generator: Generator) -> None:
+        """Its process was lost."""
         generator.health.lost()
         if generator.installing is not None:
             generator.installing.cancel()
@@ -169,6 +171,27 @@ class Fleet:
         """Load every engine. They have no weights worth the name and no connection yet. Returns what each says of itself."""
         return list(await asyncio.gather(*(self.load_one(g) for g in self)))
 
+    def check(self, infos: Sequence[Mapping[str, Any]], slots: int) -> None:
+        """`infos`: what `load` returned. `slots`: of the schedule. Raises `RunFailed` if generators disagree on how many tasks
+        there are, or engines cannot record the routes that are asked for."""
+        sizes = [info["tasks"] for info in infos]
+        if len(set(sizes)) > 1:
+            raise RunFailed(
+                f"generators disagree on how many tasks the environment has (its `size`): {sizes}; every host needs the "
+                "same data"
+            )
+        routing, capacity = infos[0]["routing"], self.config.transport.credit_bytes
+        need = largest_buffer(self.config, RoutingShape(**routing) if routing else None)
+        if need > capacity:  # the groups of the next step pass in any case: `Capacity`
+            self.events.warning(
+                "credit_is_small",
+                credit_bytes=capacity,
+                slots=slots,
+                hint=f"trajectories may wait at their generators; {need} would hold all that may be in flight",
+            )
+        if routing is None and self.config.routing.replay == "rollout":
+            raise RunFailed('the model has no MoE layer to replay routes in: set routing.replay="off"')
+
     async def load_one(self, generator: Generator) -> dict[str, Any]:
         info = await self._ask(generator, "load its engine", "start")
         generator.pid, generator.host = info["pid"], info["host"]
@@ -191,6 +214,5 @@ class Fleet:
 
     async def _ask(self, generator: Generator, what: str, method: str, *args: Any) -> Any:
         """An answer that is part of its start."""
-        limit, failure = self.config.generator.start_timeout, f"{generator.generator_id} did not {what}"
-        setting = "generator.start_timeout"
-        return await ask(generator.handle, method, *args, seconds=limit, failure=failure, setting=setting)
+        failure = f"{generator.generator_id} did not {what}"
+        return await ask(self.config, "generator.start_timeout", generator.handle, method, *args, failure=failure)

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from r3async.actors.delivery import Published, no_delivery
-from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator, Way
-from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.fleet import Fleet, Generator, Way
+from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed
 from r3async.config import Config
 from r3async.rollout.engines.base import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
@@ -67,7 +67,7 @@ class Installer:
         except ProcessLost:
             raise
         except ActorLost as error:
-            self.fleet.bury(generator)
+            self.fleet.lose(generator)
             self.fleet.report_lost(generator, error, [])
 
     @property
@@ -215,19 +215,17 @@ class Installer:
         conductor: ActorRef,
         *,
         stopping: Callable[[], bool],
-        died: Callable[[Generator, BaseException], Awaitable[list[int]]],
-        revived: Callable[[], None],
+        lost: Callable[[Generator], Awaitable[list[int]]],
     ) -> None:
         """Keep one generator playing until it has nothing more to play.
 
-        `died` returns its leases and says which groups are leased again; `revived` hears that a restarted process has
-        the current weights. Raises `RunFailed` after `generator.max_restarts`, and what the generator itself raised.
+        `lost` returns its leases and says which groups are leased again. Raises `RunFailed` after `generator.max_restarts`, and
+        what the generator itself raised.
         """
         while True:
             try:
                 if generator.state is HealthState.LOST:
                     await self._revive(generator)
-                    revived()
                 await generator.handle.call("run", conductor)
                 generator.finished = True
                 return
@@ -236,8 +234,8 @@ class Installer:
             except ActorLost as error:
                 if stopping():
                     return
-                self.fleet.bury(generator)  # before anything is awaited: it is given no lease any more
-                self.fleet.report_lost(generator, error, await died(generator, error))
+                self.fleet.lose(generator)  # before anything is awaited: it is given no lease any more
+                self.fleet.report_lost(generator, error, await lost(generator))
 
     async def _revive(self, generator: Generator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.
@@ -259,6 +257,7 @@ class Installer:
         # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
         while generator.state is HealthState.STALE:
             await self._install(generator)
+        self._wake()
         self._events.warning(
             "generator_restarted",
             generator=generator.generator_id,

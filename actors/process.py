@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import operator
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint.lock import RunLock
+from r3async.config import Config
 from r3async.record.prometheus import serve_actor
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules
+
+RPC_SECONDS = 30.0
+"""An actor that is well has answered by then."""
 
 
 class RunFailed(RuntimeError):
@@ -51,9 +57,12 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
     return lock
 
 
-async def ask(actor: ActorRef, method: str, *args: Any, seconds: float, failure: str, setting: str) -> Any:
-    """What an actor answers, for which it is given `seconds`. Raises `RunFailed` with what did not happen and the setting that
-    says how long it may take."""
+async def ask(
+    config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, grace: float = 0.0
+) -> Any:
+    """What an actor answers, for which it is given as many seconds as the `setting` says, and `grace`. Raises `RunFailed` with
+    what did not happen, and the setting."""
+    seconds = operator.attrgetter(setting)(config) + grace
     try:
         return await actor.call(method, *args, timeout=seconds)
     except TimeoutError as error:
@@ -69,6 +78,20 @@ async def wait_until(event: asyncio.Event, seconds: float) -> None:
         await event.wait()
     finally:
         timer.cancel()
+
+
+async def while_well(call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
+    """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""
+    waiting = asyncio.ensure_future(call)
+    while True:
+        for task in background:
+            if task.done() and (error := task.exception()) is not None:
+                waiting.cancel()
+                raise error
+        background[:] = [t for t in background if not t.done()]
+        if waiting.done():
+            return waiting.result()
+        await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
 
 def root_cause(error: BaseException, run_dir: Path) -> str:

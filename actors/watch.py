@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.fleet import RPC_SECONDS, Fleet, Generator
-from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.fleet import Fleet, Generator
+from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed
 from r3async.config import Config
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import HealthState

@@ -98,7 +98,7 @@ async def test_a_later_call_ends_an_earlier_one_which_leases_nothing(conductor):
 async def test_what_returns_from_the_dead_goes_to_who_waits_and_not_to_the_dead_ones_own_call(conductor):
     assert (await lease(conductor, "a"))[0] == [0]
     of_the_dead, b = await waiting(conductor, "a"), await waiting(conductor, "b")
-    await conductor._bury(conductor.fleet["a"], RuntimeError("killed"))
+    await conductor._lose(conductor.fleet["a"])
     assert await asyncio.wait_for(b, LIMIT) == ([0], True)
     assert (await asyncio.wait_for(of_the_dead, LIMIT))[0] == []
     assert (conductor.admission.leases("a"), conductor.admission.leases("b")) == ([], [0])

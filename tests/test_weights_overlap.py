@@ -19,7 +19,6 @@ from r3async.actors.installer import Installer
 from r3async.actors.learner import Counts, LearnerActor, Model, Work
 from r3async.actors.process import RunFailed
 from r3async.actors.ranks import LocalLearner
-from r3async.actors.steps import Steps
 from r3async.config import load_config, to_dict
 from r3async.learner.base import LearnerError
 from r3async.learner.batch.planner import Cost
@@ -230,14 +229,13 @@ def installer(conductor, monkeypatch):
 
 async def train(conductor, installer, learner):
     conductor.learner = learner
-    steps = Steps(conductor, installer, None)
-    delivering = asyncio.create_task(steps.deliver_forever())
+    delivering = asyncio.create_task(conductor._deliver_forever(installer))
     try:
-        await asyncio.wait_for(steps.train([delivering]), LIMIT)
-        await asyncio.wait_for(steps.settle(delivering), LIMIT)
+        await asyncio.wait_for(conductor._train(installer, [delivering]), LIMIT)
+        await asyncio.wait_for(conductor._settle(delivering), LIMIT)
     finally:
         delivering.cancel()
-    return steps.made
+    return conductor.made
 
 
 async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, installer, tmp_path):

@@ -27,17 +27,18 @@ class Due:
 
     def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = REAL.clock.monotonic):
         self._config, self._clock = config, clock
-        self._step, self._time = 0, clock()
+        self.last, self._time = 0, clock()
+        """Step of the last checkpoint that was begun."""
 
     def __call__(self, step: int) -> bool:
         """`step` was just made. `checkpoint.every_steps` counts from step 0, so that a resumed run keeps its rhythm."""
         every, minutes = self._config.every_steps, self._config.every_minutes
-        by_steps = bool(every) and step // every > self._step // every
+        by_steps = bool(every) and step // every > self.last // every
         return by_steps or (bool(minutes) and self._clock() - self._time >= 60 * minutes)
 
     def done(self, step: int) -> None:
         """A checkpoint of `step` was begun, or the run was resumed from it."""
-        self._step, self._time = step, self._clock()
+        self.last, self._time = step, self._clock()
 
 
 class CheckpointWriter:

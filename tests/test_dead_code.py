@@ -1,4 +1,4 @@
-"""Nothing is defined that nothing names: each function, class and method is named a second time, in code, tests, docs or presets."""
+"""Nothing is defined that nothing names: each function, class and method is named again, in code, tests, docs or presets."""
 
 import ast
 import re

@@ -133,8 +133,8 @@ class GeneratorConfig(Section):
     kv_cache_gib: Positive = 1.0
     """KV cache of one engine on CPU, GiB."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
-    """Requests that run when new weights come. `keep`: they go on with the keys and values that the old weights made.
-    `recompute`: keys and values are made anew by the new weights; tokens, log-probs and routes that they have stay.
+    """Requests that run when new weights come. `keep`: they continue with the keys and values that the old weights made.
+    `recompute`: the new weights compute keys and values again; tokens, log-probs and routes that they have stay.
     `drain`: the weights wait for them, and new requests wait for the weights."""
     max_restarts: int = 8
     """Times one generator process is restarted before the run stops."""
@@ -226,7 +226,7 @@ class EvaluationConfig(Section):
     seed: Seed = 0
     """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
     timeout: Positive = 1800.0
-    """Seconds after which an evaluation is given up."""
+    """Seconds after which an evaluation times out."""
 
     def __post_init__(self) -> None:
         if not self.env.name and self.env.args:

@@ -24,7 +24,7 @@ class ScheduleConfig(Section):
     split: Literal["idle", "room"] = "idle"
     """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
     leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
-    also whenever a generator has room for a part of one."""
+    also whenever a generator has capacity for a part of one."""
     pace_seconds: Positive = 60.0
     """An event says which side to give more resources when the other one has waited for it for this long."""
     groups_per_step: PositiveInt = 16
@@ -90,7 +90,7 @@ class TransportConfig(Section):
 class BufferConfig(Section):
     durability: Literal["memory", "disk"] = "memory"
     """`disk`: a trajectory is in the run's spool before it is acknowledged, and stays until a checkpoint that trained it
-    is committed. It survives the death of any process. `memory`: one that was not trained yet dies with the learner."""
+    is committed. It survives the loss of any process. `memory`: one that was not trained yet is lost with the learner."""
     memory_bytes: Bytes = 128 * 2**20
     """With `disk`: trajectories beyond this many bytes are on disk only, and mapped back while they are trained. Has an
     effect below `transport.credit_bytes`, which bounds memory in any case."""
@@ -121,11 +121,11 @@ class SuperviseConfig(Section):
     reports again; after twice as long its groups are leased again. They report many times a second, but an engine on CPU may
     keep one busy for a while."""
     restart_backoff: Positive = 1.0
-    """Seconds before a generator that died is loaded again; doubled for every further death, up to a minute, until it was well
+    """Seconds before a lost generator is loaded again; doubled for every further loss, up to a minute, until it was healthy
     for ten minutes."""
     max_run_restarts: int = 3
-    """How often the run begins again from its newest checkpoint when the learner's or the conductor's process has died. A
-    generator that dies is restarted by itself (`generator.max_restarts`)."""
+    """How often the run restarts from its newest checkpoint when the learner's or the conductor's process is lost. A lost
+    generator is restarted by itself (`generator.max_restarts`)."""
     stop_grace_seconds: Positive = 30.0
     max_failed_fraction: Share = 0.1
     """Share of the run's last 100 tasks (or of as many as can be in flight) that may fail for good (after `episode.retries`)

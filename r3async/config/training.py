@@ -144,7 +144,7 @@ class AlgorithmConfig(Section):
     """How scores become advantages; formulas and sources in `learner.losses.advantages`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
     """`trajectory`: all turns share the episode's advantage. `turn`: a turn's is relative to the same turn of its group; only
-    for environments that reward every turn for what was said in it.
+    for environments that reward every turn for its own answer.
     `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
     normalize_std: bool = True
     """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""
@@ -156,8 +156,8 @@ class AlgorithmConfig(Section):
     reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
     """What the loss is a mean over; formulas in `learner.losses.objective`."""
     policy_loss: str = "tis"
-    """`tis`, `ppo`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in `algorithms.policy_loss`), or
-    your own as `module:function`, of the type `algorithms.policy_loss.PolicyLossFunction`."""
+    """`tis`, `ppo`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in `learner.losses.policy_loss`), or
+    your own as `module:function`, of the type `learner.losses.policy_loss.PolicyLossFunction`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the policy loss's ratio: the log-probs that the engine sampled with, or those that the learner
     recomputes before the step's first update (one more forward pass)."""
@@ -212,7 +212,7 @@ class RoutingConfig(Section):
     trace: Literal["off", "sample", "all"] = "sample"
     """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
     first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect verify NAME`
-    then proves that they are equal. Per token 25 bytes and 3 ids for each MoE layer and expert it is sent to."""
+    then verifies that they are equal. Per token 25 bytes and 3 ids for each MoE layer and expert it is sent to."""
     trace_every: PositiveInt = 10
 
 
@@ -277,7 +277,7 @@ class LearnerConfig(Section):
     """Torch threads of the learner on CPU."""
     start_timeout: Positive = 600.0
     collective_timeout: Positive = 600.0
-    """Seconds that one rank waits for the others before it gives up."""
+    """Seconds that one rank waits for the others before it times out."""
 
     def __post_init__(self) -> None:
         p = self.parallel

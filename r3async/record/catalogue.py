@@ -178,7 +178,7 @@ _TABLE = (
            "Trained tokens over the wall time of the step.",
            figures="mean", curve=Curve("Throughput", "trained", "blue"), gauge="trained"),
     Metric("weights/snapshot_seconds", "snapshot", "s", "low",
-           "Time the learner stood still to copy the step's weights, and for those before to be written."),
+           "Time that training paused to copy the step's weights, and for those before to be written."),
     Metric("weights/write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
     Metric("weights/update_seconds", "weight update", "s", "low", "Time to deliver the step's weights to all engines.",
            figures="mean", curve=Curve("Weight updates", "delivery", "blue"), gauge="weights"),

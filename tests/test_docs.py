@@ -119,3 +119,21 @@ def test_every_claim_about_others_has_a_source():
 def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):
     command = [sys.executable, "-m", "r3async.tools.config_reference", "--check"]
     assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_every_file_of_the_sources_that_a_page_names_exists():
+    """`folder/file.py`, from the top of the repository, the package or the tests; a bare `file.py` in a table of
+    docs/architecture.md is in the folder of its row."""
+    named = re.compile(r"`((?!runs/)(?:\w+/)+\w+\.(?:py|toml|sh))(?:::\w+)?`")
+    for page in PAGES:
+        for path in named.findall(page.read_text()):
+            assert any((top / path).exists() for top in (ROOT, ROOT / "r3async", ROOT / "tests")), (
+                f"{page.name}: {path}"
+            )
+    packages = (ROOT / "docs" / "architecture.md").read_text().split("\n## The packages\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)/` \| (.+) \|$", packages, re.MULTILINE)
+    assert len(rows) > 10
+    for folder, text in rows:
+        there = {p.name for p in (ROOT / "r3async" / folder).rglob("*.py")}
+        for name in re.findall(r"`(\w+\.py)`", text):
+            assert name in there, f"architecture.md: there is no {name} in r3async/{folder}/"

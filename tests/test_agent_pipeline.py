@@ -90,7 +90,7 @@ def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_it
     # The tool was called and its result answered: in two turns, in one row of training.
     assert max(r["episode/turns_mean"] for r in rows) > 1
     assert max(r["reward/max"] for r in rows) > 0.25
-    assert verify_routes(RouteIndex(run_dir)).proven
+    assert verify_routes(RouteIndex(run_dir)).verified
     # Evaluations are played beside it, and none of their episodes has reached the learner.
     assert rows[-1]["transport/received"] == STEPS * GROUPS * SAMPLES
     lines = [json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines()]

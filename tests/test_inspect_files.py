@@ -94,7 +94,7 @@ def test_no_byte_that_changed_in_a_message_goes_unseen_or_ends_the_command(data)
 # --- checkpoints
 
 
-def test_a_checkpoint_shows_files_books_and_tensors(tmp_path, monkeypatch) -> None:
+def test_a_checkpoint_shows_files_state_and_tensors(tmp_path, monkeypatch) -> None:
     path = write_checkpoint(Checkpoints(tmp_path / "checkpoints"), 20)
     text = inspect(str(path), root=tmp_path, monkeypatch=monkeypatch)
     assert "after step 20" in text

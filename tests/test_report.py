@@ -133,7 +133,7 @@ def test_who_waited_is_said_in_shares_of_the_whole() -> None:
     spans = [Span("learner", "wait", 0, 4), Span("learner", "train", 4, 10), Span("engines", "pause", 9, 10)]
     assert busy_shares([*spans, Span("learner", "wait", 1, 3)])[("learner", "wait")] == pytest.approx(0.4)
     text = waits(spans)
-    for part in ("trained 60.0 %", "waited 40.0 % for data", "generators were the bottleneck", "stood still 10.0 %"):
+    for part in ("trained 60.0 %", "waited 40.0 % for data", "generators were the bottleneck", "were paused 10.0 %"):
         assert part in text
 
 
@@ -268,7 +268,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "samples_per_group" not in page.text, "only settings that differ"
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_shown_with_their_directories(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     text = Page(write_report(one, other, path=tmp_path / "both.html")).text
     assert f"{one} against {other}" in text

@@ -72,7 +72,7 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, value)
         assert not isinstance(value, np.ndarray) or (found.dtype, found.shape) == (value.dtype, value.shape)
     assert [c.turn for c in index.calls_of(ID)] == [0, 1], "in order of time, not of writing"
-    assert verify_routes(index).proven
+    assert verify_routes(index).verified
     with pytest.raises(RouteFileError, match="a record of TrainedRoutes"):
         load(entry, EngineCall)
 

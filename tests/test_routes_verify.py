@@ -19,13 +19,13 @@ def with_rows(trained: TrainedRoutes, **columns: np.ndarray) -> TrainedRoutes:
 def test_routes_that_were_replayed_are_equal_and_the_last_token_routes_by_itself() -> None:
     result = compare_routes(*episode())
     assert (result.equal, result.different, result.unrecorded) == (9 * LAYERS, 0, LAYERS)
-    assert result.proven
+    assert result.verified
     assert result.first is None
 
 
 def test_the_order_of_experts_within_a_row_does_not_matter() -> None:
     trained, calls = episode()
-    assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).proven
+    assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).verified
 
 
 @pytest.mark.parametrize("left", [0, 2])
@@ -52,7 +52,7 @@ def test_one_flipped_expert_is_found_and_named(position: int, layer: int) -> Non
     used[position, layer, 1] = next(e for e in range(EXPERTS) if e not in before)
     result = compare_routes(with_rows(trained, used=used), calls)
     assert (result.equal, result.different) == (9 * LAYERS - 1, 1)
-    assert not result.proven
+    assert not result.verified
     assert result.first is not None
     found = result.first
     assert (found.sample_id, found.step, found.position, found.layer) == (f"{ID}s0", 1, position, layer)
@@ -65,7 +65,7 @@ def test_what_a_later_call_returns_for_a_position_fed_before_does_not_count() ->
     again = experts(7, 9)  # the second call's prefill disagrees about every position that the first one fed
     again[5:] = calls[1].rows
     calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=again)
-    assert compare_routes(trained, calls).proven
+    assert compare_routes(trained, calls).verified
     late = trained.used.copy()
     late[2] = again[2]  # had the learner been given the later row, it would be found
     assert compare_routes(with_rows(trained, used=late), calls).different > 0
@@ -98,11 +98,11 @@ def test_of_several_attempts_the_one_that_sampled_these_log_probs_counts() -> No
     trained, calls = episode()
     _, failed = episode(logprob=-2.0)
     failed = [msgspec.structs.replace(c, rows=experts(20 + c.turn, len(c.rows))) for c in failed]
-    assert compare_routes(trained, [*failed, *calls]).proven
-    assert compare_routes(trained, [*calls, *failed]).proven
-    assert compare_routes(trained, [failed[0], *calls]).proven  # it failed after its first turn
+    assert compare_routes(trained, [*failed, *calls]).verified
+    assert compare_routes(trained, [*calls, *failed]).verified
+    assert compare_routes(trained, [failed[0], *calls]).verified  # it failed after its first turn
     result = compare_routes(trained, failed)
-    assert (result.unmatched, result.proven) == ([f"{ID}s0"], False)
+    assert (result.unmatched, result.verified) == ([f"{ID}s0"], False)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -142,7 +142,7 @@ def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> No
     )
     result = compare_routes(branch, calls)
     assert (result.equal, result.different, result.unrecorded, result.unmatched) == (7 * LAYERS, 0, LAYERS, [])
-    assert compare_routes(trained, calls).proven
+    assert compare_routes(trained, calls).verified
 
 
 def of_version(calls, *versions: int):
@@ -178,12 +178,12 @@ def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
 
 def test_a_branch_has_to_have_the_rows_of_its_own_weights() -> None:
     branch, calls = branched()
-    assert compare_routes(branch, of_version(calls, 0, 1, 1)).proven
+    assert compare_routes(branch, of_version(calls, 0, 1, 1)).verified
     stale = branch.used.copy()
     stale[:5] = calls[0].rows
     result = compare_routes(with_rows(branch, used=stale), of_version(calls, 0, 1, 1))
     assert result.different > 0
-    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).proven
+    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).verified
 
 
 def test_rows_that_newer_weights_made_within_a_call_are_not_those_of_its_version() -> None:
@@ -198,7 +198,7 @@ def test_rows_that_newer_weights_made_within_a_call_are_not_those_of_its_version
 def test_of_two_calls_of_the_same_weights_either_may_have_lent_its_rows() -> None:
     branch, calls = branched()
     for order in ((0, 1), (1, 0)):
-        assert compare_routes(branch, of_version([*[calls[i] for i in order], calls[2]], 1, 1, 1)).proven
+        assert compare_routes(branch, of_version([*[calls[i] for i in order], calls[2]], 1, 1, 1)).verified
 
 
 def test_a_call_that_was_asked_for_everything_has_its_own_rows_and_nobody_elses() -> None:
@@ -208,7 +208,7 @@ def test_a_call_that_was_asked_for_everything_has_its_own_rows_and_nobody_elses(
     assert compare_routes(branch, calls).different > 0
     used = branch.own.copy()
     used[:7] = whole
-    assert compare_routes(with_rows(branch, used=used), calls).proven
+    assert compare_routes(with_rows(branch, used=used), calls).verified
 
 
 def test_rows_of_another_model_are_refused() -> None:

@@ -163,7 +163,7 @@ _TABLE = (
            "Share of the last 16 steps' time in which the learner waited for groups.",
            curve=Curve("Idle", "learner, for want of groups", "blue")),
     Metric("generator/idle_share", "generators idle", "fraction", "low",
-           "Share of the generators' places for episodes that stood empty because every slot was taken, last 16 steps.",
+           "Share of the generators' places for episodes that were empty because every slot was taken, last 16 steps.",
            curve=Curve("Idle", "generators, for want of a slot", "orange")),
     Metric("generator/engine_idle_share", "engines idle", "fraction", "low",
            "Share of the step's time in which an engine had no request at all."),

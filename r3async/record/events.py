@@ -78,7 +78,7 @@ def open_events(
     """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
 
     `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
-    written before it returns, or kept by `keeper` (the process's), which tells this logger from now on what the disk refuses;
+    written before it returns, or kept by `keeper` (the process's), which reports to this logger what the disk refuses;
     threads and processes may share the file. `console` also shows the line on stderr.
     """
     keeper = world.keeper if keeper is None else keeper

@@ -94,7 +94,7 @@ def serve_actor(role: str, run_dir: Path) -> Endpoint | None:
 
 
 def serve_metrics(role: str, run_dir: Path, config: ObserveConfig) -> Endpoint | None:
-    """This process's endpoint, or None if `observe.prometheus_port` is not set. A run goes on without one that cannot be
+    """This process's endpoint, or None if `observe.prometheus_port` is not set. A run continues without one that cannot be
     opened: then None too, with a line on stderr, which is the process's log."""
     if config.prometheus_port is None:
         return None

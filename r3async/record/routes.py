@@ -2,8 +2,8 @@
 
 Each process that writes has files of its own, `run_dir/routes/NAME.N.routes`, and appends records to them: engine calls
 (`EngineCall`, of `engine-GENERATOR`) and trained samples (`TrainedRoutes`, of `learner`). A record (`container.py`) has a msgpack
-header, with a crc32 at its end, and then a frame for each array. A file that a dying process left torn is read up to there, and
-what is wrong with it is told.
+header, with a crc32 at its end, and then a frame for each array. A file that a killed process left torn is read up to there, and
+what is wrong with it is reported.
 
 Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
 25 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
@@ -169,7 +169,7 @@ def scan(path: Path, *, files: Files = REAL.files) -> tuple[list[Entry], str]:
     entries: list[Entry] = []
     for record in ROUTES.records(map_file(path, files=files)):
         if isinstance(record, Torn):
-            why = f"{record.reason} (its process died, or is still writing)"
+            why = f"{record.reason} (its process was killed, or is still writing)"
             return entries, f"{path}: from byte {record.offset} on there is no record: {why}"
         sealed = record.frames[0] if record.frames else memoryview(b"")
         header = sealed[:-4]

@@ -22,7 +22,7 @@ from r3async.config.section import ConfigError
 Row = Mapping[str, Any]
 Report = Callable[[str], object]
 FAILURES_ALLOWED = 3
-"""Rows in a row that a sink may fail to take before it is given up."""
+"""Rows in a row that a sink may fail to take before it is closed."""
 
 
 class Backend(Protocol):
@@ -34,7 +34,7 @@ class Backend(Protocol):
 
 
 class Sink:
-    """One backend behind a queue. `report` hears, at most once each, that it failed and that rows were left out."""
+    """One backend behind a queue. `report` is called, at most once each, when it failed and when rows were left out."""
 
     def __init__(self, name: str, make: Callable[[], Backend], capacity: int, report: Report):
         self.name, self._make, self._report = name, make, report
@@ -76,7 +76,7 @@ class Sink:
         try:
             backend = self._make()
         except Exception as error:  # a service that does not answer, a full disk, a wrong login
-            self._give_up(error)
+            self._fail(error)
             return
         failures = 0
         while (row := self._queue.get()) is not None:
@@ -88,14 +88,14 @@ class Sink:
                 self.dropped += 1
                 failures += 1
                 if failures == FAILURES_ALLOWED:
-                    self._give_up(error)
+                    self._fail(error)
                     break
         try:
             backend.close()
         except Exception as error:
             self._report(f"sink {self.name} could not be closed: {type(error).__name__}: {error}")
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self._failed.set()
         self.dropped += self._queue.qsize()
         self._report(f"sink {self.name} failed and is left out from here on: {type(error).__name__}: {error}")
@@ -196,7 +196,7 @@ class Mlflow:
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
         if not config.mlflow_uri:
-            # MLflow 3 refuses its plain-file store unless it is told that this is meant; a database would be one package more.
+            # MLflow 3 refuses its plain-file store without this variable; a database would be one package more.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param

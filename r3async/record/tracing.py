@@ -1,4 +1,4 @@
-"""Who writes the routes down: a proxy before a generator's engine, and the books of the learner's steps."""
+"""Who writes the routes down: a proxy before a generator's engine, and the record of the learner's steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StepTracer:
 
     `run_dir/routing.jsonl` gets an object a step, `{"step", "agreement": [L]}`, every `LOAD_EVERY`-th step also `"load":
     [[experts] * L]`, tokens of that step: 30 kB for 48 layers of 128 experts, where the agreement is 0.4 kB. Routes of the
-    trajectories that `routing.trace` asks for go to `run_dir/routes`. Traces that contradict each other are told to
+    trajectories that `routing.trace` asks for go to `run_dir/routes`. Traces that contradict each other are reported to
     `report(event, **fields)`: they are no reason to end a run.
     """
 

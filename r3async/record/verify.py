@@ -1,4 +1,4 @@
-"""The proof that the routes used in training are the engine's own, from two records that were made apart.
+"""Verifies that the routes used in training are the engine's own, from two records that were made apart.
 
 Nothing here asks the code that carried the routes. From the engine's record alone it is worked out again which call owns
 which position, and what that call returned is compared with what the learner's routers used.
@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct):
     first: Difference | None = None
 
     @property
-    def proven(self) -> bool:
+    def verified(self) -> bool:
         return self.equal > 0 and not self.different and not self.unmatched
 
     def add(self, other: Comparison) -> None:

@@ -212,7 +212,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def evaluation_line(label: str, color: str, prefix: str = "") -> Line:
-    """Evaluations are few: each is marked, and has steps of its own. `prefix`: of its columns, which tells runs apart."""
+    """Evaluations are few: each is marked, and has steps of its own. `prefix`: of its columns, which differs by run."""
     x, error = f"{prefix}evaluation/step", prefix + ERROR
     return Line(prefix + EVALUATED, label, color, x=x, error=error, marks=True)
 

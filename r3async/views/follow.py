@@ -190,7 +190,7 @@ class FollowedRun:
         self.errors += event.get("level") in ("error", "critical")
         what, who = event.get("event"), str(event.get("generator", ""))
         if what == "learner_started":
-            self.status, self.reason = "unfinished", ""  # a run that goes on after an end
+            self.status, self.reason = "unfinished", ""  # a run that is resumed after an end
         elif what == "generator_started":
             self.generators[str(event.get("role", ""))] = "playing"
         elif what == "generator_lost":

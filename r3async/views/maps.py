@@ -131,7 +131,7 @@ SHOWN_STEPS = 12
 KINDS = {
     "play": ("plays", "green"),
     "start": ("starts", "violet"),
-    "pause": ("stands still for weights", "red"),
+    "pause": ("is paused for weights", "red"),
     "wait": ("waits for data", "orange"),
     "lease_wait": ("waits for a free slot", "orange"),
     "send": ("sends", "violet"),
@@ -191,20 +191,20 @@ def _where(span: Span) -> str:
 def waits(spans: Sequence[Span]) -> str:
     """Sentences: who waited for whom, in shares of the whole time."""
     shares = busy_shares(spans)
-    told = []
+    sentences = []
     train, wait = shares.get(("learner", "train"), 0.0), shares.get(("learner", "wait"), 0.0)
     if train or wait:
-        told.append(
+        sentences.append(
             f"The learner trained {format_percent(train)} of the time and waited {format_percent(wait)} for data."
         )
         if wait > 0.25 and wait > 0.5 * train:
-            told.append("The generators were the bottleneck.")
+            sentences.append("The generators were the bottleneck.")
         elif wait < 0.05:
-            told.append("The learner was the bottleneck.")
+            sentences.append("The learner was the bottleneck.")
     paused = max((share for (who, what), share in shares.items() if what == "pause"), default=0.0)
     if paused:
-        told.append(f"Engines stood still {format_percent(paused)} of the time for new weights.")
+        sentences.append(f"Engines were paused {format_percent(paused)} of the time for new weights.")
     blocked = max((share for (who, what), share in shares.items() if what == "lease_wait"), default=0.0)
     if blocked:
-        told.append(f"A generator waited {format_percent(blocked)} of the time for a free slot.")
-    return " ".join(told)
+        sentences.append(f"A generator waited {format_percent(blocked)} of the time for a free slot.")
+    return " ".join(sentences)

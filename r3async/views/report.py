@@ -252,8 +252,8 @@ def _value_text(value: Any) -> str:
 
 def _processes(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Where the processes ran, as they reported."""
-    told = ("learner_started", "generator_started", "generator_restarted", "probe")
-    found = [(str(e.get("role", "")), event_details(e)[:MAX_TEXT]) for e in events if e.get("event") in told]
+    starts = ("learner_started", "generator_started", "generator_restarted", "probe")
+    found = [(str(e.get("role", "")), event_details(e)[:MAX_TEXT]) for e in events if e.get("event") in starts]
     return found[:MAX_PROCESSES]
 
 

@@ -177,11 +177,11 @@ def overview(directory: Path) -> tuple[list[str], list[str]]:
             if short:
                 raise CheckpointError(f"{short[0].name}: it is not {short[0].size} bytes long")
             state = opened.state
-            told = f"version {state.version} of lineage {state.lineage.number}, {state.consumed} groups trained"
+            about = f"version {state.version} of lineage {state.lineage.number}, {state.consumed} groups trained"
         except (CheckpointError, OSError) as error:
-            told = f"BROKEN: {error}"
+            about = f"BROKEN: {error}"
             problems.append(f"{path}: {error}")
-        lines.append(f"{path.name}  {size:>15,} bytes  {told}")
+        lines.append(f"{path.name}  {size:>15,} bytes  {about}")
     for path in sorted(directory.glob("step-*.*")):
         lines.append(f"{path.name}  (set aside, or being written)")
     return lines, problems

@@ -15,28 +15,11 @@ from r3async.tools.terminal import Terminal, WithDefault
 if TYPE_CHECKING:
     from r3async.tools.inspect.look import Inspection
 
-MOVED = {
-    "--routes": "routes [RUN]",
-    **{option: f"routes [RUN] {option}" for option in ("--layer", "--diff")},
-    "--trajectories": "trajectories [RUN]",
-    **{
-        f"--{option}": f"trajectories [RUN] --{option}"
-        for option in ("tokens", "reward-below", "age-above", "turns", "version", "export", "trajectory", "step")
-    },
-    "--verify-routes": "verify [RUN]",
-    "--frames": "frames FILE",
-}
-"""Options of the command that did everything, and what has them now."""
-
 
 class _Subcommands(WithDefault):
     """`inspect RUN` shows what there is; `inspect routes RUN` and the like are what they say. Without a name: the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not set(args[:1]) & set(self.commands):
-            for option in [word.partition("=")[0] for word in args]:
-                if option in MOVED:
-                    ctx.fail(f"{option} is now `r3async inspect {MOVED[option]}`")
         return super().parse_args(ctx, args or ["show"])
 
 
@@ -60,7 +43,7 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
 
 @contextmanager
 def _answering(target: str) -> Iterator[Inspection]:
-    """What could not be read is told on stderr at the end, and makes exit code 2."""
+    """What could not be read is reported on stderr at the end, and makes exit code 2."""
     from r3async.record.routes import RouteFileError
     from r3async.tools.inspect.look import Inspection
     from r3async.tools.inspect.run import InspectError
@@ -129,8 +112,8 @@ def routes(
 def verify(run: Run = "latest", json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False) -> None:
     """Verify from two records that training used the routes which the engine returned. Exit 1 if it did not."""
     with _answering(run) as inspection:
-        proven = inspection.verify(run, json)
-    if not proven:
+        verified = inspection.verify(run, json)
+    if not verified:
         raise typer.Exit(1)
 
 

@@ -92,13 +92,13 @@ class Inspection(NamedTuple):
         if spool is None:
             run_dir = find_run(target)
             spool, found = run_dir / "spool", read_run(run_dir, self.problems.append)
-            told = [line for line in sources_of(run_dir) if not line.startswith(" ")]
+            kept_in = [line for line in sources_of(run_dir) if not line.startswith(" ")]
         else:
             files = spool_files(spool)
             if not files:
                 raise InspectError(f"{spool} has no spool file: everything that was accepted is in a checkpoint")
             run_dir, found = run_of(spool), read_spool(spool, self.problems.append)
-            told = [f"{spool}: {len(files)} files"]
+            kept_in = [f"{spool}: {len(files)} files"]
         if version is None:
             version = max(filter(None, (newest_version(run_dir), newest_sampled(spool))), default=None)
         kept = (seen for seen in found if keep.keeps(seen, version) and (seen.samples or not tokens))
@@ -113,7 +113,7 @@ class Inspection(NamedTuple):
         elif rows := [seen.facts(version) for seen in shown]:
             print_list(rows, shown.hidden, self.console)
         if not shown.count:
-            raise InspectError("no such trajectory was kept. " + "; ".join(told))
+            raise InspectError("no such trajectory was kept. " + "; ".join(kept_in))
 
     def _tokens(self, shown: Iterable[Seen], version: int | None, tokenizer: RunTokenizer, json: bool) -> None:
         for seen in shown:

@@ -1,4 +1,4 @@
-"""A trajectory's routes against the learner's, token by token, and the proof that those used are the engine's."""
+"""A trajectory's routes against the learner's, token by token, and whether those used are the engine's."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from r3async.record.reading import read_run_config
-from r3async.record.routes import Entry, RouteIndex, TrainedRoutes, load
-from r3async.record.verify import engine_rows, same_experts, verify_routes
+from r3async.record.routes import Entry, RouteIndex
+from r3async.record.verify import verify_routes
 from r3async.tools.inspect.run import InspectError, fitted, nearest
 from r3async.tools.inspect.show import printer, write_json
-from r3async.views.episodes import RunTokenizer, roles
+from r3async.views.episodes import RunTokenizer, TracedSample, roles
 from r3async.views.summary import format_percent
 
 TEXT_CELLS = 12
@@ -72,11 +71,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _why_none(run_dir: Path) -> str:
-    trace = read_run_config(run_dir).get("routing", {}).get("trace")
-    if trace is None:
-        return (
-            'the run is older than `routing.trace`; a new one keeps some by default, and all with routing.trace="all"'
-        )
+    trace = read_run_config(run_dir).get("routing", {}).get("trace", "off")
     if trace == "off":
         return '`routing.trace` was "off"; train with routing.trace="sample" or "all"'
     return f'`routing.trace` was "{trace}", but no step of an MoE model was traced'
@@ -110,53 +105,32 @@ def choose(index: RouteIndex, trajectory: str | None, step: int | None) -> list[
     return chosen
 
 
-class SampleRoutes:
-    """One sample with the engine's rows beside the learner's. `owned`: the engine's record of it was found; if not, what
-    was replayed is unknown, and no row counts as recorded."""
-
-    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer):
-        self.trained = load(entry, TrainedRoutes)
-        found = engine_rows(self.trained, index.calls_of(self.trained.trajectory_id))
-        self.owned = found is not None
-        self.rows, self.recorded = found or (np.zeros_like(self.trained.used), np.zeros(self.tokens, bool))
-        self.agree = same_experts(self.rows, self.trained.own)
-        """bool `[T, L]`; means nothing where nothing is recorded."""
-        self._tokenizer = tokenizer
-
-    @property
-    def tokens(self) -> int:
-        return len(self.trained.token_ids)
-
-    @property
-    def layers(self) -> int:
-        return self.trained.used.shape[1]
-
-    def token_routes(self, layers: Sequence[int]) -> list[TokenRoutes]:
-        """Every token, with its routes in these layers."""
-        trained = self.trained
-        of = roles(trained.token_ids, trained.loss_mask, self._tokenizer.end_id)
-        return [
-            TokenRoutes(
-                step=trained.step,
-                sample=trained.sample_id,
-                position=at,
-                token=int(token),
-                text=self._tokenizer.text(int(token)),
-                role=of[at],
-                version=int(trained.policy_version[at]) if trained.policy_version[at] >= 0 else None,
-                layers=[
-                    LayerRoutes(
-                        layer=layer,
-                        engine=self.rows[at, layer].tolist() if self.recorded[at] else None,
-                        own=trained.own[at, layer].tolist(),
-                        used=trained.used[at, layer].tolist(),
-                        agree=bool(self.agree[at, layer]) if self.recorded[at] else None,
-                    )
-                    for layer in layers
-                ],
-            )
-            for at, token in enumerate(trained.token_ids)
-        ]
+def token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence[int]) -> list[TokenRoutes]:
+    """Every token of the sample, with its routes in these layers."""
+    trained = sample.trained
+    of = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
+    return [
+        TokenRoutes(
+            step=trained.step,
+            sample=trained.sample_id,
+            position=at,
+            token=int(token),
+            text=tokenizer.text(int(token)),
+            role=of[at],
+            version=int(trained.policy_version[at]) if trained.policy_version[at] >= 0 else None,
+            layers=[
+                LayerRoutes(
+                    layer=layer,
+                    engine=sample.rows[at, layer].tolist() if sample.recorded[at] else None,
+                    own=trained.own[at, layer].tolist(),
+                    used=trained.used[at, layer].tolist(),
+                    agree=bool(sample.agree[at, layer]) if sample.recorded[at] else None,
+                )
+                for layer in layers
+            ],
+        )
+        for at, token in enumerate(trained.token_ids)
+    ]
 
 
 def show_routes(
@@ -172,11 +146,12 @@ def show_routes(
     """Print a trajectory's samples token by token. `layers`: only these; `diff`: only tokens that disagree in them."""
     index, tokenizer = _index(run_dir), RunTokenizer(run_dir)
     for entry in choose(index, trajectory, step):
-        sample = SampleRoutes(index, entry, tokenizer)
+        sample = TracedSample(index, entry)
+        count = sample.agree.shape[1]
         for layer in layers:
-            if not 0 <= layer < sample.layers:
-                raise InspectError(f"there is no MoE layer {layer}: there are 0 to {sample.layers - 1}")
-        rows = sample.token_routes(layers or range(sample.layers))
+            if not 0 <= layer < count:
+                raise InspectError(f"there is no MoE layer {layer}: there are 0 to {count - 1}")
+        rows = token_routes(sample, tokenizer, layers or range(count))
         shown = [row for row in rows if row.disagrees] if diff else rows
         if json:
             write_json(shown, console)
@@ -184,7 +159,7 @@ def show_routes(
             _print(sample, shown, len(layers) > 0, console)
 
 
-def _print(sample: SampleRoutes, rows: Sequence[TokenRoutes], chosen: bool, console: Console) -> None:
+def _print(sample: TracedSample, rows: Sequence[TokenRoutes], chosen: bool, console: Console) -> None:
     def say(line: Text | str, style: str = "") -> None:
         text = Text(line, style) if isinstance(line, str) else line
         console.print(text, soft_wrap=True, highlight=False)
@@ -216,13 +191,11 @@ def _print(sample: SampleRoutes, rows: Sequence[TokenRoutes], chosen: bool, cons
         say(text)
 
 
-def _header(sample: SampleRoutes, console: Console, say: Callable[..., None]) -> None:
+def _header(sample: TracedSample, console: Console, say: Callable[..., None]) -> None:
     trained, recorded = sample.trained, sample.recorded
-    top_k = trained.used.shape[2]
+    tokens, layers, top_k = trained.used.shape
     say(f"sample {trained.sample_id} of step {trained.step}", "bold")
-    say(
-        f"{sample.tokens} tokens, {int(trained.loss_mask.sum())} sampled; {sample.layers} MoE layers, {top_k} experts a token"
-    )
+    say(f"{tokens} tokens, {int(trained.loss_mask.sum())} sampled; {layers} MoE layers, {top_k} experts a token")
     if not sample.owned:
         say(
             "the engine's record of these tokens is not among the files: only the learner's routes can be shown",
@@ -232,8 +205,8 @@ def _header(sample: SampleRoutes, console: Console, say: Callable[..., None]) ->
     agree = sample.agree[recorded]
     everywhere = format_percent(float(agree.mean())) if agree.size else "-"
     share = format_percent(float(recorded.mean()))
-    say(f"recorded {int(recorded.sum())} of {sample.tokens} positions ({share}); agreement {everywhere}")
-    if agree.size and sample.layers > 1:
+    say(f"recorded {int(recorded.sum())} of {tokens} positions ({share}); agreement {everywhere}")
+    if agree.size and layers > 1:
         by_layer = "  ".join(f"{layer}: {100 * value:.0f}" for layer, value in enumerate(agree.mean(axis=0)))
         console.print(Text(f"by layer, %:  {by_layer}"), highlight=False)
 
@@ -249,8 +222,8 @@ def _cell(routes: LayerRoutes) -> str:
     text = " ".join(map(str, sorted(routes.engine)))
     if routes.agree:
         return text
-    gone, come = sorted(set(routes.engine) - set(routes.own)), sorted(set(routes.own) - set(routes.engine))
-    return f"{text}  {','.join(map(str, gone))}>{','.join(map(str, come))}"
+    left, joined = sorted(set(routes.engine) - set(routes.own)), sorted(set(routes.own) - set(routes.engine))
+    return f"{text}  {','.join(map(str, left))}>{','.join(map(str, joined))}"
 
 
 def _brief(row: TokenRoutes) -> str:
@@ -263,7 +236,7 @@ def _brief(row: TokenRoutes) -> str:
 
 
 def print_verification(run_dir: Path, console: Console, *, json: bool = False) -> bool:
-    """Compare everything that was kept with the engine's record, and say what came out. True if it is proven equal."""
+    """Compare everything that was kept with the engine's record, and report the result. True if all of it is equal."""
     index = _index(run_dir)
     replay = read_run_config(run_dir).get("routing", {}).get("replay")
     if replay in ("learner", "off"):
@@ -273,9 +246,9 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
         )
     result = verify_routes(index)
     if json:
-        facts = {**msgspec.to_builtins(result), "proven": result.proven, "problems": index.problems}
+        facts = {**msgspec.to_builtins(result), "verified": result.verified, "problems": index.problems}
         write_json([facts], console)
-        return result.proven
+        return result.verified
 
     say = printer(console)
     for problem in index.problems:
@@ -290,8 +263,8 @@ def print_verification(run_dir: Path, console: Console, *, json: bool = False) -
     if result.unmatched:
         count, first = len(result.unmatched), result.unmatched[0]
         say(f"{count} samples are not in the engine's record as they were trained; the first is {first}", "bold red")
-    if result.proven:
+    if result.verified:
         say("every recorded route was used in training as the engine chose it", "green")
     elif not result.different and not result.unmatched:
         say("nothing could be compared", "bold red")
-    return result.proven
+    return result.verified

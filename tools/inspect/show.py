@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
 
 from r3async.tools.inspect.run import fitted
@@ -34,16 +35,22 @@ def printer(console: Console) -> Callable[..., None]:
     return lambda line, style="": console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
+def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> list[str]:
+    """A line a row, its columns as wide as the widest cell of a terminal in them; those in `left` begin at the left."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        return " ".join(c + gap if i in left else gap + c for i, (c, gap) in enumerate(zip(row, gaps, strict=True)))
+
+    return [line(row).rstrip() for row in rows]
+
+
 def print_list(found: Sequence[dict[str, Any]], hidden: int, console: Console) -> None:
     """`found`: `Seen.facts`. `hidden`: how many more there are."""
-    rows = [LIST_HEADS, *(_list_row(facts) for facts in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(LIST_HEADS))]
     say = printer(console)
-    for number, row in enumerate(rows):
-        cells = [
-            c.ljust(w) if i in (0, 1, 10) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        say(" ".join(cells).rstrip(), "" if number else "bold")
+    for number, line in enumerate(aligned([LIST_HEADS, *map(_list_row, found)], left=(0, 1, 10))):
+        say(line, "" if number else "bold")
     if hidden:
         say(f"and {hidden} more; --limit 0 shows all")
 
@@ -84,25 +91,12 @@ def print_tokens(seen: Seen, version: int | None, text: Callable[[int], str], co
         at = f", temperature {sample.temperature:g}" if sample.temperature is not None else ""
         say(f"sample {sample.sample_id}: {len(tokens)} tokens{at}")
         learner = any(token.learner_logprob is not None for token in tokens)
-        heads = [
-            "pos",
-            "id",
-            "text".ljust(12),
-            "mask",
-            "logprob",
-            *(["learner"] * learner),
-            "ver",
-            "turn",
-            "reward",
-            "experts",
-        ]
-        rows = [heads, *(_token_row(token, learner) for token in tokens)]
-        widths = [max(len(row[i]) for row in rows[:1] + rows[1:]) for i in range(len(heads))]
-        widths[2], widths[-1] = 12, 0  # wide characters are in cells already
-        for number, row in enumerate(rows):
-            cells = [c if i in (2, len(row) - 1) else c.rjust(widths[i]) for i, c in enumerate(row)]
-            style = "" if number == 0 or tokens[number - 1].loss_mask else "dim"
-            say(" ".join(cells).rstrip(), style if number else "bold")
+        learners = ["learner"] * learner
+        heads = ["pos", "id", "text", "mask", "logprob", *learners, "ver", "turn", "reward", "experts"]
+        lines = aligned([heads, *(_token_row(token, learner) for token in tokens)], left=(2, len(heads) - 1))
+        say(lines[0], "bold")
+        for token, line in zip(tokens, lines[1:], strict=True):
+            say(line, "" if token.loss_mask else "dim")
 
 
 def _token_row(token: SeenToken, learner: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where `r3async inspect` finds trajectories. What cannot be read is told to `problem(text)`, and the rest is still read."""
+"""Where `r3async inspect` finds trajectories. What cannot be read is reported to `problem(text)`, and the rest is still read."""
 
 from __future__ import annotations
 

@@ -168,11 +168,11 @@ def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
 
 def of_episode(line: dict[str, Any], where: str) -> Seen | None:
     """A line of `episodes.jsonl`; None if it is not one. Such a line names no trajectory."""
-    said, reward, step = line.get("turns"), line.get("reward"), line.get("step")
-    if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
+    exchanges, reward, step = line.get("turns"), line.get("reward"), line.get("step")
+    if not isinstance(exchanges, list) or not all(isinstance(turn, dict) for turn in exchanges):
         return None
     turns, preview = [], []
-    for index, turn in enumerate(said):
+    for index, turn in enumerate(exchanges):
         earned = turn.get("reward")
         turns.append(Turn(index, 0, 0, 0, float(earned) if isinstance(earned, (int, float)) else 0.0, ""))
         preview.append({"role": "user", "content": str(turn.get("user") or "")})

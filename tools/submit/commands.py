@@ -101,7 +101,7 @@ def _follow(jobs: Jobs, job: str) -> NoReturn:
     try:
         status = jobs.follow(job, write_log)
     except KeyboardInterrupt:
-        echo(f"\nthe job goes on; `r3async submit stop {job}` ends it in order", err=True)
+        echo(f"\nthe job keeps running; `r3async submit stop {job}` ends it in order", err=True)
         raise typer.Exit(130) from None
     # Ray's message of a failed command repeats the end of the log, which was shown.
     message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]

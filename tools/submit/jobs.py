@@ -2,7 +2,7 @@
 
 The job's command is `r3async train …`, so whatever works there works here. What this adds: the job finds its Python
 (`launch.py`), the folder is packaged without what a job never needs, models and run directories get paths that outlive the
-package, and Ray is told how long the run may take to stop in order.
+package, and Ray gets the time that the run may take to stop in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHUTDOWN_SECONDS = 30.0
 """For saving the model and ending the actors, after the running step."""
 RECONNECTS = 5
 QUIET_SECONDS = 60.0
-"""Without a line of the log, after which the connection is made anew."""
+"""Without a line of the log, after which the connection is made again."""
 REQUEST_SECONDS = 60.0
 """For one answer of the cluster."""
 SETTLE_SECONDS = 60.0
@@ -153,7 +153,7 @@ class Jobs:
         for noisy in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", *packaging):
             logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
         with self._explained():
-            _knock(self.address)
+            _check_port(self.address)
             self._client = JobSubmissionClient(self.address)
         # Ray's client hands further arguments on to `requests`, which without one waits for ever.
         self._client._do_request = partial(self._client._do_request, timeout=REQUEST_SECONDS)
@@ -276,12 +276,12 @@ class Jobs:
                 asyncio.run(self._tail(job, shown, show))
                 break
             except TimeoutError:
-                pass  # nothing was printed for long: it may be computing, or the connection dead
+                pass  # nothing was printed for long: it may be computing, or the connection lost
             except (RuntimeError, OSError) as error:
                 lost += 1
                 if lost > RECONNECTS:
                     raise SubmitError(
-                        f"the log of job {job} broke off {lost} times ({error}); the job goes on: "
+                        f"the log of job {job} broke off {lost} times ({error}); the job keeps running: "
                         f"`r3async submit logs {job}`"
                     ) from error
                 time.sleep(1.0)
@@ -303,7 +303,7 @@ class Jobs:
                 show(text[old:])
 
 
-def _knock(address: str) -> None:
+def _check_port(address: str) -> None:
     """Raise `ConnectionError` if nobody listens there, after seconds and not after the minutes that TCP may take."""
     url = urllib.parse.urlsplit(address)
     if url.scheme not in ("http", "https") or url.hostname is None:

@@ -2,7 +2,7 @@
 
 A job's shell has the PATH with which the head was started, and that is a person's own: whoever types `.venv/bin/ray start`
 has not activated anything. So the line asks, in this order: the interpreter that the cluster's Ray runs on (the raylet, an
-ancestor of every job, was told it), that of the submitter, and what PATH knows.
+ancestor of every job, has it on its command line), that of the submitter, and what PATH knows.
 """
 
 from __future__ import annotations

@@ -20,19 +20,19 @@ POLL_SECONDS = 1.0
 BODY_SECONDS = 2.0
 """News are drawn this often at most; only the top moves every second. A large screen costs 25 ms."""
 WIDE, TALL = 130, 30
-"""From this size on there is room for charts beside the overview."""
+"""From this size on charts are shown beside the overview."""
 WINDOWS = (None, 200, 50, 20)
 """Steps that the curves show; None: all."""
 EVENTS_SHOWN = 12
-"""Lines, beside charts; above them is room for metrics."""
+"""Lines, beside charts; above them are metrics."""
 
 HELP = """\
- r3async tail shows a run while it goes on, or after it has ended. Closing it
+ r3async tail shows a run while it trains, or after it has ended. Closing it
  does nothing to the run.
 
  o  overview        m  every metric     e  events, whole     w  only warnings
  z  zoom: curves over all steps, the last 200, 50 or 20
- space  hold the screen still, and let it go on
+ space  pause the screen, and continue
  arrows, page up/down, home, end  scroll     ?  this page     q  quit
 """
 
@@ -109,8 +109,8 @@ class TailApp(App[None]):
         self.redraw()
 
     def redraw(self, *, body: bool = True) -> None:
-        """Only what differs from the screen is drawn again: over ssh every cell costs. Without `body`: only the top, where
-        time goes on."""
+        """Only what differs from the screen is drawn again: over ssh every cell costs. Without `body`: only the top,
+        with the clock."""
         width, height = self.size.width, self.size.height - 3
         if width < 1 or height < 1:
             return
@@ -147,14 +147,14 @@ class TailApp(App[None]):
         wide = width >= WIDE and height >= TALL
         left = min(90, width // 2) if wide else width
         lines = view.overview(run, left, window)
-        room = height - len(lines) - 1
+        free = height - len(lines) - 1
         if wide and run.metrics.rows:
-            metrics = view.metric_lines(run, left, window, max(0, room - EVENTS_SHOWN))
+            metrics = view.metric_lines(run, left, window, max(0, free - EVENTS_SHOWN))
             lines += metrics
-            room -= len(metrics)
-        if room > 0:
+            free -= len(metrics)
+        if free > 0:
             lines.append(view.rule(view.events_title(run), left))
-            lines += view.event_lines(run, left, room)
+            lines += view.event_lines(run, left, free)
         if not wide:
             return lines
         charts = view.charts(run, width - left - 1, height, window)

@@ -1,4 +1,4 @@
-"""`r3async tail`: a run as it goes on, on a terminal; in a pipe, one plain line a step."""
+"""`r3async tail`: a run while it trains, on a terminal; in a pipe, one plain line a step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def print_lines(
     Returns 0, `FAILED` if the run failed or trained nothing, `SILENT` if nothing came. A reader who left
     (`| head`) ends it, with 0.
     """
-    heard = clock()
+    last_news = clock()
     try:
         while True:
             rows, events = run.poll()
@@ -80,15 +80,15 @@ def print_lines(
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
                 out.write(printable(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}") + "\n")
             if rows or events:
-                heard = clock()
+                last_news = clock()
             if run.ended:
                 out.write(printable(f"{run.name}: {run.status} after {run.step} steps") + "\n")
             out.flush()
             if run.ended or not follow:
                 return FAILED if run.status in ("failed", NOT_TRAINED) else 0
-            if clock() - heard > patience:
+            if clock() - last_news > patience:
                 sys.stderr.write(
-                    f"{run.name} wrote nothing for {patience:.0f} s: its processes may have died (see {run.run_dir}/logs); "
+                    f"{run.name} wrote nothing for {patience:.0f} s: its processes may be lost (see {run.run_dir}/logs); "
                     "--patience SECONDS waits longer\n"
                 )
                 return SILENT

@@ -77,7 +77,7 @@ class LiveView:
             self._shown_phase, self._shown_at = text, now
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`, which was shown already, or from before it."""
+        """The run resumes from `step`, which was shown already, or from before it."""
         self.step, self._restarts = step, 0
         if self._progress:
             self._progress.update(self._task, completed=step)
@@ -87,7 +87,7 @@ class LiveView:
         restarts = sum(g["restarts"] for g in status["generators"])
         if restarts > self._restarts:
             self._restarts = restarts
-            self.say(f"a generator died and is being restarted (restarts so far: {restarts}); the run goes on")
+            self.say(f"a generator was lost and is being restarted (restarts so far: {restarts}); the run continues")
         if status["phase"] != "training" or not self.step:
             self.phase(status["phase"])
         for row in status["rows"]:

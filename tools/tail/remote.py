@@ -35,7 +35,7 @@ if not found:
     sys.exit(0)
 say("name", os.path.basename(os.path.realpath(found[0])).encode())
 say("config.toml", open(os.path.join(found[0], "config.toml"), "rb").read())
-places, end, told, last = {}, time.time() + life, False, b""
+places, end, whole, last = {}, time.time() + life, False, b""
 while time.time() < end:
     news = False
     for file in ("events.jsonl", "metrics.jsonl"):
@@ -55,9 +55,9 @@ while time.time() < end:
                 last = data.splitlines()[-1]
     if news:
         continue
-    if not told:
+    if not whole:
         say("whole")  # everything that was there
-        told = True
+        whole = True
     if b'"run_finished"' in last or b'"run_failed"' in last:
         break
     time.sleep(1)
@@ -113,9 +113,9 @@ class RemoteRun:
     def wait(self) -> Path:
         """The mirrored run's directory, when all that was written so far is in it. Raises `RemoteError`."""
         if not self._known.wait(ANSWER_SECONDS) and not self._problem:
-            self._problem = f"the job {self._id} said nothing within {ANSWER_SECONDS:.0f} s; is the cluster full?"
+            self._problem = f"the job {self._id} did not answer within {ANSWER_SECONDS:.0f} s; is the cluster full?"
         if self.run_dir is None or not self._known.is_set():
-            raise RemoteError(self._problem or f"the job {self._id} ended without a word; look at its log")
+            raise RemoteError(self._problem or f"the job {self._id} ended without an answer; look at its log")
         return self.run_dir
 
     def close(self) -> None:

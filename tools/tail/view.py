@@ -21,7 +21,7 @@ from r3async.views.summary import COLORS, KINDS, format_number, format_percent, 
 
 LABEL, VALUE, NOTE = 12, 8, 25
 SILENT_SECONDS = 60.0
-"""Nothing written for so long is told."""
+"""Nothing written for so long is shown."""
 
 LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
 CURVES = {"blue": "cyan", "orange": "yellow", "green": "green", "violet": "magenta"}
@@ -57,12 +57,12 @@ def header(run: FollowedRun, width: int, *, held: bool = False, window: int | No
         first.append(f" {run.reason.splitlines()[0]}", style="red")
     when = f"{format_seconds(run.elapsed_seconds)}" + ("" if left is None else f", about {format_seconds(left)} left")
     steps = f"step {run.step}" + (f" of {planned}" if planned else "")
-    room = max(10, width - len(steps) - len(when) - 8)
+    cells = max(10, width - len(steps) - len(when) - 8)
     second = Text(f" {steps}  ", style="bold")
     if planned:
         done = min(1.0, run.step / planned)
-        filled = round(done * room)
-        second.append("━" * filled, style="cyan").append("─" * (room - filled), style="dim")
+        filled = round(done * cells)
+        second.append("━" * filled, style="cyan").append("─" * (cells - filled), style="dim")
     second.append(f"  {when}", style="dim")
     return [clip(first, width), clip(second, width)]
 
@@ -203,17 +203,17 @@ def gauge_help(width: int) -> list[str]:
 
 
 def overview(run: FollowedRun, width: int, window: int | None = None) -> list[Text]:
-    """The gauges, one a line, with sparklines over the last `window` steps (or all) in what room is left."""
+    """The gauges, one a line, with sparklines over the last `window` steps (or all) in the cells that are left."""
     lines = []
-    room = width - LABEL - VALUE - NOTE - 6
+    free = width - LABEL - VALUE - NOTE - 6
     for known in GAUGES:
         value, note, style = gauge(run, known)
         line = Text(f" {known.gauge:<{LABEL}} ", style="dim")
         line.append(f"{value:>{VALUE}}", style=f"not dim {style}")
         line.append(f"  {note:<{NOTE}} ")
-        line.truncate(width - max(room, 0), overflow="ellipsis", pad=True)
-        if room >= 8:
-            line.append(spark(run.metrics.values(known.name, window), room), style="not dim cyan")
+        line.truncate(width - max(free, 0), overflow="ellipsis", pad=True)
+        if free >= 8:
+            line.append(spark(run.metrics.values(known.name, window), free), style="not dim cyan")
         lines.append(clip(line, width))
     return lines
 
@@ -247,7 +247,7 @@ def events_title(run: FollowedRun, loud: bool = False) -> str:
 
 
 def charts(run: FollowedRun, width: int, height: int, window: int | None = None) -> list[Text]:
-    """As many of the report's charts as there is room for, two beside each other where they are wide enough."""
+    """As many of the report's charts as fit, two beside each other where they are wide enough."""
     across = 2 if width >= 80 else 1
     down = max(1, min(height // 9, -(-len(CHARTS) // across)))
     each, tall = width // across, height // down
@@ -296,8 +296,8 @@ def _metric_line(run: FollowedRun, known: Metric, width: int, window: int | None
     line.append(f"{format_number(run.metrics.last(known.name)):>10} ", style="bold")
     line.append_text(clip(known.unit, 13))
     line.pad_right(max(0, 52 - line.cell_len))
-    room = width - 53
-    curve = spark(run.metrics.values(known.name, window), room) if room >= 8 else ""
+    free = width - 53
+    curve = spark(run.metrics.values(known.name, window), free) if free >= 8 else ""
     return clip(line.append(curve, "cyan"), width)
 
 

@@ -19,7 +19,7 @@ from r3async.learner.figures import ObjectiveSums
 from r3async.learner.minibatch import agreed
 from r3async.learner.trainer import prepare
 from r3async.rollout.engines.base import Generation
-from r3async.rollout.samples import EpisodeRows
+from r3async.rollout.samples import EpisodeSamples
 
 VERSION = 5
 """Of the learner; tokens are of versions 0..5."""
@@ -74,7 +74,7 @@ def played(groups: Sequence[Sequence[Sequence[Said]]], leaves: Leaves, mode: Row
     for g, group in enumerate(groups):
         out.append([])
         for e, turns in enumerate(group):
-            rows, history = EpisodeRows(None, mode), []
+            rows, history = EpisodeSamples(None, mode), []
             for turn in turns:
                 kept = {"on": history, "forgets": history[len(history) // 2 :], "aside": []}[turn.kind]
                 prompt = [*kept, *range(written, written + turn.before)]

@@ -89,7 +89,7 @@ async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_
     )
     assert "`step` took longer than env.step_timeout = 2 s" in str(late)
     assert isinstance(waiting, EnvironmentFailed)  # and not a cancellation
-    with pytest.raises(EnvironmentFailed, match=r"process of .* is gone: `step` took longer than env\.step_timeout"):
+    with pytest.raises(EnvironmentFailed, match=r"process of .* is lost: `step` took longer than env\.step_timeout"):
         await neighbour.step(Action("2"))
     assert not psutil.pid_exists(first)
     again = factory()

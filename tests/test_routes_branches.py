@@ -14,7 +14,7 @@ from r3async.data.versions import VersionSpan
 from r3async.envs.base import Message
 from r3async.rollout.engines.base import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
-from r3async.rollout.samples import EpisodeRows
+from r3async.rollout.samples import EpisodeSamples
 from tests.helpers_templates import QWEN3, renderer
 from tests.test_rows import Told, answers, histories, templates
 
@@ -140,7 +140,7 @@ def generation(prompt: list[int], sampled: list[int], first: int, version: int, 
 
 def test_an_engine_that_keeps_rows_back_for_other_weights_leaves_them_unrecorded():
     """It was told for which version the rows are known, and did not mind: no row of older weights stands in for them."""
-    rows = EpisodeRows(SHAPE, "stepwise")
+    rows = EpisodeSamples(SHAPE, "stepwise")
     rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
     call = rows.begin([1, 2, 3, 5])
     assert (call.routes_from, call.routes_version) == (3, 0)
@@ -150,7 +150,7 @@ def test_an_engine_that_keeps_rows_back_for_other_weights_leaves_them_unrecorded
 
 
 def test_what_its_own_call_returned_goes_before_what_is_shared():
-    rows = EpisodeRows(SHAPE, "stepwise")
+    rows = EpisodeSamples(SHAPE, "stepwise")
     rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
     again = generation([1, 2, 3], [4], 0, version=0)
     other = (again.routed_experts + 1) % SHAPE.num_experts  # the same weights in another batch
@@ -161,14 +161,14 @@ def test_what_its_own_call_returned_goes_before_what_is_shared():
 
 
 def test_positions_that_came_without_a_row_are_asked_for_by_the_branch():
-    rows = EpisodeRows(SHAPE, "stepwise")
+    rows = EpisodeSamples(SHAPE, "stepwise")
     rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0, rows=False))
     assert rows.begin([1, 2, 3, 4]).routes_from == 0
 
 
 def test_a_branch_that_failed_is_asked_again_for_rows_of_the_weights_that_answer_it():
     """Its first try was under the weights of the row it shares, its second under newer ones."""
-    rows = EpisodeRows(SHAPE, "stepwise")
+    rows = EpisodeSamples(SHAPE, "stepwise")
     rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
     rows.cancel(rows.begin([1, 2, 3, 5]))
     call = rows.begin([1, 2, 3, 5])
@@ -182,7 +182,7 @@ def test_a_branch_that_failed_is_asked_again_for_rows_of_the_weights_that_answer
 
 
 def test_a_continued_row_keeps_its_rows_whatever_version_asks():
-    rows = EpisodeRows(SHAPE)
+    rows = EpisodeSamples(SHAPE)
     rows.end(rows.begin([1, 2, 3]), generation([1, 2, 3], [4], 0, version=0))
     call = rows.begin([1, 2, 3, 4, 5])
     assert (call.routes_from, call.routes_version) == (3, None)

@@ -16,7 +16,7 @@ from r3async.envs.base import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
-from r3async.rollout.samples import EpisodeRows, PrefixBroken, common_prefix
+from r3async.rollout.samples import EpisodeSamples, PrefixBroken, common_prefix
 from r3async.tools.init_model import byte_tokenizer
 from tests.helpers_templates import DEEPSEEK_R1, FAMILIES, QWEN3, Family, renderer
 
@@ -272,18 +272,18 @@ def test_the_last_answer_gets_the_context_that_is_left():
 
 
 def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_asked_again():
-    rows = EpisodeRows(SHAPE)
+    rows = EpisodeSamples(SHAPE)
     first = rows.begin([1, 2, 3])
     second = rows.begin([1, 2, 3])  # an agent that asks twice at once
-    assert second.row is not first.row
+    assert second is not first
     rows.end(second, generation(3, [7, 8], 0, seed=1))
     rows.end(first, generation(3, [9], 0, seed=2))
     third = rows.begin([1, 2, 3, 7, 8, 4])
-    assert third.row is second.row
+    assert third is second
     rows.cancel(third)
     again = rows.begin([1, 2, 3, 7, 8, 4])
-    assert again.row is third.row
-    assert again.prompt_length == 6
+    assert again is third
+    assert len(again) == 6
     rows.cancel(again)
     samples, turns = rows.build("g", 1.0)
     assert [s.table["token_ids"].tolist() for s in samples] == [[1, 2, 3, 7, 8], [1, 2, 3, 9]]
@@ -291,7 +291,7 @@ def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_as
 
 
 def test_an_answer_without_tokens_is_no_turn_and_leaves_its_prompt_to_the_next_call():
-    rows = EpisodeRows(SHAPE)
+    rows = EpisodeSamples(SHAPE)
     call = rows.begin([1, 2])
     empty = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), [], None, 0, "abort")
     assert rows.end(call, empty) == -1

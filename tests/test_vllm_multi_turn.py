@@ -20,7 +20,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.base import Generation
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
-from r3async.rollout.samples import EpisodeRows, SampleBuilder
+from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.tools.init_model import byte_tokenizer
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import (
@@ -176,7 +176,7 @@ async def test_three_turns_share_prefixes_and_the_weights_change_in_the_second(v
 
 async def test_a_branching_turn_after_an_update_has_the_routes_of_the_weights_that_computed_it(vllm_engine, weights):
     """What turn 1 recorded of the common prefix is of older weights; turn 3 finds turn 2's prefix in the cache and shares it."""
-    rows = EpisodeRows(vllm_engine.routing)
+    rows = EpisodeSamples(vllm_engine.routing)
     thought, versions, moved = prompt(170, seed=64), [], []
 
     async def turn(ids: np.ndarray) -> Generation:

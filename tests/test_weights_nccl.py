@@ -142,7 +142,7 @@ def test_a_generator_that_starts_anew_gets_a_new_group_at_once():
     new = machine.deliver(0, receiver="b")
     assert machine.processes[old].killed
     assert not machine.processes[new].killed
-    assert machine.take()[0] == (b"g0.0", Refused("version 0 was not sent: the generator has asked anew"))
+    assert machine.take()[0] == (b"g0.0", Refused("version 0 was not sent: the generator has asked again"))
 
 
 def test_a_group_in_which_something_went_wrong_is_not_used_again():

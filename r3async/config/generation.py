@@ -37,7 +37,7 @@ class InitConfig(Section):
     """Standard deviation of the router weights: larger is a sharper router."""
     max_positions: PositiveInt = 1024
     rope_theta: Positive = 10_000.0
-    """Base of the rotary positions. Small ones tell near positions apart more easily; large ones reach further."""
+    """Base of the rotary positions. Small ones distinguish near positions more easily; large ones reach further."""
     warm_reward: Signed = 0.4
     """Supervised steps stop when the mean sampled reward reaches this."""
     max_warm_steps: int = 2000
@@ -94,11 +94,11 @@ class EpisodeConfig(Section):
     """Of any turn's prompt, with everything that the model is shown in it: a first prompt that is longer is an error, a later
     one ends the episode (`stop_reason` `length`)."""
     max_total_tokens: PositiveInt = 4096
-    """Of any turn's prompt and its answer together: what a row of training may have."""
+    """Of any turn's prompt and its answer together: what a sample may have."""
     rows: RowsMode = "auto"
-    """`auto`: turns are one row of training as long as each prompt extends what the model has seen exactly, and a new row where
+    """`auto`: turns are one sample as long as each prompt extends what the model has seen exactly, and a new sample where
     one does not (a template or an environment that rewrites history). `merged`: the same, but that is an error.
-    `stepwise`: one row a turn."""
+    `stepwise`: one sample a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
     temperature: Positive = 1.0

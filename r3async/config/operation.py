@@ -26,7 +26,7 @@ class ScheduleConfig(Section):
     leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
     also whenever a generator has capacity for a part of one."""
     pace_seconds: Positive = 60.0
-    """An event says which side to give more resources when the other one has waited for it for this long."""
+    """An event names the side to give more resources when the other one has waited for it for this long."""
     groups_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, at least."""
     tokens_per_step: int = 0

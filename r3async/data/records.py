@@ -25,7 +25,7 @@ class SchemaError(ValueError):
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """`dtype.name`, which NumPy puts together anew each time: a fifth of encoding or decoding a short trajectory."""
+    """`dtype.name`, which NumPy puts together each time: a fifth of encoding or decoding a short trajectory."""
     return dtype.name
 
 
@@ -236,7 +236,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct):
-    """One training row: a token sequence that was fed to one model context. `temperature` scales the logits."""
+    """A token sequence that was fed to one model context. `temperature` scales the logits."""
 
     sample_id: str
     table: TokenTable

@@ -86,7 +86,7 @@ class RoutingTrace:
         return recorded
 
     def branch(self, length: int) -> RoutingTrace:
-        """A new trace of the same first `length` positions, whose rows it shares; the rest is to be fed afresh.
+        """A new trace of the same first `length` positions, whose rows it shares; the rest is to be fed again.
 
         For a context that was rewritten from there on: what is fed there now are other tokens, or the same tokens
         after other ones. The two traces grow independently. Raises `RoutingError` for a negative length.

@@ -1,4 +1,4 @@
-"""Which groups are trained next: the oldest complete one within a window, again and again.
+"""Which groups are trained next: the oldest complete one within a window, repeatedly.
 
 The window reaches from the oldest group that is not consumed, its **head**, to the group `W - 1` leases behind it. Each
 choice takes the oldest complete group in it; then the window moves on with the head. `W = 1` is strict lease order. With a

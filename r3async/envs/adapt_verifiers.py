@@ -52,7 +52,7 @@ class VerifiersEpisode:
         task = self._tasks[task_seed % self.size]
         episode = asyncio.create_task(play(self._vf, self._env, task, self._exchange))
         self._episode = episode
-        # An episode that is given up before its end has nobody to end it: an open one holds a server and a folder.
+        # An episode that is abandoned before its end has nobody to end it: an open one holds a server and a folder.
         self._forget = weakref.finalize(self, _cancel, episode, asyncio.get_running_loop())
         self._forget.atexit = False
         messages, _ = await self._asked()
@@ -156,8 +156,8 @@ def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, urls: Any, data: Any
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
-            said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-            return await self._answer(trace, [vf.SystemMessage(content=system), *said] if system else said)
+            messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+            return await self._answer(trace, [vf.SystemMessage(content=system), *messages] if system else messages)
 
         async def resume(
             self,
@@ -180,9 +180,9 @@ def policy_harness(vf: Any, exchange: Exchange, limits: Any, task: Any) -> Any:
             before = trace.branches[-1].messages if trace.branches else []
             action = await exchange.ask([Message(m.role, text_of(m)) for m in new])
             turn = graph.prepare_turn(trace, [*before, *new])
-            said = vf.AssistantMessage(content=action.text)
+            answer = vf.AssistantMessage(content=action.text)
             finish = "length" if action.stop_reason == "length" else "stop"
-            turn.commit(vf.Response(id="", created=0, model="policy", message=said, finish_reason=finish))
+            turn.commit(vf.Response(id="", created=0, model="policy", message=answer, finish_reason=finish))
             return ended
 
     return PolicyHarness(vf.HarnessConfig(id="null"))

@@ -83,8 +83,8 @@ class GymnasiumGame:
     Observation: what `render()` draws with `render_mode = "ansi"` (coloured places in brackets), a text as it is, anything else
     as Python writes it.
     Action: the text of a `Text` space; the number of a `Discrete` action, or its name if `actions` names them in order. An
-    answer that is no action is told so, earns `invalid_reward`, and does not move the game; after `invalid_limit` of them the
-    episode ends. `prompt` stands before the first observation.
+    answer that is no action is refused in a message, earns `invalid_reward`, and does not move the game; after `invalid_limit`
+    of them the episode ends. `prompt` stands before the first observation.
 
     Reward: the environment's own, as it is; terminated and truncated both end the episode. The task seed is the reset's seed.
     """

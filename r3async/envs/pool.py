@@ -1,6 +1,6 @@
 """Blocking environments in processes of their own: a call that hangs is ended, one that crashes takes nothing else down.
 
-Processes are started anew (never forked: this process has threads and may hold an engine), one call at a time each. A thread
+Processes are spawned (never forked: this process has threads and may hold an engine), one call at a time each. A thread
 for each process does the waiting, so the event loop never does, and the pool may be used from any loop.
 """
 
@@ -84,7 +84,7 @@ class Worker:
             self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._calls), daemon=True)
             self._thread.start()
         if self.lost:  # its thread may have ended
-            raise self._gone()
+            raise self._failure()
         future: Future[Reply] = Future()
         self._calls.put((call, future))
         if self.lost:  # since the line above: its thread may have ended without having seen the call
@@ -116,7 +116,7 @@ class Worker:
                 item = self._calls.get_nowait()
                 if item is not None:
                     self.serve(*item)
-        self._calls.put(None)  # the thread's sign to end, which may have been among them
+        self._calls.put(None)  # ends the thread; the one before may have been among them
 
     def serve(self, call: Call, future: Future[Reply]) -> None:
         """On the worker's thread."""
@@ -130,7 +130,7 @@ class Worker:
 
     def _blocking_call(self, call: Call) -> Reply:
         if self.lost:
-            raise self._gone()
+            raise self._failure()
         if self._process is None:
             self._start()
         timeout = self.config.step_timeout
@@ -141,7 +141,7 @@ class Worker:
         self._pipe = Connection(ours.detach())
         with theirs, self._closing:
             if self.lost:
-                raise self._gone()
+                raise self._failure()
             command = [sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
@@ -153,7 +153,7 @@ class Worker:
             )
             if self.lost:  # stopped by a finalizer, meanwhile
                 self._process.kill()
-                raise self._gone()
+                raise self._failure()
         timeout = self.config.start_timeout
         hello = Call("load", path=self.path, arguments=self._arguments)
         reply = self._exchange(hello, timeout, f"it took longer to start than env.start_timeout = {timeout:g} s")
@@ -175,10 +175,10 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=5)
             self.stop(f"it ended by itself in `{call.method}`, with exit code {self._process.returncode}")
-            raise self._gone() from error
+            raise self._failure() from error
 
-    def _gone(self) -> EnvironmentFailed:
-        return EnvironmentFailed(f"the process of {self.path} is gone: {self.lost}")
+    def _failure(self) -> EnvironmentFailed:
+        return EnvironmentFailed(f"the process of {self.path} is lost: {self.lost}")
 
 
 def _serve(worker: weakref.ref[Worker], calls: queue.SimpleQueue[tuple[Call, Future[Reply]] | None]) -> None:

@@ -82,11 +82,11 @@ class Player:
         return Reply()
 
 
-def messages_of(said: Any) -> list[Message]:
+def messages_of(given: Any) -> list[Message]:
     """A string is one user message. Raises `TypeError` for what are no messages."""
-    if isinstance(said, str):
-        return [Message("user", said)]
-    messages = list(said)
+    if isinstance(given, str):
+        return [Message("user", given)]
+    messages = list(given)
     for message in messages:
         if not isinstance(message, Message):
             raise TypeError(f"an environment speaks in strings or Messages, not {type(message).__name__}")
@@ -104,7 +104,7 @@ def _end_by_the_kernel() -> None:
 
 
 def _end_with(owner: int, descriptor: int) -> None:
-    """Ends this process when its owner has died, also while an environment hangs: the pipe is read by nobody then."""
+    """Ends this process when its owner has ended, also while an environment hangs: the pipe is read by nobody then."""
     poll = select.poll()
     poll.register(descriptor, select.POLLRDHUP)  # the end of the pipe, and not what comes through it
     while os.getppid() == owner:

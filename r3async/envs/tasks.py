@@ -104,7 +104,7 @@ class AlphabetSort(_Spelling):
 
 
 class Guess:
-    """`guess`: a secret in `1..highest`, told `higher` or `lower`; `turns` guesses, by default just enough for bisection.
+    """`guess`: a secret in `1..highest`, answered by `higher` or `lower`; `turns` guesses, by default just enough for bisection.
 
     Reward, given with the last answer: `(1 - noise) * found + noise * u`, with `found` 1 if the secret was guessed and 0 if
     not, and `u` uniform in `0..1`, drawn from the task and the answers given: in `0..1`, and equal for equal play. The noise is
@@ -267,7 +267,7 @@ class ToolCalculator:
     `{"answer": 12}` ends the episode. At most `turns` answers.
 
     Reward, given with the last answer: 1 if the final answer is right, less `cost` for every earlier answer that was no valid
-    call (which is told what is wrong), and at least 0. A wrong or missing final answer earns 0. In `0..1`.
+    call (and is answered by what is wrong), and at least 0. A wrong or missing final answer earns 0. In `0..1`.
     """
 
     def __init__(self, terms: int = 3, highest: int = 99, turns: int = 4, cost: float = 0.1):

@@ -66,7 +66,7 @@ class ChatRenderer:
         return cls(tokenizer, stops, template_args)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The template's text, ready for an answer. Raises `TemplateError` with what the template said."""
+        """The template's text, ready for an answer. Raises `TemplateError` with what the template raised."""
         try:
             return self.tokenizer.apply_chat_template(
                 [m.for_template() for m in messages],
@@ -175,7 +175,7 @@ class Conversation:
         self.messages = list(messages)
 
     def _seen(self, rendered: str) -> tuple[list[_Piece], int]:
-        """The pieces that `rendered` begins with, and where it goes on. White space that a template puts or takes around an
+        """The pieces that `rendered` begins with, and where the rest begins. White space that a template puts or takes around an
         answer is not a difference: the model's own stays."""
         kept: list[_Piece] = []
         at = 0

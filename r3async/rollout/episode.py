@@ -17,7 +17,7 @@ from r3async.data.records import Sample, Trajectory, trajectory_name
 from r3async.envs.base import Action, Environment
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engines.base import Engine, EngineError, Generation, GenerationRequest
-from r3async.rollout.samples import EpisodeRows, SampleBuilder
+from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.world.real import REAL
 
 ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
@@ -32,11 +32,11 @@ class EpisodeError(RuntimeError):
 
 
 class EngineAborted(EpisodeError):
-    """The engine gave an answer up, or gave none."""
+    """The engine aborted an answer, or gave none."""
 
 
 class PromptTooLong(EpisodeError):
-    """The first prompt leaves no room; no answer was asked for."""
+    """The first prompt leaves no capacity for an answer; none was asked for."""
 
 
 class EpisodeTask(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class EpisodeTask(msgspec.Struct, frozen=True):
         )
 
 
-def room_for_answer(prompt_tokens: int, settings: EpisodeConfig) -> int:
+def answer_capacity(prompt_tokens: int, settings: EpisodeConfig) -> int:
     """Tokens that may be sampled after a prompt of that length; 0 if the prompt itself is too long."""
     if prompt_tokens > settings.max_prompt_tokens:
         return 0
@@ -69,22 +69,22 @@ def room_for_answer(prompt_tokens: int, settings: EpisodeConfig) -> int:
 
 
 class EngineCalls:
-    """Answers for one episode, each recorded in `rows`. `report(event, **fields)` is told of each call that failed.
+    """Answers for one episode, each recorded in `samples`. `report(event, **fields)` gets each call that failed.
 
-    A call that the engine fails at, or aborts, leaves no trace in the rows and is made again while the environment, or the agent,
-    waits: `episode.engine_retries` times in the episode. Calls may overlap; all belong to one event loop.
+    A call that the engine fails at, or aborts, leaves no trace in the samples and is made again while the environment, or the
+    agent, waits: `episode.engine_retries` times in the episode. Calls may overlap; all belong to one event loop.
     """
 
     def __init__(
         self,
         episode: str,
         engine: Engine,
-        rows: EpisodeRows,
+        samples: EpisodeSamples,
         settings: EpisodeConfig,
         stop_token_ids: Sequence[int],
         report: Callable[..., object],
     ):
-        self._episode, self._engine, self._rows, self._settings = episode, engine, rows, settings
+        self._episode, self._engine, self._samples, self._settings = episode, engine, samples, settings
         self._stop_token_ids, self._report = tuple(stop_token_ids), report
         self._asked = self._failed = 0
 
@@ -104,8 +104,8 @@ class EngineCalls:
                     raise
 
     async def _ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, Generation]:
-        call = self._rows.begin(prompt)
-        # Every try has a number of its own: a record of calls tells them apart.
+        call = self._samples.begin(prompt)
+        # Every attempt has a number of its own: a record of calls distinguishes them.
         name = f"{self._episode}t{self._asked}"
         self._asked += 1
         try:
@@ -123,9 +123,9 @@ class EngineCalls:
             if generation.stop_reason == "abort" or not len(generation.token_ids):
                 raise EngineAborted(f"the engine aborted call {name} after {len(generation.token_ids)} tokens")
         except BaseException:
-            self._rows.cancel(call)
+            self._samples.cancel(call)
             raise
-        return self._rows.end(call, generation), generation
+        return self._samples.end(call, generation), generation
 
 
 class EpisodePlayer:
@@ -146,9 +146,9 @@ class EpisodePlayer:
         self.task, self.settings = task, settings
         self._env, self._renderer = env, renderer
         self._generator_id, self._clock = generator_id, clock
-        self._rows = EpisodeRows(engine.routing, settings.rows)
+        self._samples = EpisodeSamples(engine.routing, settings.rows)
         name = task.trajectory_id
-        self._calls = EngineCalls(name, engine, self._rows, settings, renderer.stop_token_ids, report)
+        self._calls = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
         self._preview: list[dict[str, str]] = []
         self._judged = 0
         """Turns whose answers have a reward. An answer that time ran out on is not trained: nobody knows what it is worth."""
@@ -157,9 +157,9 @@ class EpisodePlayer:
     async def play(self) -> Trajectory:
         """Until the environment is done, or turns, context or time run out.
 
-        Raises `PromptTooLong` for the first prompt, `PrefixBroken` (see `EpisodeRows`), `TemplateError`, `EpisodeError` if time
-        runs out before the first turn is complete, what the engine failed with too often
-        (`EngineCalls`), and whatever the environment raises. Cancelling it aborts the running request.
+        Raises `PromptTooLong` for the first prompt, `PrefixBroken` (see `EpisodeSamples`), `TemplateError`, `EpisodeError` if
+        time runs out before the first turn is complete, what the engine failed with too often (`EngineCalls`), and whatever the
+        environment raises. Cancelling it aborts the running request.
         """
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
@@ -183,17 +183,17 @@ class EpisodePlayer:
         talk = Conversation(self._renderer, messages, getattr(self._env, "tools", ()))
         for index in range(settings.max_turns):
             prompt = talk.prompt()
-            if not (room := room_for_answer(len(prompt), settings)):
+            if not (capacity := answer_capacity(len(prompt), settings)):
                 if index == 0:
                     raise PromptTooLong(
                         f"the first prompt of episode {name} has {len(prompt)} tokens, more than episode.max_prompt_tokens = "
                         f"{settings.max_prompt_tokens}: raise it (and episode.max_total_tokens) or shorten the task"
                     )
                 return "length"
-            turn, generation = await self._calls.answer(prompt, room)
+            turn, generation = await self._calls.answer(prompt, capacity)
             text = talk.answered(generation.token_ids.tolist())
             result = await self._env.step(Action(text, generation.stop_reason))
-            self._rows.reward(turn, result.reward)
+            self._samples.reward(turn, result.reward)
             self._judged = turn + 1
             if self.task.episode_index == 0:
                 self._preview += [{"role": m.role, "content": m.content} for m in messages]
@@ -207,7 +207,7 @@ class EpisodePlayer:
     def trajectory(self, stop_reason: str) -> Trajectory:
         """What was played. Raises `EpisodeError` if that is nothing."""
         name = self.task.trajectory_id
-        samples, turns = self._rows.build(name, self.settings.temperature, self._judged)
+        samples, turns = self._samples.build(name, self.settings.temperature, self._judged)
         if not turns:
             raise EpisodeError(f"episode {name} ended without an answer")
         return self.task.trajectory(

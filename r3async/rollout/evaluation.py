@@ -44,7 +44,7 @@ def evaluated(config: Config) -> EnvConfig:
 
 
 async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
-    """How many tasks the environment says it has (`HasSize`). None: it draws them at random, or an agent does."""
+    """How many tasks the environment has (`HasSize`). None: it draws them at random, or an agent does."""
     if factory is None:
         return None
     environment = factory()
@@ -69,7 +69,7 @@ def evaluation_tasks(
     else:
         order = Cursor(evaluation_seed(seed, 0), size)
         seeds = [order.task_seed(i) for i in range(episodes)]
-    # Index 0 of a group would keep a preview of what was said, for nobody.
+    # Index 0 of a group would keep a preview, for nobody.
     return [EvaluationTask(i, 1, task_seed) for i, task_seed in enumerate(seeds)]
 
 
@@ -201,7 +201,7 @@ async def evaluate(
     `evaluation_tasks`, which may raise `ConfigError`.
 
     An episode that fails is tried again `episode.retries` times; then what it failed with is raised and the others are cancelled.
-    `report(event, **fields)` hears of failed tries, `progress` of each outcome.
+    `report(event, **fields)` gets failed attempts, `progress` each outcome.
     """
     tasks = evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained)
     outcomes: list[Outcome] = []
@@ -235,10 +235,10 @@ async def evaluate(
 async def _all(
     play: Callable[[EpisodeTask], Awaitable[None]], tasks: Sequence[EvaluationTask], concurrency: int
 ) -> None:
-    room = asyncio.Semaphore(concurrency)
+    capacity = asyncio.Semaphore(concurrency)
 
     async def one(task: EpisodeTask) -> None:
-        async with room:
+        async with capacity:
             await play(task)
 
     async with asyncio.TaskGroup() as group:

@@ -36,10 +36,10 @@ class _Kind(NamedTuple):
 
 
 class GroupPlayer:
-    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` hears of failed tries.
+    """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` gets failed attempts.
 
-    `play` plays one episode in place of an environment that `factory` makes. `over(end)` is told of each episode that is over,
-    and judges how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds.
+    `play` plays one episode in place of an environment that `factory` makes. `over(end)` gets each episode that is over,
+    and decides how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The training rows of one episode: every engine call lands in a row whose tokens are exactly what the engine saw."""
+"""The samples of one episode: every engine call lands in a sample whose tokens are exactly what the engine saw."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from r3async.rollout.engines.base import Generation
 
 
 class PrefixBroken(ValueError):
-    """A prompt that does not extend the episode's row, where only one row is allowed."""
+    """A prompt that does not extend the episode's sample, where only one sample is allowed."""
 
 
 class SampleBuilder:
-    """Grows one training row, token by token as the engine saw them.
+    """Grows one sample, token by token as the engine saw them.
 
     Observation tokens and injected end-of-sequence tokens are in the sequence with `loss_mask` False; sampled tokens
-    carry log-prob, version and turn. Routes are kept by position (`RoutingTrace`): within a row, the first call that fed a
-    position owns its route. A row that branched off borrows the routes of its context until its first call has answered, and
+    carry log-prob, version and turn. Routes are kept by position (`RoutingTrace`): within a sample, the first call that fed a
+    position owns its route. A sample that branched off borrows the routes of its context until its first call has answered, and
     keeps them only if that call entered under the very weights that made them.
     """
 
@@ -36,7 +36,7 @@ class SampleBuilder:
             else None
         )
         self.version = -1
-        """Weights that the row's first call entered under; of a row without an answer, those that made the borrowed routes."""
+        """Weights that the first call entered under; of a sample without an answer, those that made the borrowed routes."""
         self.uniform = 0
         """Positions from the first on whose routes are recorded and were made by that version, onto keys and values of it:
         what a new call under that version would find in the engine's prefix cache."""
@@ -58,14 +58,14 @@ class SampleBuilder:
 
     @property
     def trained(self) -> bool:
-        """Whether this row sampled any token."""
+        """Whether any token of it was sampled."""
         return bool(self._answers)
 
     def observe(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
 
     def answer(self, turn: int, generation: Generation) -> tuple[int, int]:
-        """Append what the policy sampled when it was fed all tokens so far. Returns its rows `start, stop`.
+        """Append what the policy sampled when it was fed all tokens so far. Returns its positions `start, stop`.
 
         A call that sampled nothing (an abort) owns nothing: its prompt is fed again by the call that is answered.
         """
@@ -85,7 +85,7 @@ class SampleBuilder:
             # Of what is borrowed, nothing that other weights made, and nothing that this call returned itself.
             self.trace = trace = trace.branch(first if span.version == self.version else 0)
             self.version, self.uniform = span.version, trace.fed
-        # The last sampled token has not been fed: its row belongs to the next call that feeds it.
+        # The last sampled token has not been fed: its route belongs to the next call that feeds it.
         known = trace.fed
         trace.record(first, rows, fed=stop - 1)
         if rows is not None and first <= known == self.uniform and span.version == self.version:
@@ -93,11 +93,11 @@ class SampleBuilder:
             self.uniform = max(known, min(first + len(rows), start + span.stop - 1))
 
     def branch(self, length: int) -> SampleBuilder:
-        """A new row whose context is the first `length` tokens of this one. It borrows those of their routes that one version
+        """A new sample whose context is the first `length` tokens of this one. It borrows those of their routes that one version
         made (`uniform`).
 
-        For a context that is rewritten from there on, and for step-wise rows. None of the shared tokens is trained in
-        the new row: the row that sampled them does that. Raises `ValueError` if there are not so many tokens.
+        For a context that is rewritten from there on, and for step-wise samples. None of the shared tokens is trained in
+        the new sample: the one that has them sampled does that. Raises `ValueError` if there are not so many tokens.
         """
         if not 0 <= length <= len(self):
             raise ValueError(f"a branch cannot share {length} of {len(self)} tokens")
@@ -118,11 +118,11 @@ class SampleBuilder:
         columns = {name: column.filled(n) for name, column in SCHEMA.columns.items() if not column.optional}
         columns["token_ids"] = np.asarray(self.token_ids, np.int32)
         for turn, start, generation in self._answers:
-            rows = slice(start, start + len(generation.token_ids))
-            columns["loss_mask"][rows] = True
-            columns["turn"][rows] = turn
-            columns["rollout_logprobs"][rows] = generation.logprobs
-            columns["policy_version"][rows] = expand(generation.version_spans, len(generation.token_ids))
+            sampled = slice(start, start + len(generation.token_ids))
+            columns["loss_mask"][sampled] = True
+            columns["turn"][sampled] = turn
+            columns["rollout_logprobs"][sampled] = generation.logprobs
+            columns["policy_version"][sampled] = expand(generation.version_spans, len(generation.token_ids))
         for at, reward in self._rewards:
             columns["rewards"][at] += reward
         if self.trace is not None:
@@ -131,45 +131,30 @@ class SampleBuilder:
         return TokenTable(columns).slice(0, length)
 
 
-class Call(msgspec.Struct):
-    """One engine call that has begun, and the row it lands in. `routes_from`, `routes_version`: what to ask the engine for."""
-
-    row: SampleBuilder
-    prompt_length: int
-
-    @property
-    def routes_from(self) -> int:
-        return self.row.routes_from
-
-    @property
-    def routes_version(self) -> int | None:
-        return self.row.routes_version
-
-
 class _Answer(msgspec.Struct):
-    row: SampleBuilder
+    sample: SampleBuilder
     start: int
     stop: int
     stop_reason: str
     reward: float = 0.0
 
 
-class EpisodeRows:
-    """Decides for every prompt which row it continues.
+class EpisodeSamples:
+    """Decides for every prompt which sample it continues.
 
-    A prompt that extends a row exactly continues it (in `merged` and `auto`), so the tokens of training are those of the
-    episode, once. Any other prompt **branches**: a new row that trains only what is sampled in it. Its own call computes the
+    A prompt that extends a sample exactly continues it (in `merged` and `auto`), so the tokens of training are those of the
+    episode, once. Any other prompt **branches**: a new sample that trains only what is sampled in it. Its own call computes the
     whole prompt again, so it has that call's routes. Those of a common prefix that an earlier call recorded under the same
-    weights and the same cache salt are shared; all others are asked for. With `stepwise` every prompt branches: one row a turn.
-    With `merged` a prompt that does not extend the one row raises `PrefixBroken`.
+    weights and the same cache salt are shared; all others are asked for. With `stepwise` every prompt branches: one sample a
+    turn. With `merged` a prompt that does not extend the one sample raises `PrefixBroken`.
 
-    Calls may overlap (an agent that asks twice at once): a row that waits for its answer is branched from, not continued.
+    Calls may overlap (an agent that asks twice at once): a sample that waits for its answer is branched from, not continued.
     Pure; owns nothing but memory.
     """
 
     def __init__(self, routing: RoutingShape | None, mode: RowsMode = "auto"):
         self._routing, self._mode = routing, mode
-        self._rows: list[SampleBuilder] = []
+        self._samples: list[SampleBuilder] = []
         self._waiting: list[SampleBuilder] = []
         self._answers: dict[int, _Answer] = {}
 
@@ -178,90 +163,91 @@ class EpisodeRows:
         """Answers so far."""
         return len(self._answers)
 
-    def begin(self, prompt_ids: Sequence[int]) -> Call:
-        """A call with the prompt `prompt_ids` `[P]`. Raises `PrefixBroken`."""
+    def begin(self, prompt_ids: Sequence[int]) -> SampleBuilder:
+        """The sample that a call with the prompt `prompt_ids` `[P]` lands in, grown to the prompt; `routes_from` and
+        `routes_version` of it are what to ask the engine for. To be given to `end` or `cancel`. Raises `PrefixBroken`."""
         prompt = list(prompt_ids)
-        row = self._continued(prompt)
-        if row is None:
-            row = self._branched(prompt)
-            self._rows.append(row)
-        self._waiting.append(row)
-        return Call(row, len(prompt))
+        sample = self._continued(prompt)
+        if sample is None:
+            sample = self._branched(prompt)
+            self._samples.append(sample)
+        self._waiting.append(sample)
+        return sample
 
     def _continued(self, prompt: list[int]) -> SampleBuilder | None:
-        """The longest row that the prompt extends, grown to the prompt; None if there is none, or rows are not merged."""
+        """The longest sample that the prompt extends, grown to the prompt; None if there is none, or samples are not merged."""
         if self._mode == "stepwise":
             # Only a call that failed, asked again.
-            fits = [r for r in self._rows if self._free(r) and not r.trained and r.token_ids == prompt]
+            fits = [s for s in self._samples if self._free(s) and not s.trained and s.token_ids == prompt]
         else:
-            fits = [r for r in self._rows if self._free(r) and r.token_ids == prompt[: len(r)]]
+            fits = [s for s in self._samples if self._free(s) and s.token_ids == prompt[: len(s)]]
         if not fits:
             return None
-        row = max(reversed(fits), key=len)  # of equal ones the newest: that is the conversation that goes on
-        row.observe(prompt[len(row) :])
-        return row
+        sample = max(reversed(fits), key=len)  # of equal ones the newest: that is the conversation that continues
+        sample.observe(prompt[len(sample) :])
+        return sample
 
-    def _free(self, row: SampleBuilder) -> bool:
-        return all(row is not other for other in self._waiting)
+    def _free(self, sample: SampleBuilder) -> bool:
+        return all(sample is not other for other in self._waiting)
 
     def _branched(self, prompt: list[int]) -> SampleBuilder:
-        shared = [common_prefix(r.token_ids, prompt) for r in self._rows]
+        shared = [common_prefix(s.token_ids, prompt) for s in self._samples]
         if not shared:
-            row = SampleBuilder(self._routing)
+            sample = SampleBuilder(self._routing)
         elif self._mode == "merged":
             raise PrefixBroken(
                 f"the prompt of turn {self.turns} differs from what the model has seen at position {max(shared)}: the chat "
-                'template, or the environment, rewrites history. episode.rows = "merged" allows one row an episode; with '
+                'template, or the environment, rewrites history. episode.rows = "merged" allows one sample an episode; with '
                 '"auto" such an episode becomes several'
             )
         else:
-            # The newest version of all rows is the only one that the engine can still have.
+            # The newest version of all samples is the only one that the engine can still have.
             lenders = [
-                (r.version, min(length, r.uniform), i)
-                for i, (r, length) in enumerate(zip(self._rows, shared, strict=True))
+                (s.version, min(length, s.uniform), i)
+                for i, (s, length) in enumerate(zip(self._samples, shared, strict=True))
             ]
             lender = max(lenders)[-1]
-            row = self._rows[lender].branch(shared[lender])
-        row.observe(prompt[len(row) :])
-        return row
+            sample = self._samples[lender].branch(shared[lender])
+        sample.observe(prompt[len(sample) :])
+        return sample
 
-    def end(self, call: Call, generation: Generation) -> int:
-        """Take the call's answer, whose turn is returned. An empty one (an abort) is no turn: -1."""
-        self.cancel(call)
+    def end(self, sample: SampleBuilder, generation: Generation) -> int:
+        """Take the answer of the call that lands in `sample`; its turn is returned. An empty one (an abort) is no turn: -1."""
+        self.cancel(sample)
         turn = len(self._answers)
-        start, stop = call.row.answer(turn, generation)
+        start, stop = sample.answer(turn, generation)
         if stop == start:
             return -1
-        self._answers[turn] = _Answer(call.row, start, stop, generation.stop_reason)
+        self._answers[turn] = _Answer(sample, start, stop, generation.stop_reason)
         return turn
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, sample: SampleBuilder) -> None:
         """The call failed. Its prompt may be asked again."""
-        self._waiting = [row for row in self._waiting if row is not call.row]
+        self._waiting = [other for other in self._waiting if other is not sample]
 
     def reward(self, turn: int, reward: float) -> None:
         """Credit `reward`, in addition, at the last token of that turn. Raises `KeyError` for a turn that there is not."""
         answer = self._answers[turn]
         answer.reward += reward
-        answer.row.reward(answer.stop - 1, reward)
+        answer.sample.reward(answer.stop - 1, reward)
 
     def build(
         self, trajectory_id: str, temperature: float, turns: int | None = None
     ) -> tuple[list[Sample], list[Turn]]:
-        """The rows that sampled anything, in the order of their first answers, and their turns: all, or the first `turns`."""
+        """The samples that sampled anything, in the order of their first answers, and their turns: all, or the first `turns`."""
         answers = list(self._answers.items())[:turns]
-        rows: list[SampleBuilder] = []
+        builders: list[SampleBuilder] = []
         described = []
         for index, answer in answers:
-            at = next((i for i, row in enumerate(rows) if row is answer.row), len(rows))
-            if at == len(rows):
-                rows.append(answer.row)
+            at = next((i for i, builder in enumerate(builders) if builder is answer.sample), len(builders))
+            if at == len(builders):
+                builders.append(answer.sample)
             described.append(Turn(index, at, answer.start, answer.stop, answer.reward, answer.stop_reason))
         samples = []
-        for at, row in enumerate(rows):
+        for at, builder in enumerate(builders):
             # A prompt that never got its answer is not part of what is trained.
-            last = max(answer.stop for _, answer in answers if answer.row is row)
-            samples.append(Sample(f"{trajectory_id}s{at}", row.build(last), temperature))
+            last = max(answer.stop for _, answer in answers if answer.sample is builder)
+            samples.append(Sample(f"{trajectory_id}s{at}", builder.build(last), temperature))
         return samples, described
 
 

@@ -1,7 +1,7 @@
 """Weights from the learner's GPU to the engines' by NCCL: who sends what to whom, and when. What sends is `engines.vllm_sender`.
 
 A version is written into shared memory of the learner's host, as ever. For each generator one process beside the learner, on its
-GPU, reads it there and is rank 0 of a group with that generator's workers. A collective operation hangs if a peer is gone: only
+GPU, reads it there and is rank 0 of a group with that generator's workers. A collective operation hangs if a peer is lost: only
 that process can hang, and it is killed after a time. Neither the learner nor another generator waits for it.
 
 A worker that is ready to receive, its engine paused, asks with `Ready`. When all workers of the engine have asked and the process
@@ -128,7 +128,7 @@ class Links:
 
     `start(name)` starts the process of a new link, `post(to, message)` sends a message, `path(version)` is the file of a version
     that is still there. A link is dropped, its process killed, if a delivery takes longer than `timeout` from the first
-    worker's request, if the process ends, or if its generator starts anew; the next request makes another.
+    worker's request, if the process ends, or if its generator restarts; the next request makes another.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Links:
         return len(self._links)
 
     def handle(self, sender: bytes, message: Message, now: float) -> None:
-        """A message came from `sender`. What a dropped process says is ignored."""
+        """A message came from `sender`. Messages of a dropped process are ignored."""
         if isinstance(message, Ready):
             self._ready(sender, message, now)
             return
@@ -190,8 +190,8 @@ class Links:
             or link.sending == message.version
             or (link.asked and link.version != message.version)
         ):
-            # Started anew, or given up on what it asked for before.
-            self._drop(link, "the generator has asked anew")
+            # It restarted, or what it asked for before has timed out.
+            self._drop(link, "the generator has asked again")
             link = None
         if link is None:
             name = uuid.uuid4().hex
@@ -284,7 +284,7 @@ class NcclSender:
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:
         def post(to: bytes, message: Message) -> None:
-            router.send_multipart([to, encode(message)])  # one that is gone is not waited for: ZeroMQ drops it
+            router.send_multipart([to, encode(message)])  # nothing waits for one that is lost: ZeroMQ drops it
 
         links = Links(
             self._host,

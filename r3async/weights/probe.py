@@ -1,7 +1,7 @@
 """Does the engine think what the learner thinks? One fixed text, scored by both after a delivery.
 
-Weights that arrive corrupted load without an error and generate fluent text; only the log-probs tell. A score of a given
-text says nothing of how a token is *sampled*, at the run's temperature, and of what is reported of it: so the engine also
+Weights that arrive corrupted load without an error and generate fluent text; only the log-probs show it. A score of a given
+text shows nothing of how a token is *sampled*, at the run's temperature, and of what is reported of it: so the engine also
 samples after several beginnings of the text. Which tokens come is not known beforehand, but with logits `z` at a position,
 `log softmax(z / T)[t] = log softmax(z)[t] / T - c`, where `c = logsumexp(z / T) - logsumexp(z) / T` is the same for every
 token `t`: the learner's two scores of the text's own next token, at temperature 1 and at `T`, give it.

@@ -137,7 +137,7 @@ class VersionFolder:
     """Files of versions in a folder of its own below `directory`, of which the last `keep` stay.
 
     A file that an engine has mapped stays readable to it after it was removed here. The folder is locked while its owner
-    lives; folders whose owner died without `close` are removed when the next one starts, so killed runs do not fill the
+    lives; folders whose owner was lost without `close` are removed when the next one starts, so killed runs do not fill the
     memory. Blocking, and not thread-safe: call it from one thread at a time.
     """
 

@@ -17,7 +17,7 @@ import numpy as np
 from r3async.data.records import Sample, Trajectory
 from r3async.rollout.engines.base import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
-from r3async.rollout.samples import EpisodeRows
+from r3async.rollout.samples import EpisodeSamples
 from r3async.tools.bench.jobs import job_main, progress
 from r3async.tools.bench.replay_records import RolloutJob
 from r3async.tools.bench.replay_rollouts import make_random_model, model_config
@@ -69,7 +69,7 @@ async def play(job: RolloutJob, directory: Path) -> list[tuple[Sample, Sample, i
         max_model_len=shared + SUFFIX + job.new_tokens,
         engine_args={"seed": job.seed},
     )
-    rows = [EpisodeRows(engine.routing) for _ in prompts]
+    rows = [EpisodeSamples(engine.routing) for _ in prompts]
 
     async def turn(index: int, prompt: list[int]) -> list[int]:
         call = rows[index].begin(prompt)

@@ -41,7 +41,7 @@ COMMAND, OUTSIDE = "agent-command", "agent-outside"
 KINDS = (COMMAND, OUTSIDE)
 TAIL_BYTES = 16_384
 ENDING_SECONDS = 5.0
-"""What a process may take to end when it is told to, before it is killed."""
+"""What a process may take to end after SIGTERM, before it is killed."""
 
 Play = Callable[[EpisodeTask], Awaitable[Trajectory]]
 Agent = Callable[[AgentServer, Session], Awaitable[float | None]]
@@ -103,23 +103,23 @@ async def in_thread(work: Callable[[], Any], name: str) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def tell(method: Callable[[Any], None], value: Any) -> None:
-        def set_unless_given_up() -> None:
+    def report(method: Callable[[Any], None], value: Any) -> None:
+        def set_unless_done() -> None:
             if not done.done():
                 method(value)
 
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            loop.call_soon_threadsafe(set_unless_given_up)
+            loop.call_soon_threadsafe(set_unless_done)
 
     def run() -> None:
         try:
             result = work()
         except (SystemExit, KeyboardInterrupt, StopIteration) as error:
-            tell(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
+            report(done.set_exception, EpisodeError(f"the agent of {name} ended with {error!r}"))
         except BaseException as error:
-            tell(done.set_exception, error)
+            report(done.set_exception, error)
         else:
-            tell(done.set_result, result)
+            report(done.set_result, result)
 
     threading.Thread(target=run, name=f"agent-{name}", daemon=True).start()
     return await done
@@ -191,10 +191,10 @@ class CommandAgent:
         finally:
             await _end(process)
         if code:
-            said = (
-                errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "it said nothing"
+            output_end = (
+                errors.decode(errors="replace").strip() or output.decode(errors="replace").strip() or "no output"
             )
-            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {said[-1000:]}")
+            raise EpisodeError(f"{' '.join(self._command)!r} exited with {code}: {output_end[-1000:]}")
         return last_reward(output.decode(errors="replace"))
 
     def _variables(self, server: AgentServer, session: Session) -> dict[str, str]:
@@ -234,7 +234,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def last_reward(output: str) -> float | None:
-    """The reward that the last line of a program's output says, if it says one."""
+    """The reward in the last line of a program's output, if that has one."""
     lines = output.strip().splitlines()
     try:
         value = msgspec.json.decode(lines[-1]) if lines else None
@@ -244,7 +244,7 @@ def last_reward(output: str) -> float | None:
 
 
 async def outside(server: AgentServer, session: Session) -> float | None:
-    """Somebody who asks for an episode with the token plays it, and says when it is done."""
+    """Somebody who asks for an episode with the token plays it, and ends it."""
     server.offer(session)
     await session.closed.wait()
     return None
@@ -325,9 +325,9 @@ async def agent_player(
     try:
         if serving.enabled and directory is not None:
             made = {} if serving.token else {"token": server.token}
-            told = msgspec.json.encode({"base_url": server.base_url, **made})
+            address = msgspec.json.encode({"base_url": server.base_url, **made})
             path = directory / f"serving-{generator_id}.json"
-            writing = asyncio.create_task(_write_private(path, told, report, world))
+            writing = asyncio.create_task(_write_private(path, address, report, world))
             await asyncio.wait([writing], timeout=RETRY_SECONDS)
         yield AgentRunner(agent, server).play if agent is not None else None
     finally:

@@ -1,7 +1,7 @@
 """What the endpoint reads and writes: requests, answers, tool calls and errors in the shape of OpenAI's API.
 
 What would change how tokens are sampled, and cannot be granted, is refused and never ignored: an episode is trained with the
-log-probs of the distribution that `episode.temperature` says.
+log-probs of the distribution that `episode.temperature` gives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from r3async.config import EpisodeConfig
 from r3async.envs.base import Message
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what there is room for."""
+"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what the context has left."""
 
 
 class Refused(Exception):
@@ -256,11 +256,11 @@ def _body(answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]) 
 
 def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> list[dict[str, Any]]:
     """Of each sampled token; `top`: with itself as its only alternative, since no other was recorded."""
-    said = []
+    entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         entry = {"token": token, "logprob": float(logprob), "bytes": list(token.encode())}
-        said.append({**entry, "top_logprobs": [entry] if top else []})
-    return said
+        entries.append({**entry, "top_logprobs": [entry] if top else []})
+    return entries
 
 
 def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> dict[str, Any]:
@@ -338,7 +338,7 @@ class SpokenMessages:
         self._text: dict[Any, str] = {}
 
     def add(self, text: str, message: Message) -> None:
-        """The policy said `text`; the agent was given `message`."""
+        """The policy sampled `text`; the agent was given `message`."""
         self._text[_key(message, ids=True)] = text
         self._text[_key(message, ids=False)] = text
 

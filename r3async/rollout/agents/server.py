@@ -66,7 +66,7 @@ class AgentServer:
     """Serves sessions of one engine, on its event loop.
 
     `open` and `close` are for the process that plays leased episodes. If `serving.enabled`, whoever has `token` may take an
-    episode that waits for an agent (`offer`), or begin one of his own that is not trained. `report(event, **fields)` hears of
+    episode that waits for an agent (`offer`), or begin one of his own that is not trained. `report(event, **fields)` gets
     errors of our own.
     """
 
@@ -225,11 +225,11 @@ class AgentServer:
         self._refuse_many(messages=asked.messages, tools=asked.tools or [])
         tools = (asked.tools or []) if asked.tool_choice != "none" else []
         sampled, message = await session.chat(read_messages(asked.messages), tools, asked.limit)
-        said = None
+        logprobs = None
         if asked.logprobs:
-            said = token_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), bool(asked.top_logprobs))
+            logprobs = token_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), bool(asked.top_logprobs))
         answer_id = f"chatcmpl-{session.task.trajectory_id}-{sampled.turn}"
-        body = chat_answer(answer_id, self.serving.model_name, sampled, message, said)
+        body = chat_answer(answer_id, self.serving.model_name, sampled, message, logprobs)
         if asked.stream:
             return await self._stream(request, chat_chunks(body, _wants_usage(asked.stream_options)))
         return web.json_response(body)
@@ -238,11 +238,11 @@ class AgentServer:
         session = self._session(request)
         asked: CompletionRequest = read_request(CompletionRequest, await self._body(request), self.settings)
         sampled = await session.complete(asked.one_prompt, asked.max_tokens)
-        said = None
+        logprobs = None
         if asked.logprobs is not None:
-            said = completion_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), asked.logprobs > 0)
+            logprobs = completion_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), asked.logprobs > 0)
         answer_id = f"cmpl-{session.task.trajectory_id}-{sampled.turn}"
-        body = completion_answer(answer_id, self.serving.model_name, sampled, said)
+        body = completion_answer(answer_id, self.serving.model_name, sampled, logprobs)
         if asked.stream:
             return await self._stream(request, completion_chunks(body, _wants_usage(asked.stream_options)))
         return web.json_response(body)

@@ -1,4 +1,4 @@
-"""One episode that somebody else plays: whole requests come in, in any order; rows of training come out."""
+"""One episode that somebody else plays: whole requests come in, in any order; samples come out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from r3async.envs.base import Message
 from r3async.rollout.agents.protocol import Refused, Sampled, SpokenMessages, parse_answer, read_messages
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, TextTooLong
 from r3async.rollout.engines.base import Engine
-from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, room_for_answer
-from r3async.rollout.samples import EpisodeRows, PrefixBroken
+from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
+from r3async.rollout.samples import EpisodeSamples, PrefixBroken
 from r3async.world.real import REAL
 
 _TOKENIZER = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -39,8 +39,8 @@ class Session:
     """Everything that one key caused.
 
     A request is a whole conversation. What it repeats of earlier answers keeps the tokens that were sampled; what extends a
-    recorded row continues it, and everything else branches (`EpisodeRows`). Requests may overlap. Whoever has `key` may speak for
-    the episode. Belongs to one event loop.
+    recorded sample continues it, and everything else branches (`EpisodeSamples`). Requests may overlap. `key` authenticates
+    requests for this episode. Belongs to one event loop.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Session:
         self.key = f"r3-{secrets.token_urlsafe(32)}"
         self.task, self.settings, self.renderer = task, settings, renderer
         self.closed = asyncio.Event()
-        """The agent said that it is done, or the episode was taken from it. No request is answered any more."""
+        """The agent ended it, or the episode was taken from it. No request is answered any more."""
         self.limit = ""
         """Why a request was refused, if one was for good: `turns` or `length`."""
         self.failure: Exception | None = None
         """What the engine failed with, too often."""
         self._generator_id, self._clock = generator_id, clock
         self._unrewarded = unrewarded
-        self._rows = EpisodeRows(engine.routing, settings.rows)
+        self._samples = EpisodeSamples(engine.routing, settings.rows)
         name = task.trajectory_id
-        self._engine = EngineCalls(name, engine, self._rows, settings, renderer.stop_token_ids, report)
+        self._engine = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
         self._talks: list[Conversation] = []
         self._spoken = SpokenMessages()
         self._texts: list[tuple[str, list[int]]] = []
@@ -81,7 +81,7 @@ class Session:
     @property
     def turns(self) -> int:
         """Answers so far."""
-        return self._rows.turns
+        return self._samples.turns
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -160,8 +160,8 @@ class Session:
             self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
 
     async def _sample(self, prompt: list[int], max_tokens: int | None) -> Sampled:
-        room = self._room(len(prompt), max_tokens)
-        asking = asyncio.ensure_future(self._engine.answer(prompt, room))
+        capacity = self._capacity(len(prompt), max_tokens)
+        asking = asyncio.ensure_future(self._engine.answer(prompt, capacity))
         self._calls.add(asking)
         try:
             turn, generation = await asking
@@ -186,23 +186,23 @@ class Session:
             finish="stop" if ids[-1] in self.renderer.stop_token_ids else "length",
         )
 
-    def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Tokens that may be sampled. Raises `Refused` where there is no room, or no turn, left."""
+    def _capacity(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """Tokens that may be sampled. Raises `Refused` where there is no capacity, or no turn, left."""
         if self.closed.is_set():
             raise closed_refusal()
         if max_tokens is not None and max_tokens < 1:
             raise Refused(f"max_tokens = {max_tokens} must be at least 1", param="max_tokens")
         settings = self.settings
-        # One that has been answered is in `turns` already, though its caller has not heard of it.
+        # One that has been answered is in `turns` already, though its caller has not seen it.
         if self.turns + sum(not call.done() for call in self._calls) >= settings.max_turns:
             self.limit = "turns"
             raise Refused(
                 f"this episode has had its episode.max_turns = {settings.max_turns} answers", code="max_turns_exceeded"
             )
-        room = room_for_answer(prompt_tokens, settings)
-        if not room:
+        capacity = answer_capacity(prompt_tokens, settings)
+        if not capacity:
             raise self._too_long(f"{prompt_tokens} tokens")
-        return room if max_tokens is None else min(room, max_tokens)
+        return capacity if max_tokens is None else min(capacity, max_tokens)
 
     def _too_long(self, what: str) -> Refused:
         self.limit = "length"
@@ -271,12 +271,12 @@ class Session:
                     f'{{"reward": 1.0}}, or call {REWARD_CALL}; or set serving.unrewarded to what such an episode is worth'
                 )
         for turn, value in self._turn_rewards.items():
-            self._rows.reward(turn, value)
+            self._samples.reward(turn, value)
         if reward is not None:
-            self._rows.reward(turns - 1, reward)
+            self._samples.reward(turns - 1, reward)
         elif stop_reason == "timeout":
             turns = max(self._turn_rewards) + 1
-        samples, described = self._rows.build(name, self.settings.temperature, turns)
+        samples, described = self._samples.build(name, self.settings.temperature, turns)
         return self.task.trajectory(
             generator_id=self._generator_id,
             stop_reason=stop_reason,

@@ -30,7 +30,7 @@ Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[i
 
 
 DIGEST = "scripted.digest"
-"""Tensor of the scripted learner: its weights, of which the engine knows what their checksum tells."""
+"""Tensor of the scripted learner: its weights, of which the engine knows the checksum."""
 
 MASK = 0xFFFFFFFF
 
@@ -74,7 +74,7 @@ class ScriptedEngine:
 
     An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out without a stop
     token ends as if its last token were one. `pace` is awaited before each token: a test that holds it back can
-    install new weights, abort or cancel in the middle of an answer. Or `seconds(tokens, running)` says how long so many tokens
+    install new weights, abort or cancel in the middle of an answer. Or `seconds(tokens, running)` gives how long so many tokens
     take while so many calls run: one wait for the whole answer. `before_install` is awaited while installing, and
     what it raises is the installation's failure. `rows` is how many of the routes come back. `clock`: in seconds.
     """

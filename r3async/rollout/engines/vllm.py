@@ -32,7 +32,7 @@ class VllmEngine:
     """One vLLM engine; see `Engine` for what the methods promise. They all belong to one event loop.
 
     `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
-    `on_update` says what becomes of running requests when weights change (the setting of that name).
+    `on_update` decides what becomes of running requests when weights change (the setting of that name).
     `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
     ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded, and vLLM is not
     imported, before `start`.
@@ -113,7 +113,7 @@ class VllmEngine:
         except Exception as error:
             raise EngineError(f"vLLM could not start with {self._args['model']}: {error}") from error
         self._requests.failure = None
-        self._requests.open_gate()
+        self._requests.admit()
 
     def _start(self) -> None:
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -218,7 +218,7 @@ class VllmEngine:
             return await differences(self._requests, manifest, timeout)
 
     def stats(self) -> dict[str, float]:
-        """Counters since `start`, the number of requests in vLLM now, and what it says of its load (`EngineLoad`)."""
+        """Counters since `start`, the number of requests in vLLM now, and its load (`EngineLoad`)."""
         requests = self._requests
         aborted = self._counts["aborted"] + requests.aborted
         now = {"aborted": aborted, "restarted": requests.restarted, "running": len(requests)}
@@ -287,7 +287,7 @@ class VllmEngine:
         )
 
     def _routes(self, request: GenerationRequest, completion: Any, first: int) -> np.ndarray | None:
-        """Rows of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
+        """Routes of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
 
         For a position that the prefix cache served, vLLM returns the row of the call that computed its keys and values. That call
         had the same salt, hence the same weights."""

@@ -1,4 +1,4 @@
-"""What vLLM says of its own load: how full its KV cache is, what waits, what it had to preempt."""
+"""vLLM's load, as it reports it: how full its KV cache is, what waits, what it had to preempt."""
 
 from __future__ import annotations
 

@@ -49,28 +49,28 @@ class Requests:
         self.aborted = self.restarted = 0
         self._running: set[Running] = set()
         self._serial = itertools.count()
-        self._gate = asyncio.Event()
+        self._admitting = asyncio.Event()
         self._none_running = asyncio.Event()
         self._none_running.set()
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def open_gate(self) -> None:
+    def admit(self) -> None:
         """Requests may enter."""
-        self._gate.set()
+        self._admitting.set()
 
-    def close_gate(self) -> None:
-        """Requests have to wait, until the gate is opened or the engine fails."""
-        self._gate.clear()
+    def hold(self) -> None:
+        """Requests have to wait, until `admit` or until the engine fails."""
+        self._admitting.clear()
 
     async def admission(self) -> None:
-        """Wait until the gate is open. Raises what made the engine fail.
+        """Wait until requests may enter. Raises what made the engine fail.
 
         No other task runs between its return and the caller's next suspension.
         """
-        while self.failure is None and not self._gate.is_set():
-            await self._gate.wait()
+        while self.failure is None and not self._admitting.is_set():
+            await self._admitting.wait()
         if self.failure is not None:
             raise self.failure
 
@@ -79,7 +79,7 @@ class Requests:
         return Running(f"{name}#{next(self._serial)}", version)
 
     async def run(self, running: Running, prompt: Any, params: Any) -> Any:
-        """vLLM's final output, or None if the request has to start afresh under newer weights."""
+        """vLLM's final output, or None if the request has to start again under newer weights."""
         self._running.add(running)
         self._none_running.clear()
         try:
@@ -110,7 +110,7 @@ class Requests:
             await self.llm.abort([r.request_id for r in self._running if r.request_id.rpartition("#")[0] == name])
 
     async def finished(self) -> None:
-        """Wait until no request runs: for ever, if the gate is open."""
+        """Wait until no request runs: for ever, if further ones may enter."""
         await self._none_running.wait()
 
     async def counted(self) -> None:
@@ -125,7 +125,7 @@ class Requests:
             await asyncio.sleep(0)
 
     async def stamp(self, version: int) -> None:
-        """Running requests go on under `version`; those without a token start afresh. Only while paused and counted."""
+        """Running requests continue under `version`; those without a token start again. Only while paused and counted."""
         restart = []
         states = self.llm.output_processor.request_states
         for running in self._running:
@@ -146,7 +146,7 @@ class Requests:
     async def fail(self, failure: EngineError) -> None:
         """From now on every call raises `failure`, and so do those that are running."""
         self.failure = self.failure or failure
-        self._gate.set()
+        self._admitting.set()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CALL_TIMEOUT):
                 await self.llm.abort([r.request_id for r in self._running])
@@ -163,9 +163,9 @@ async def install(
 ) -> InstallReport:
     """Install a version that must have a tensor for each of `names`; `on_update` is the setting of that name.
 
-    `installed` is told the version when the running requests are stamped with it, before any new one can enter.
+    `installed` gets the version when the running requests are stamped with it, before any new one can enter.
 
-    Until the engine is paused a failure leaves it as it was, on its old version: `EngineError` then names the tensor, or says
+    Until the engine is paused a failure leaves it as it was, on its old version: `EngineError` then names the tensor, or
     how many requests did not end in time. If anything fails later, or the call is cancelled, the weights are in an unknown
     state: the engine stays paused, and every running and later request fails.
     """
@@ -180,14 +180,14 @@ async def install(
     except TimeoutError as error:
         raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
     verified = time.perf_counter()
-    requests.close_gate()
+    requests.hold()
     if on_update == "drain":
         await _drain(requests, version, deadline, timeout)
     paused = time.perf_counter()
     try:
         async with asyncio.timeout_at(deadline):
             # To clear the cache vLLM takes running requests' keys and values too. It raises if a block is left, and computes
-            # them anew, with the weights that it has then, before these requests go on.
+            # them again, with the weights that it has then, before these requests continue.
             await requests.llm.pause_generation(mode="keep", clear_cache=on_update == "recompute")
             before = time.perf_counter()
             await requests.llm.collective_rpc("r3_install", args=(msgspec.msgpack.encode(manifest),))
@@ -204,7 +204,7 @@ async def install(
         if isinstance(error, Exception):
             raise failure from error
         raise
-    requests.open_gate()
+    requests.admit()
     now = time.perf_counter()
     return InstallReport(
         version,
@@ -219,7 +219,7 @@ async def install(
 async def differences(requests: Requests, manifest: WeightManifest, timeout: float) -> list[Difference]:
     """Which tensors of an installed version the workers do not hold as they were published. Ends the engine: it must be
     restarted. Raises `EngineError`."""
-    requests.close_gate()
+    requests.hold()
     try:
         async with asyncio.timeout(timeout):
             await requests.llm.pause_generation(mode="keep", clear_cache=False)
@@ -249,7 +249,7 @@ async def _drain(requests: Requests, version: int, deadline: float, timeout: flo
             await requests.finished()
     except BaseException as error:
         running = len(requests)
-        requests.open_gate()
+        requests.admit()
         if not isinstance(error, TimeoutError):
             raise
         raise EngineError(
@@ -259,7 +259,7 @@ async def _drain(requests: Requests, version: int, deadline: float, timeout: flo
 
 
 async def _confirm(llm: Any, manifest: WeightManifest) -> None:
-    """Every worker says what it has installed: it must be this version, with these contents."""
+    """Every worker reports what it has installed: it must be this version, with these contents."""
     async with asyncio.timeout(CALL_TIMEOUT):
         answers = await llm.collective_rpc("r3_installed")
     for worker, (version, digest) in enumerate(answers):

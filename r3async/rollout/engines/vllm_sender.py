@@ -107,7 +107,7 @@ def read(path: str) -> dict[str, torch.Tensor]:
 
 
 class _Led:
-    """The workers are told by their generator, and not by this process, what to do."""
+    """The workers are driven by their generator, and not by this process."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass

@@ -209,8 +209,8 @@ class WorkerExtension:
     def r3_receive(self, published: WeightManifest) -> None:
         """The same with tensors that come over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
 
-        Blocks until all of them are here. If the sender is lost on the way this never returns: the owner gives up after
-        `weights.install_timeout`, and ends the engine.
+        Blocks until all of them are here. If the sender is lost on the way this never returns: the owner's wait times
+        out after `weights.install_timeout`, and it ends the engine.
         """
         engine = self.r3_transfer_engine()
         p = engine.parallel_config
@@ -300,8 +300,8 @@ def _owned_config(owner: int, values: dict[str, Any]) -> OwnedConfig:
 def exit_with(owner: int) -> None:
     """Start a daemon thread that ends this process as soon as process `owner` has ended, however that happened.
 
-    A worker sits in a subprocess of its own; if its owner is killed without a chance to clean up, nobody else would
-    ever tell the worker to leave.
+    A worker sits in a subprocess of its own; if its owner is killed before it can clean up, nobody else would
+    ever end the worker.
     """
 
     def watch() -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from r3async.actors.delivery import choose_backend, no_delivery
-from r3async.actors.dispatch import Dispatch, LeaseCall
-from r3async.actors.evaluation import Evaluator
 from r3async.actors.fleet import Fleet, Generator, Way
 from r3async.actors.installer import Installer
+from r3async.actors.leasing import Dispatch, LeaseCall
 from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, begin, root_cause, while_well
-from r3async.actors.tasks import Tasks
+from r3async.actors.tasks import Evaluator, Tasks
 from r3async.actors.watch import Watch
 from r3async.checkpoint import Due, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState

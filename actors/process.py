@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,38 @@ async def ask(
         if str(error):  # the actor's own, which says more
             raise
         raise RunFailed(f"{failure} within {seconds:g} s ({setting})") from error
+
+
+class Question:
+    """What an actor is asked again and again, one call at a time. `ask(*args)` makes the call."""
+
+    def __init__(self, ask: Callable[..., Awaitable[Any]]):
+        self._ask = ask
+        self._call: asyncio.Future[Any] | None = None
+        self.answers = 0
+        """Errors too."""
+
+    @property
+    def waiting(self) -> bool:
+        """It is not answered yet."""
+        return self._call is not None
+
+    async def answer(self, seconds: float, *args: Any) -> Any:
+        """What it is answered, also where that was asked before with other `args`; None if it is not within `seconds`, or with
+        an error."""
+        if self._call is None:
+            self._call = asyncio.ensure_future(self._ask(*args))
+        await asyncio.wait([self._call], timeout=seconds)
+        if not self._call.done():
+            return None
+        call, self._call = self._call, None
+        self.answers += 1
+        return call.result() if call.exception() is None else None
+
+    async def cancel(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            await asyncio.gather(self._call, return_exceptions=True)
 
 
 async def wait_until(event: asyncio.Event, seconds: float) -> None:

@@ -1,17 +1,18 @@
-"""Which task each group poses, and which tasks fail: the conductor's part."""
+"""The conductor's tasks: which task each group poses, which tasks fail, and evaluations, which are played beside training."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from r3async.actors.process import RunFailed
+from r3async.actors.fleet import Fleet, Generator
+from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.config import Config
-from r3async.record.reading import QUARANTINE, QuarantinedTask, read_quarantine
+from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.schedule.admission import slots_of
 from r3async.schedule.failures import By, EpisodeEnd, FailedTask, TaskFailures
 from r3async.schedule.tasks import Cursor
@@ -20,6 +21,9 @@ from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
 
 ERROR_CHARACTERS = 500
+POLL_SECONDS = 0.2
+PING_SECONDS = 1.0
+"""Between two questions to a generator that plays an evaluation, whether it answers."""
 
 
 class Tasks:
@@ -90,3 +94,117 @@ class Tasks:
         """Raises `RunFailed` with the last traceback as soon as too many tasks have failed."""
         await self._too_many.wait()
         raise RunFailed(self._reason)
+
+
+class Silent(RuntimeError):
+    """A generator does not answer any more."""
+
+
+class Evaluator:
+    """At most one evaluation at a time, beside training and never in its way: one that fails is an event.
+
+    One generator plays it. If that does not answer for `supervise.silence_seconds`, another one plays it from the beginning.
+    `run_dir/evaluation.jsonl` gets an object for each, `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it
+    began, and the versions of the weights that sampled it. `events`: a structlog logger.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Fleet, *, world: World = REAL):
+        self.config, self.settings = config, config.evaluation
+        self._clock, self._events, self._fleet = world.clock, events, fleet
+        self._file = AppendFile(run_dir / EVALUATION, world=world)
+        self._task: asyncio.Task[None] | None = None
+        self._evaluated = -1
+        """The step after which the last one began."""
+
+    @property
+    def running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def after(self, step: int) -> None:
+        """Step `step` has been made (0: none yet). Begins an evaluation if one is due; returns at once."""
+        every = self.settings.every
+        if every and (step % every == 0 if step else self.settings.at_start):
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        if self.running:
+            self._events.warning("evaluation_skipped", step=step, running_since_step=self._evaluated)
+            return
+        self._evaluated = step
+        self._task = asyncio.create_task(self._evaluate(step))
+
+    async def _evaluate(self, step: int) -> None:
+        silent: set[str] = set()
+        while True:
+            able = (g for g in self._fleet if g.state == "healthy" and g.generator_id not in silent)
+            generator = next(able, None)
+            if generator is None:
+                error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is alive"
+                self._events.warning("evaluation_failed", step=step, error=error)
+                return
+            name = generator.generator_id
+            try:
+                result = await self._played_by(generator)
+            except Silent:
+                silent.add(name)
+                self._events.warning("evaluation_moved", step=step, generator=name, hint="it does not answer")
+                continue
+            except Exception as error:
+                self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
+                return
+            figures = {f"evaluation/{name}": value for name, value in result.items()}
+            self._file.append(msgspec.json.encode({"step": step, "time": self._clock.time(), **figures}))
+            self._events.info("evaluation_finished", step=step, generator=name, **result)
+            return
+
+    async def _played_by(self, generator: Generator) -> dict[str, Any]:
+        """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
+        # The generator gives up first, and so is free of it.
+        limit = self.settings.timeout + RPC_SECONDS
+        playing = asyncio.ensure_future(generator.handle.call("evaluate"))
+        listening = asyncio.create_task(self._until_silent(generator))
+        try:
+            await asyncio.wait([playing, listening], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                return playing.result()
+            raise Silent if listening.done() else TimeoutError(f"no answer within {limit:g} s (evaluation.timeout)")
+        finally:
+            playing.cancel()
+            listening.cancel()
+
+    async def _until_silent(self, generator: Generator) -> None:
+        """Returns when it has not answered for `supervise.silence_seconds`. One that died shows that elsewhere."""
+        while True:
+            try:
+                await generator.handle.call("whereabouts", timeout=self.config.supervise.silence_seconds)
+            except TimeoutError:
+                return
+            except Exception:
+                await asyncio.Event().wait()
+            await asyncio.sleep(PING_SECONDS)
+
+    async def finish(self, step: int, stopping: Callable[[], bool]) -> None:
+        """The run has made its last step: wait for what is running, then evaluate the last weights if that has not been done.
+
+        A run that is stopped begins nothing, and waits `supervise.stop_grace_seconds` at most.
+        """
+        await self._wait(stopping)
+        if self.settings.every and step and self._evaluated != step and not stopping():
+            self._begin(step)
+            await self._wait(stopping)
+
+    async def _wait(self, stopping: Callable[[], bool]) -> None:
+        deadline: float | None = None
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task], timeout=POLL_SECONDS)
+            if stopping() and deadline is None:
+                deadline = self._clock.monotonic() + self.config.supervise.stop_grace_seconds
+            if deadline is not None and self._clock.monotonic() > deadline:
+                self._events.warning("evaluation_given_up", step=self._evaluated)
+                await self.cancel()
+
+    async def cancel(self) -> None:
+        """Wait for nothing any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

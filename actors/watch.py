@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from r3async.actors.fleet import Fleet, Generator
-from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed
+from r3async.actors.process import RPC_SECONDS, ProcessLost, Question, RunFailed
 from r3async.config import Config
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import HealthState
@@ -60,9 +61,8 @@ class Watch:
         self._fleet, self._admission, self._learner, self._loads = fleet, admission, learner, loads
         self._published, self._resting, self._clock = published, resting, world.clock.monotonic
         self._status: dict[str, Any] = {}
-        """The learner's, as it said last."""
-        self._asked: asyncio.Future[dict[str, Any]] | None = None
-        self._answers = 0
+        """The learner's, as reported last."""
+        self._question = Question(partial(learner.call, "status"))
         self._releasing: asyncio.Task[None] | None = None
         weights, supervise = config.weights, config.supervise
         # What has a limit of its own fails by that, and says more. An installation is judged before the conductor gives it up.
@@ -81,24 +81,13 @@ class Watch:
                     continue  # this very process stood still, and has not heard yet what was said meanwhile
                 self._fleet.tick()
                 self._release_overdue()
-                await self._ask_learner()
+                self._status = await self._question.answer(self._period) or self._status
                 self.look()
                 await self._act_on(self.dog.news())
         finally:
-            for task in (self._asked, self._releasing):
-                if task is not None:
-                    task.cancel()
-
-    async def _ask_learner(self) -> None:
-        """Its status, if it answers soon; one question at a time."""
-        if self._asked is None:
-            self._asked = asyncio.ensure_future(self._learner.call("status"))
-        await asyncio.wait([self._asked], timeout=self._period)
-        if self._asked.done():
-            answer, self._asked = self._asked, None
-            if answer.exception() is None:  # one that died is the conductor's affair
-                self._status = answer.result()
-                self._answers += 1
+            if self._releasing is not None:
+                self._releasing.cancel()
+            await self._question.cancel()
 
     def _release_overdue(self) -> None:
         """A generator that is silent holds its groups up no longer. One at a time: the learner is asked what it lacks."""
@@ -125,12 +114,12 @@ class Watch:
         status = self._status
         storing = status.get("storing")
         for generator in self._fleet:
-            self._look_at(generator, may_send=storing is None and self._asked is None)
+            self._look_at(generator, may_send=storing is None and not self._question.waiting)
         # A spool that is full waits for a checkpoint, which training brings.
         waits = storing is not None and not storing["full"]
         self.dog.see(STORING, status.get("received", 0), int(waits))
         doing = status.get("doing")
-        self.dog.see(ANSWERING, self._answers, int(self._asked is not None))
+        self.dog.see(ANSWERING, self._question.answers, int(self._question.waiting))
         self.dog.see("training", status.get("steps", 0), int(doing == "training"))
         self.dog.see("publishing", self._published(), int(bool(status.get("writing"))))
         seen = self.dog.describe()

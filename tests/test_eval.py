@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.dispatch import LeaseAnswer, LeaseCall
-from r3async.actors.evaluation import Evaluator
 from r3async.actors.fleet import Fleet
 from r3async.actors.generator import GeneratorActor, GeneratorParts
+from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded, RunFailed
+from r3async.actors.tasks import Evaluator
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict, load_config, to_dict
 from r3async.envs.factory import environment_factory
 from r3async.rollout.evaluation import (

@@ -10,9 +10,9 @@ import pytest
 
 from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import Published, choose_backend
-from r3async.actors.dispatch import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.fleet import Fleet, Way
 from r3async.actors.installer import Installer
+from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines.base import InstallReport

@@ -10,8 +10,7 @@ import pytest
 
 import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
-from r3async.actors.dispatch import LeaseAnswer, LeaseCall
-from r3async.actors.leasing import HEARTBEAT_SECONDS, Leasing
+from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, Leasing
 from r3async.config import load_config, to_dict
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.failures import EpisodeEnd

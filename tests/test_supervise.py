@@ -7,11 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.actors import pipeline as pipelines
 from r3async.actors import supervise as driver
-from r3async.actors.pipeline import Pipeline, Running
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
-from r3async.actors.supervise import supervise
+from r3async.actors.supervise import Pipeline, Running, supervise
 from r3async.config import load_config
 from r3async.record.reading import read_objects
 from r3async.world import ActorLost
@@ -84,7 +82,7 @@ def world(clock):
 def follow(world, tmp_path, monkeypatch):
     """`await follow(person, *conductors)`: one for each start."""
     monkeypatch.setattr(driver, "POLL_SECONDS", 0.005)
-    monkeypatch.setattr(pipelines, "STACKS_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "STACKS_SECONDS", 0.005)
     monkeypatch.setattr(driver, "STATUS_SECONDS", 0.005)
     monkeypatch.setattr(driver, "RESULT_SECONDS", 0.005)
 

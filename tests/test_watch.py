@@ -219,15 +219,14 @@ async def test_one_that_is_heard_while_the_learner_is_asked_keeps_its_groups(tmp
     assert run.admission.leases("generator-0") == [0]
 
 
-async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run, monkeypatch):
-    run.watch._period = 0.001
-    await run.watch._ask_learner()
+async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run):
+    await run.watch._question.answer(0.001)
     assert run.after(2 * STALL) == []
     run.learner.deaf = True
-    await run.watch._ask_learner()
-    await run.watch._ask_learner()
+    await run.watch._question.answer(0.001)
+    await run.watch._question.answer(0.001)
     assert run.after(STALL + 10) == ["answering/learner"]
-    run.watch._asked.cancel()
+    await run.watch._question.cancel()
 
 
 def stall(stage):

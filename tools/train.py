@@ -23,7 +23,7 @@ from r3async.tools.terminal import Terminal
 from r3async.world.real import REAL
 
 if TYPE_CHECKING:
-    from r3async.actors.pipeline import Pipeline
+    from r3async.actors.supervise import Pipeline
     from r3async.world.appending import Report
 
 
@@ -150,8 +150,7 @@ def train(
 def _train(
     config: Config, preset: str, view: LiveView, root: Path, pipeline: type[Pipeline] | None, request: StopRequest
 ) -> Path:
-    from r3async.actors.pipeline import Pipeline
-    from r3async.actors.supervise import supervise
+    from r3async.actors.supervise import Pipeline, supervise
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from r3async.actors.generator import GeneratorActor, GeneratorParts
-from r3async.actors.pipeline import Pipeline
 from r3async.actors.run_dir import open_run
-from r3async.actors.supervise import supervise
+from r3async.actors.supervise import Pipeline, supervise
 from r3async.config import load_config
 from r3async.envs.base import Action, Message, StepResult
 from r3async.record.reading import read_objects

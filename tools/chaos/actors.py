@@ -15,7 +15,7 @@ import msgspec
 
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.actors.pipeline import Pipeline, Running
+from r3async.actors.supervise import Pipeline, Running
 from r3async.data.records import Trajectory
 from r3async.record.steps import checksum
 from r3async.schedule.groups import GroupBuffer

@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 import msgspec
 
 from r3async.actors.conductor import Conductor
-from r3async.actors.dispatch import LeaseAnswer, LeaseCall
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
+from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.checkpoint import RunState
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import Lineage

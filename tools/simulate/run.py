@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.pipeline import Pipeline
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.run_dir import LOCK_SECONDS, open_run
-from r3async.actors.supervise import supervise
+from r3async.actors.supervise import Pipeline, supervise
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.directory import silent
 from r3async.config import Config, ConfigError, InitConfig

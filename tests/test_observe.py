@@ -223,6 +223,7 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
     summary = summarize(run)
     assert (summary.history.generators_lost, summary.history.run_restarts) == (3, 1)
     assert (summary.history.failed_episodes, summary.history.refused) == (3, 3)
+    assert summary.status == "unfinished", "it runs again after the end"
     assert (summary.rejected, summary.duplicates) == (5 + 3 + 1, 1 + 2)
     text = rendered(summary)
     assert "3 of generators, 1 of the run" in text

@@ -141,7 +141,7 @@ def missing_package(name: str) -> str:
     return "" if importlib.util.find_spec(module) else package
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def numbers(row: Row) -> dict[str, float]:
     """The metrics of a row that can be drawn: no texts, no nulls, and not what counts the rows."""
     return {
         name: float(value)
@@ -160,7 +160,7 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._file = EventFileWriter(str(run_dir / "tensorboard"), max_queue_size=1, flush_secs=5)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(row).items()]
         event = self._event(step=row["step"], wall_time=row["time"], summary=self._summary(value=values))
         self._file.add_event(event)
@@ -169,7 +169,19 @@ class TensorBoard:
         self._file.close()
 
 
-class Wandb:
+class _Logged:
+    """A run of a service that takes rows by `log`."""
+
+    _run: Any
+
+    def write(self, row: Row) -> None:
+        self._run.log(numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Wandb(_Logged):
     """A run of W&B. `offline`: `wandb sync runs/NAME/wandb/offline-run-*` sends it later."""
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
@@ -183,12 +195,6 @@ class Wandb:
             mode=config.wandb_mode,
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log(numbers(row), step=row["step"])
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class Mlflow:
@@ -210,7 +216,7 @@ class Mlflow:
         for first in range(0, len(parameters), 100):  # of one call, at most
             self._client.log_batch(self._run, params=parameters[first : first + 100])
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         at = int(row["time"] * 1000)
         self._client.log_batch(self._run, [self._metric(n, v, at, row["step"]) for n, v in numbers(row).items()])
 
@@ -218,19 +224,13 @@ class Mlflow:
         self._client.set_terminated(self._run)
 
 
-class Trackio:
+class Trackio(_Logged):
     """A run of the local trackio project `observe.project`: `trackio show`."""
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
         import trackio
 
         self._run = trackio.init(project=config.project, name=run_dir.name, config=dict(settings), embed=False)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log(numbers(row), step=row["step"])
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 BACKENDS: dict[str, Callable[[ObserveConfig, Path, Mapping[str, Any]], Any]] = {

@@ -20,7 +20,7 @@ import numpy as np
 
 from r3async.record.reading import read_run_config, read_schedule
 from r3async.schedule.admission import age_bound, slots_of
-from r3async.views.summary import History, ended_as
+from r3async.views.summary import UNFINISHED, History, status_after
 
 CHUNK = 1 << 20
 EVENTS_KEPT = 1000
@@ -151,11 +151,11 @@ class FollowedRun:
         self.history = History()
         self.generators: dict[str, str] = {}
         """By name: `playing`, `silent` or `lost`, as far as events tell."""
-        self.status, self.reason = "unfinished", ""
+        self.status, self.reason = UNFINISHED, ""
         self.first_time: float | None = None
         self.last_time: float | None = None
         """Unix seconds of the newest row or event."""
-        self._heard: float | None = None
+        self._news_at: float | None = None
         self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events")}
 
     def poll(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -173,7 +173,7 @@ class FollowedRun:
             self._take(event)
         if rows or events:
             # What was there at first may be old; what comes later is news, whatever the clock of its machine says.
-            self._heard = 0.0 if self._heard is None else self._clock()
+            self._news_at = 0.0 if self._news_at is None else self._clock()
         return rows, events
 
     def _seen(self, entry: dict[str, Any]) -> None:
@@ -189,9 +189,7 @@ class FollowedRun:
         self.warnings += event.get("level") == "warning"
         self.errors += event.get("level") in ("error", "critical")
         what, who = event.get("event"), str(event.get("generator", ""))
-        if what == "learner_started":
-            self.status, self.reason = "unfinished", ""  # a run that is resumed after an end
-        elif what == "generator_started":
+        if what == "generator_started":
             self.generators[str(event.get("role", ""))] = "playing"
         elif what == "generator_lost":
             self.generators[who] = "lost"
@@ -199,14 +197,14 @@ class FollowedRun:
             self.generators[who] = "silent"
         elif what in ("generator_restarted", "generator_recovered"):
             self.generators[who] = "playing"
-        elif (end := ended_as(event)) is not None:
-            self.status, self.reason = end
+        elif (found := status_after(event)) is not None:
+            self.status, self.reason = found
 
     # -- what it says ----------------------------------------------------------------------------------------------
 
     @property
     def ended(self) -> bool:
-        return self.status != "unfinished"
+        return self.status != UNFINISHED
 
     @property
     def step(self) -> int:
@@ -243,7 +241,7 @@ class FollowedRun:
         """How long nothing was written; 0 for a run that has ended or written nothing."""
         if self.ended or self.last_time is None:
             return 0.0
-        return max(0.0, self._clock() - max(self.last_time, self._heard or 0.0))
+        return max(0.0, self._clock() - max(self.last_time, self._news_at or 0.0))
 
     @property
     def elapsed_seconds(self) -> float:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 PARTS = 10
 """Of a run, in the table of drift."""
+UNFINISHED = "unfinished"
+"""Status of a run that still trains, or ended without an event."""
 NOT_TRAINED = "not trained"
 """Status of a run that made its steps, and none of them an update of the weights."""
 KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
@@ -77,7 +79,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
     name: str
     status: str
-    """`finished`, `not trained`, `stopped` (on request), `failed`, or `unfinished` (still running, or ended without a word)."""
+    """`finished`, `not trained`, `stopped` (on request), `failed` or `unfinished`."""
     reason: str = ""
     """Of a failure, or why nothing was trained."""
     steps: int = 0
@@ -191,8 +193,11 @@ def headlines(summary: RunSummary) -> list[Headline]:
     ]
 
 
-def ended_as(event: dict[str, Any]) -> tuple[str, str] | None:
-    """Status and reason that an event gives its run; None if the event does not end one."""
+def status_after(event: dict[str, Any]) -> tuple[str, str] | None:
+    """Status and reason that an event gives its run; None if it changes neither. A run that starts again after an end is
+    unfinished."""
+    if event.get("event") in ("conductor_started", "learner_started"):
+        return UNFINISHED, ""
     if event.get("event") == "run_failed":
         return "failed", str(event.get("error", ""))
     if event.get("event") != "run_finished":
@@ -216,7 +221,7 @@ def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
 def summarize_records(
     run_dir: Path, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], config: dict[str, Any]
 ) -> RunSummary:
-    status, reason = next((end for event in reversed(events) if (end := ended_as(event))), ("unfinished", ""))
+    status, reason = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
     times = _values(events, "time") + _values(rows, "time")
     levels = [event.get("level") for event in events]
     evaluations, schedule = read_evaluations(run_dir), read_schedule(config)

@@ -115,14 +115,14 @@ def test_a_section_that_is_yet_to_be_written_is_checked_before_and_after_what_it
         some: float = 1.0
         share: Annotated[float, Range(0, 1)] = 0.5
 
-        def __post_init__(self) -> None:
+        def check(self) -> None:
             seen.append((self.some, self.share))
 
     class Newer(New):
         more: int | None = None
 
     class Newest(New):
-        def __post_init__(self) -> None:
+        def check(self) -> None:
             """Without asking its base."""
 
     for kind in (New, Newer, Newest):

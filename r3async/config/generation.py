@@ -44,7 +44,7 @@ class InitConfig(Section):
     warm_lr: Positive = 1e-3
     warm_batch: PositiveInt = 64
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.top_k > self.experts:
             raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
@@ -72,7 +72,7 @@ class EnvConfig(Section):
     """Environment variables of the generator that these processes, and the programs of `agent-command`, get besides a few that
     every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if isinstance(environment := self.args.get("environment"), Mapping):
             hidden = {name: Secret(value) if isinstance(value, str) else value for name, value in environment.items()}
             self.args = {**self.args, "environment": hidden}
@@ -111,7 +111,7 @@ class EpisodeConfig(Section):
     """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
     it stay; an episode that needs more has failed."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.max_prompt_tokens >= self.max_total_tokens:
             raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
 
@@ -143,7 +143,7 @@ class GeneratorConfig(Section):
     """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
     engine knows `token_seconds`."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.concurrency_min > self.concurrency:
             raise ValueError("`concurrency_min` must not be more than `concurrency`")
 
@@ -204,7 +204,7 @@ class ServingConfig(Section):
     unrewarded: Signed | None = None
     """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if isinstance(self.token, str):
             self.token = Secret(self.token)
         if not is_loopback(self.host) and not self.token:
@@ -228,7 +228,7 @@ class EvaluationConfig(Section):
     timeout: Positive = 1800.0
     """Seconds after which an evaluation times out."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.env.name and self.env.args:
             raise ValueError("`env.args` without `env.name`: name the environment that they are for")
 

@@ -39,7 +39,7 @@ class ScheduleConfig(Section):
     steps_per_publication: PositiveInt = 1
     """Steps between two versions of the weights that engines are given. Staleness counts versions."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.minibatches_per_step > self.groups_per_step:
             raise ValueError(
                 f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "
@@ -183,7 +183,7 @@ class ObserveConfig(Section):
     prometheus_host: str = "127.0.0.1"
     """Interface that it binds to. Loopback unless named."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if urlsplit(self.mlflow_uri).password is not None:
             raise ValueError(
                 "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "

@@ -83,7 +83,7 @@ class Config(Section):
     serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
     evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if problem := name_problem(self.name):
             raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
         if not self.resume:

@@ -62,24 +62,15 @@ Signed = Annotated[float, Range(-(10**9), 10**9)]
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of all sections: every number of every field is finite and in the field's `Range`, whatever a section checks itself.
 
-    A section's own `__post_init__` comes after that. Numbers in tables (`env.args`) are finite; what they may be is not known
-    here.
+    Numbers in tables (`env.args`) are finite; what they may be is not known here.
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if (own := cls.__dict__.get("__post_init__")) is None:
-            return
-
-        @functools.wraps(own)
-        def checked(section: Section) -> None:
-            _check_numbers(section)
-            own(section)
-
-        cls.__post_init__ = checked  # type: ignore[method-assign, assignment]
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        self.check()
+
+    def check(self) -> None:
+        """What a section requires of its values beyond their ranges, and makes of them. Raises `ValueError`."""
 
 
 def plain_type(kind: Any) -> Any:

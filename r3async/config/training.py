@@ -29,7 +29,7 @@ class RolloutKLConfig(Section):
     gain: Positive = 0.1
     """Of the adaptation: e-folds that the coefficient moves in a step when drift is twice its target."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.coef_max < self.coef_min:
             raise ValueError("`coef_max` must be at least `coef_min`")
         if self.target is not None and not self.coef_min <= self.coef <= self.coef_max:
@@ -55,7 +55,7 @@ class PPOConfig(ClipConfig):
     dual_clip: float | None = None
     """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError("`dual_clip` must be more than 1")
 
@@ -106,7 +106,7 @@ class CorrectionConfig(Section):
     max_token_kl: float | None = None
     """An episode is kept if none of its tokens' k3 is above this."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in ("icepop", "geometric", "product"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if low is not None and not 0 < low <= 1:
@@ -178,7 +178,7 @@ class AlgorithmConfig(Section):
     reference_kl: ReferenceKLConfig = msgspec.field(default_factory=ReferenceKLConfig)
     router_aux: RouterAuxConfig = msgspec.field(default_factory=RouterAuxConfig)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.advantage == "maxrl" and self.overlong_penalty.buffer:
             raise ValueError("`overlong_penalty` makes rewards negative, and `advantage` = 'maxrl' is for rewards >= 0")
         if self.policy_loss not in POLICY_LOSSES:
@@ -237,7 +237,7 @@ class ParallelConfig(Section):
     def world(self) -> int:
         return self.dp * self.tp * self.pp
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.dp * self.tp % self.ep:
             raise ValueError(
                 f"`ep` = {self.ep} must divide dp * tp = {self.dp * self.tp}: experts are divided among these"
@@ -279,7 +279,7 @@ class LearnerConfig(Section):
     collective_timeout: Positive = 600.0
     """Seconds that one rank waits for the others before it times out."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         p = self.parallel
         if self.backend == "torch" and max(p.tp, p.pp, p.ep) > 1:
             raise ValueError(

@@ -58,7 +58,11 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class Environment(Protocol):
-    """One episode at a time. The G episodes of a group are reset with the same `task_seed` and must pose the same task."""
+    """One episode at a time. The G episodes of a group are reset with the same `task_seed` and must pose the same task.
+
+    One with an attribute `size` has so many tasks: its task seeds are `0 .. size - 1`, and each is posed once an epoch. Without
+    it, or where it is None, a task seed is any number of 63 bits, and there are no epochs.
+    """
 
     async def reset(self, task_seed: int) -> list[Message]:
         """Begin an episode; the messages of its first prompt. Equal seeds pose equal tasks."""
@@ -83,16 +87,6 @@ class HasOracle(Protocol):
     """An environment that knows the best answer to what it asked last; used to warm up a model and for scale."""
 
     def oracle(self) -> str: ...
-
-
-@runtime_checkable
-class HasSize(Protocol):
-    """An environment with `size` tasks: its task seeds are `0 .. size - 1`, and each is posed once an epoch.
-
-    Without this attribute a task seed is any number of 63 bits, and there are no epochs. A `size` of None is none.
-    """
-
-    size: int | None
 
 
 @runtime_checkable

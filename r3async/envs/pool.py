@@ -296,7 +296,7 @@ class PooledOracle(PooledEnvironment):
 def pooled(
     path: str, arguments: dict[str, Any], config: EnvConfig, *, has_oracle: bool, size: int | None = None
 ) -> EnvironmentFactory:
-    """Makes environments `path(**arguments)` in one pool. `arguments` must be plain data, as in TOML. `size`: see `HasSize`."""
+    """Makes environments `path(**arguments)` in one pool. `arguments`: plain data, as in TOML. `size`: see `Environment`."""
     pool = Pool(path, arguments, config)
     kind = PooledOracle if has_oracle else PooledEnvironment
     return lambda: kind(pool, size)

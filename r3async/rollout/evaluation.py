@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -44,7 +44,7 @@ def evaluated(config: Config) -> EnvConfig:
 
 
 async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
-    """How many tasks the environment has (`HasSize`). None: it draws them at random, or an agent does."""
+    """How many tasks the environment has (`Environment`). None: it draws them at random, or an agent does."""
     if factory is None:
         return None
     environment = factory()
@@ -228,22 +228,16 @@ async def evaluate(
             play=play,
             clock=clock.time,
         )
-        await _all(player.play_one, tasks, concurrency)
+        capacity = asyncio.Semaphore(concurrency)
+
+        async def one(task: EpisodeTask) -> None:
+            async with capacity:
+                await player.play_one(task)
+
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(one(task))
     return summarize_outcomes(outcomes, clock.monotonic() - began)
-
-
-async def _all(
-    play: Callable[[EpisodeTask], Awaitable[None]], tasks: Sequence[EvaluationTask], concurrency: int
-) -> None:
-    capacity = asyncio.Semaphore(concurrency)
-
-    async def one(task: EpisodeTask) -> None:
-        async with capacity:
-            await play(task)
-
-    async with asyncio.TaskGroup() as group:
-        for task in tasks:
-            group.create_task(one(task))
 
 
 async def evaluate_without_model(

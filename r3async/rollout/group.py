@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
@@ -26,13 +26,6 @@ from r3async.world.real import REAL
 
 TRACEBACK_CHARACTERS = 3000
 """Of the last failure's traceback, from its end, in the message that ends a run."""
-
-
-class _Kind(NamedTuple):
-    """How often an episode may be tried again after a failure of the environment, or of the engine."""
-
-    setting: str
-    retries: int
 
 
 class GroupPlayer:
@@ -56,10 +49,7 @@ class GroupPlayer:
         over: Callable[[EpisodeEnd], None] | None = None,
         clock: Callable[[], float] = REAL.clock.time,
     ):
-        self._kinds: dict[By, _Kind] = {
-            "environment": _Kind("episode.retries", settings.retries),
-            "engine": _Kind("episode.engine_retries", settings.engine_retries),
-        }
+        self._retries: dict[By, int] = {"environment": settings.retries, "engine": settings.engine_retries}
         self._over, self._clock = over, clock
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
@@ -110,27 +100,27 @@ class GroupPlayer:
             self.active.discard((task.group_index, task.episode_index))
 
     async def _tried(self, task: EpisodeTask) -> Trajectory:
-        tries = dict.fromkeys(self._kinds, 0)
+        tries = dict.fromkeys(self._retries, 0)
         while True:
             try:
                 trajectory = await self._play_episode(task)
-                self._tell(task)
+                self._ended(task)
                 return trajectory
             except Exception as error:
                 who: By = "engine" if engine_failed(error) else "environment"
                 # The engine was asked again already: what it cannot answer now, it cannot from the beginning.
-                tries[who] += self._kinds[who].retries + 1 if who == "engine" else 1
+                tries[who] += self._retries[who] + 1 if who == "engine" else 1
                 self._report(
                     "episode_failed", episode=task.trajectory_id, attempt=sum(tries.values()), by=who, error=repr(error)
                 )
-                if tries[who] <= self._kinds[who].retries and not isinstance(error, PromptTooLong):
+                if tries[who] <= self._retries[who] and not isinstance(error, PromptTooLong):
                     continue
                 if self._over is None:
                     if isinstance(error, PromptTooLong):
                         raise
-                    raise EpisodeError(_given_up(task, who, self._kinds[who], tries[who], error)) from error
+                    raise EpisodeError(_final_failure(task, who, self._retries[who], tries[who], error)) from error
                 self._report("episode_given_up", episode=task.trajectory_id, by=who, error=repr(error))
-                self._tell(task, who, _given_up(task, who, self._kinds[who], tries[who], error))
+                self._ended(task, who, _final_failure(task, who, self._retries[who], tries[who], error))
                 return failed_trajectory(
                     task,
                     self._engine.routing,
@@ -141,7 +131,7 @@ class GroupPlayer:
             finally:
                 self.ended += 1
 
-    def _tell(self, task: EpisodeTask, failed_by: By | None = None, error: str = "") -> None:
+    def _ended(self, task: EpisodeTask, failed_by: By | None = None, error: str = "") -> None:
         if self._over is not None:
             self._over(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, failed_by, error))
 
@@ -168,9 +158,10 @@ def engine_failed(error: BaseException | None) -> bool:
     return False
 
 
-def _given_up(task: EpisodeTask, who: By, kind: _Kind, tries: int, error: Exception) -> str:
+def _final_failure(task: EpisodeTask, who: By, retries: int, tries: int, error: Exception) -> str:
     where = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+    setting = "episode.engine_retries" if who == "engine" else "episode.retries"
     return (
-        f"episode {task.trajectory_id} (task seed {task.task_seed}) failed {tries} times by the {who} ({kind.setting} = "
-        f"{kind.retries}); the last time: {error!r}\n{where}"
+        f"episode {task.trajectory_id} (task seed {task.task_seed}) failed {tries} times by the {who} ({setting} = "
+        f"{retries}); the last time: {error!r}\n{where}"
     )

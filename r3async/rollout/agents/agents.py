@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import os
 import pkgutil
@@ -253,48 +254,42 @@ async def outside(server: AgentServer, session: Session) -> float | None:
 # -- episodes that agents play ---------------------------------------------------------------------------------------
 
 
-class AgentRunner:
-    """Opens a session for each episode and lets the agent play it."""
+async def play_with_agent(agent: Agent, server: AgentServer, task: EpisodeTask) -> Trajectory:
+    """Open a session for the episode and let the agent play it, until it ends, or `episode.timeout` is over.
 
-    def __init__(self, agent: Agent, server: AgentServer):
-        self._agent, self._server = agent, server
-
-    async def play(self, task: EpisodeTask) -> Trajectory:
-        """Until the agent ends, or `episode.timeout` is over.
-
-        An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
-        Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
-        if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
-        """
-        session = self._server.open(task)
-        settings, reason = self._server.settings, "stop"
-        reward: float | None = None
-        error: Exception | None = None
+    An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
+    Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
+    if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
+    """
+    session = server.open(task)
+    settings, reason = server.settings, "stop"
+    reward: float | None = None
+    error: Exception | None = None
+    try:
+        async with asyncio.timeout(settings.timeout) as limit:
+            reward = await agent(server, session)
+    except Exception as raised:
+        if isinstance(raised, TimeoutError) and limit.expired():
+            reason = "timeout"
+        else:
+            error = raised
+    finally:
+        server.close(session)
+    if session.failure is not None:
+        raise session.failure
+    if error is not None and not (session.limit and session.worth_known):
+        raise error
+    if reward is not None:
         try:
-            async with asyncio.timeout(settings.timeout) as limit:
-                reward = await self._agent(self._server, session)
-        except Exception as raised:
-            if isinstance(raised, TimeoutError) and limit.expired():
-                reason = "timeout"
-            else:
-                error = raised
-        finally:
-            self._server.close(session)
-        if session.failure is not None:
-            raise session.failure
-        if error is not None and not (session.limit and session.worth_known):
-            raise error
-        if reward is not None:
-            try:
-                session.reward(reward)
-            except ValueError as wrong:
-                raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
-        if reason == "timeout" and not session.worth_known:
-            raise EpisodeError(
-                f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
-                f"agent had {session.turns} answers"
-            )
-        return session.trajectory((session.limit or reason) if reason == "stop" else reason)
+            session.reward(reward)
+        except ValueError as wrong:
+            raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
+    if reason == "timeout" and not session.worth_known:
+        raise EpisodeError(
+            f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
+            f"agent had {session.turns} answers"
+        )
+    return session.trajectory((session.limit or reason) if reason == "stop" else reason)
 
 
 @contextlib.asynccontextmanager
@@ -329,7 +324,7 @@ async def agent_player(
             path = directory / f"serving-{generator_id}.json"
             writing = asyncio.create_task(_write_private(path, address, report, world))
             await asyncio.wait([writing], timeout=RETRY_SECONDS)
-        yield AgentRunner(agent, server).play if agent is not None else None
+        yield functools.partial(play_with_agent, agent, server) if agent is not None else None
     finally:
         if writing is not None:
             writing.cancel()

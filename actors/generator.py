@@ -137,7 +137,7 @@ class GeneratorActor:
         return whereabouts(self.world)
 
     async def start(self) -> dict[str, Any]:
-        """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment says it has."""
+        """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment has, if that is known."""
         config, threads, clock = self.config, self.world.threads, self.world.clock.monotonic
         self._lag.start()
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone

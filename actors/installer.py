@@ -1,4 +1,4 @@
-"""The conductor's deliveries: weights for its generators, compared with the learner's, and new ones for those that died."""
+"""The conductor's deliveries: weights for its generators, compared with the learner's, and restarts of those that are lost."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Installer:
         return [version for version, readers in self._reading.items() if readers]
 
     async def begin(self) -> None:
-        """Deliver the first version the way every later one goes. Raises what an installation raised; those that die of it are
-        left to `supervise`, as long as one lives."""
+        """Deliver the first version the way every later one goes. Raises what an installation raised; those that are lost
+        meanwhile are left to `supervise`, as long as one is not."""
         await asyncio.gather(*(self._begin(g) for g in self.fleet))
         if not any(g.live for g in self.fleet):
-            raise ProcessLost("every generator died before it had weights; see logs/generator-*.log")
+            raise ProcessLost("every generator was lost before it had weights; see logs/generator-*.log")
 
     async def _begin(self, generator: Generator) -> None:
         try:
@@ -144,7 +144,7 @@ class Installer:
     async def _install(self, generator: Generator) -> InstallReport:
         """Install the newest version, which the generator has to confirm, and probe it if that is due.
 
-        One that plays goes on with it, whatever is published meanwhile. One that does not play yet begins only with what is the
+        One that plays continues with it, whatever is published meanwhile. One that does not play yet starts only with what is the
         newest when it is done: the others may have that by then.
         """
         published = self.published
@@ -166,7 +166,7 @@ class Installer:
         finally:
             self._reading[version] -= 1
         if generator.state in (HealthState.LOST, HealthState.STARTING):
-            raise ActorLost(f"{generator.generator_id} died when it had installed version {version}")
+            raise ActorLost(f"{generator.generator_id} was lost when it had installed version {version}")
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
 
@@ -179,7 +179,9 @@ class Installer:
 
     async def _ask(self, generator: Generator, method: str, *args: Any) -> Any:
         """A generator's answer about its weights. Raises `ActorLost`, or `RunFailed` with its name and the reason."""
-        limit = self._config.weights.install_timeout + RPC_SECONDS  # its own limit comes first, and says more
+        limit = (
+            self._config.weights.install_timeout + RPC_SECONDS
+        )  # its own limit comes first, and its message is better
         call = asyncio.ensure_future(generator.handle.call(method, *args))
         generator.asked += 1
         try:
@@ -207,7 +209,7 @@ class Installer:
                 raise TimeoutError
         return call.result()
 
-    # -- living and dying ----------------------------------------------------------------------------------------
+    # -- supervision ---------------------------------------------------------------------------------------------
 
     async def supervise(
         self,
@@ -247,7 +249,7 @@ class Installer:
             health.restarting()
         except RestartsExhausted as error:
             raise RunFailed(
-                f"{generator.generator_id} died {generator.restarts + 1} times (generator.max_restarts = "
+                f"{generator.generator_id} was lost {generator.restarts + 1} times (generator.max_restarts = "
                 f"{self._config.generator.max_restarts}); see logs/{generator.generator_id}.log"
             ) from error
         await asyncio.sleep(wait)

@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 
 class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
-    """A generator's. `room`: episodes that it could begin now. `stats`: the engine's, and how many episodes the generator is
+    """A generator's. `free`: episodes that it could start now. `stats`: the engine's, and how many episodes the generator is
     `playing`, of at most `limit`. `ended`: episodes that are over since the last call. `wait`: seconds that the call may wait for
     leases."""
 
     generator_id: str
-    room: int
+    free: int
     stats: dict[str, float]
     ended: list[EpisodeEnd] = []
     wait: float = 0.0
@@ -88,8 +88,8 @@ class IdleCounter:
 
 
 class Leasing:
-    """Calls the conductor (`LeaseCall`) when there is room for a group and no other call waits for one, and as a heartbeat.
-    Episodes that are over in between are told of together.
+    """Calls the conductor (`LeaseCall`) when a group fits and no other call waits for one, and as a heartbeat.
+    Episodes that are over in between are reported together.
 
     `play(lease)` plays one. `ended`: episodes that are over, to which whoever plays adds before `wake` is called. `load()`:
     further statistics. `check()` raises what ends it.
@@ -157,34 +157,34 @@ class Leasing:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     @property
-    def _room(self) -> int:
-        """For episodes that could begin now."""
+    def _free(self) -> int:
+        """Episodes that could start now."""
         return max(0, self._concurrency.limit - self._player.playing) if self._more else 0
 
     @property
     def _enough(self) -> int:
-        """Room with which it is worth a call: a group comes whole, if it ever can."""
+        """Free places with which a call is worth it: a group comes whole, if it ever can."""
         return self._group if self._group <= self._concurrency.limit else 1
 
     @property
     def _waits(self) -> bool:
         """A call waits for a group."""
-        return any(room >= self._enough for room in self._calls.values())
+        return any(free >= self._enough for free in self._calls.values())
 
     @property
     def _due(self) -> float:
         """When the next call is to be made."""
-        wanted = self._room >= self._enough and not self._waits
+        wanted = self._free >= self._enough and not self._waits
         return self._called_at + (self._gap if wanted else self._heartbeat)
 
     def _begin_call(self) -> None:
-        room, self._called_at = self._room, self._clock()
-        self._calls[self._begin(self._call(room))] = room
+        free, self._called_at = self._free, self._clock()
+        self._calls[self._begin(self._call(free))] = free
 
-    async def _call(self, room: int) -> LeaseAnswer:
+    async def _call(self, free: int) -> LeaseAnswer:
         stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
         ended, self._ended[:] = list(self._ended), []
-        call = LeaseCall(self._generator_id, room, stats, ended, self._heartbeat if room else 0.0)
+        call = LeaseCall(self._generator_id, free, stats, ended, self._heartbeat if free else 0.0)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
         return msgspec.msgpack.decode(answer, type=LeaseAnswer)
 
@@ -194,7 +194,7 @@ class Leasing:
         return task
 
     def _look(self) -> dict[str, float]:
-        """At the engine, which says how many episodes it carries."""
+        """At the engine, whose figures show how many episodes it carries."""
         stats = self._engine.stats()
         self._concurrency.observe(stats, self._player.playing)
         return stats
@@ -227,7 +227,7 @@ class Leasing:
 class _Waiting:
     """A call. `timer` answers it when it has waited for as long as it may."""
 
-    room: int
+    free: int
     answer: asyncio.Future[list[GroupLease]]
     timer: asyncio.TimerHandle
 
@@ -238,7 +238,7 @@ class Dispatch:
     def __init__(self, admission: Admission, fleet: Fleet, stopping: Callable[[], bool]):
         self._admission, self._fleet, self._stopping = admission, fleet, stopping
         self.loads: dict[str, dict[str, float]] = {}
-        """What each generator said of itself last. `playing` includes what it was leased since."""
+        """What each generator reported last. `playing` includes what it was leased since."""
         self._idle: dict[str, None] = {}
         """Those that play nothing."""
         self._waiting: dict[str, _Waiting] = {}
@@ -246,13 +246,13 @@ class Dispatch:
         self._rung = False
 
     async def lease(self, call: LeaseCall) -> LeaseAnswer:
-        """Lease up to `call.room` episodes, or wait until there is one. A later call of the same generator ends an earlier one,
-        whose answer nobody may hear any more: it is leased nothing."""
+        """Lease up to `call.free` episodes, or wait until there is one. A later call of the same generator ends an earlier one,
+        whose answer may reach nobody: it is leased nothing."""
         generator = self._fleet[call.generator_id]
         self._answer(call.generator_id)
-        self._hear(call)
-        leases = self._lease(generator, call.room, self._able_to_begin()) if self._admission.can_lease() else []
-        if not leases and call.room and call.wait > 0 and self._more:
+        self._note(call)
+        leases = self._lease(generator, call.free, self._able_to_begin()) if self._admission.can_lease() else []
+        if not leases and call.free and call.wait > 0 and self._more:
             leases = await self._wait(call)
         return LeaseAnswer(leases, self._more)
 
@@ -273,7 +273,7 @@ class Dispatch:
         """Something is left to play, now or later."""
         return not self._stopping() and not self._admission.exhausted
 
-    def _hear(self, call: LeaseCall) -> None:
+    def _note(self, call: LeaseCall) -> None:
         name, self.loads[call.generator_id] = call.generator_id, call.stats
         if call.stats["playing"]:
             self._idle.pop(name, None)
@@ -283,7 +283,7 @@ class Dispatch:
     async def _wait(self, call: LeaseCall) -> list[GroupLease]:
         loop, name = asyncio.get_running_loop(), call.generator_id
         timer = loop.call_later(call.wait, self._answer, name)
-        self._waiting[name] = waiting = _Waiting(call.room, loop.create_future(), timer)
+        self._waiting[name] = waiting = _Waiting(call.free, loop.create_future(), timer)
         return await waiting.answer
 
     def _answer(self, name: str, leases: Sequence[GroupLease] = ()) -> None:
@@ -302,7 +302,7 @@ class Dispatch:
                 self._answer(name)
             elif not self._admission.can_lease():
                 return
-            elif leases := self._lease(self._fleet[name], waiting.room, idle):
+            elif leases := self._lease(self._fleet[name], waiting.free, idle):
                 self._answer(name, leases)
 
     def _able_to_begin(self) -> dict[str, None]:
@@ -311,19 +311,19 @@ class Dispatch:
         able = (g for g in map(self._fleet.__getitem__, self._idle) if g.health.may_lease and g.version >= version)
         return {g.generator_id: None for g in able}
 
-    def _lease(self, generator: Generator, room: int, idle: dict[str, None]) -> list[GroupLease]:
+    def _lease(self, generator: Generator, free: int, idle: dict[str, None]) -> list[GroupLease]:
         """As much as there is for it; but one share of a group that is divided among idle ones."""
         name, leases = generator.generator_id, list[GroupLease]()
         others = len(idle) - (name in idle)
         load = self.loads[name]
         while not self._stopping() and generator.health.may_lease:
             lease = self._admission.lease(
-                name, version=generator.version, free=room, at_once=int(load["limit"]), among=1 + others
+                name, version=generator.version, free=free, at_once=int(load["limit"]), among=1 + others
             )
             if lease is None:
                 break
             leases.append(lease)
-            room -= len(lease.episode_indices)
+            free -= len(lease.episode_indices)
             load["playing"] += len(lease.episode_indices)
             if others and len(lease.episode_indices) < self._admission.samples_per_group:
                 self.ring()  # the other shares are for those who wait

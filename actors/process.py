@@ -37,7 +37,7 @@ class NotLoaded(ActorLost):
 
 
 def whereabouts(world: World) -> dict[str, Any]:
-    """This process's `pid` and `host`, to tell who may have to end it."""
+    """This process's `pid` and `host`, for whoever has to end it."""
     return {"pid": world.processes.pid, "host": world.processes.host}
 
 
@@ -45,7 +45,7 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
     """Find the person's modules, and send what this process and its children print to `logs/ROLE.log` of the run. If its
     configuration sets `observe.prometheus_port`, serve this process's memory and CPU time.
 
-    Returns the lock on the run's directory, shared and to be kept: nobody prepares it anew before this process has ended.
+    Returns the lock on the run's directory, shared and to be kept: nobody prepares it again before this process has ended.
     Raises `BlockingIOError` if somebody does already: this actor is of a start that is over.
     """
     find_user_modules()
@@ -60,13 +60,13 @@ def begin(world: World, run_dir: Path, role: str) -> RunLock:
 async def ask(
     config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, grace: float = 0.0
 ) -> Any:
-    """What an actor answers, for which it is given as many seconds as the `setting` says, and `grace`. Raises `RunFailed` with
+    """What an actor answers, for which it has as many seconds as the `setting` is, and `grace`. Raises `RunFailed` with
     what did not happen, and the setting."""
     seconds = operator.attrgetter(setting)(config) + grace
     try:
         return await actor.call(method, *args, timeout=seconds)
     except TimeoutError as error:
-        if str(error):  # the actor's own, which says more
+        if str(error):  # the actor's own, which is better
             raise
         raise RunFailed(f"{failure} within {seconds:g} s ({setting})") from error
 
@@ -133,6 +133,6 @@ def root_cause(error: BaseException, run_dir: Path) -> str:
     if isinstance(error, RunFailed):
         return str(error)
     if isinstance(error, ActorLost):
-        said = str(error).partition("\n")[0]
-        return f"an actor process died ({said}); its last words are in {run_dir}/logs"
+        reason = str(error).partition("\n")[0]
+        return f"an actor process was lost ({reason}); its last output is in {run_dir}/logs"
     return f"{type(error).__name__}: {error}"

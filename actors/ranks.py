@@ -37,7 +37,7 @@ class NoSender:
     """The `WeightSender` before `publish_through`."""
 
     def send(self, version: int, tensors: Mapping[str, Any], dtype: Any, reading: Collection[int] = ()) -> Publication:
-        raise LearnerError(f"version {version} cannot be written: nobody has said by which transport")
+        raise LearnerError(f"version {version} cannot be written: its transport is not chosen yet")
 
     def close(self) -> None:
         pass
@@ -132,7 +132,7 @@ class LocalLearner:
         return [write_part(directory, held, files=self._world.files)]
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint that has been verified; see `LearnerBackend.restore`."""
+        """Continue from a checkpoint that has been verified; see `LearnerBackend.restore`."""
         self.backend.restore(open_checkpoint(checkpoint, check_tensors=False, files=self._world.files).learner())
 
     def save(self, directory: Path) -> None:

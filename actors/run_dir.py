@@ -1,4 +1,4 @@
-"""A run's directory: made, or found with checkpoints in it to go on from. For one driver at a time."""
+"""A run's directory: made, or found with checkpoints in it to resume from. For one driver at a time."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ async def open_run(
 
     `resume = auto` resumes in a directory with checkpoints, and starts again in that of a run which made none yet. `none` moves
     one that exists aside. The path of a checkpoint, or of another run, begins a new run there with the records of the old one.
-    Raises `ConfigError` and `CheckpointError`, which say what to do; then nothing has changed, except that checkpoints which
-    cannot be read are named so.
+    Raises `ConfigError` and `CheckpointError`, whose messages name what to do; then nothing has changed, except that
+    checkpoints which cannot be read are named so.
     """
     files = world.files
     if _is_used(directory, files):
@@ -87,7 +87,7 @@ async def open_run(
             and read_starts(directory, files=files) is None
         ):
             raise ConfigError(
-                f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to go on from; choose another "
+                f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to resume from; choose another "
                 'name, or set resume="none", which keeps it under another one'
             )
     make_directory(directory, files=files)
@@ -97,7 +97,7 @@ async def open_run(
         mark(directory, files=files)  # first of all: whatever ends this process now, the directory is that of a run
         make_directory(directory / "logs", files=files)
         resume = _resume(config, directory, say, report, files)
-        began = resume is None and _begin_again_from_nothing(config, directory, say, world)
+        began = resume is None and _restart_from_nothing(config, directory, say, world)
         replace_file(directory / "config.toml", to_toml(config).encode(), files=files)
         _share(lock, directory)
     except BaseException:
@@ -111,7 +111,7 @@ def _is_used(directory: Path, files: Files) -> bool:
     return any(not name.startswith(".") for name in files.list(directory))
 
 
-def _begin_again_from_nothing(config: Config, directory: Path, say: Callable[[str], object], world: World) -> bool:
+def _restart_from_nothing(config: Config, directory: Path, say: Callable[[str], object], world: World) -> bool:
     """Whether a run began here and made no checkpoint; its records are cut back to nothing then. Raises `CheckpointError` if it
     had other settings than it needs now."""
     before = directory / "config.toml"
@@ -161,7 +161,7 @@ def _in_use(directory: Path) -> ConfigError:
     )
 
 
-async def begin_again(
+async def restart_run(
     config: Config,
     run: RunDir,
     say: Callable[[str], object],

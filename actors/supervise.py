@@ -12,7 +12,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.process import NotTrained, ProcessLost, Question, RunFailed
-from r3async.actors.run_dir import RunDir, begin_again
+from r3async.actors.run_dir import RunDir, restart_run
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import Config, to_dict
@@ -27,7 +27,7 @@ STATUS_SECONDS = 2.0
 STACKS_SECONDS = 2.0
 """So long a process that does not answer has to write its stacks before it is ended."""
 LATE_SECONDS = 30.0
-"""Between two questions: who asked so late was stopped, and judges nobody by that."""
+"""Between two questions: who asked so late was paused, and judges nobody by that."""
 ANSWERING = "answering/conductor"
 AT_FIRST = f"{ANSWERING} at first"
 POLL_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Pipeline:
     conductor: type[Conductor] = Conductor
 
     def __init__(self, world: World, config: Config, model_path: Path, run_dir: Path, resume: Opened | None = None):
-        """`resume`: the checkpoint that the run goes on from."""
+        """`resume`: the checkpoint that the run resumes from."""
         self.world, self.config, self.model_path, self.run_dir, self.resume = world, config, model_path, run_dir, resume
         self.run_id = f"{run_dir.name}-{world.unique()[:8]}"
         self.events = open_events(run_dir, "driver", world=world)
@@ -137,8 +137,9 @@ class Running:
         stacks are written, and `supervise.on_stall` is done: its process is ended, and `ProcessLost` raised, or `RunFailed`."""
         for stall in self._dog.news():
             action = self.config.supervise.on_stall
-            said = f"the conductor has not answered for {stall.seconds:.0f} s (limit {stall.limit:g} s, supervise.stall_seconds)"
-            say(f"{said}; what it was doing is in {self.run_dir}/logs/conductor.log, unless it was stopped")
+            limit = f"limit {stall.limit:g} s, supervise.stall_seconds"
+            failure = f"the conductor has not answered for {stall.seconds:.0f} s ({limit})"
+            say(f"{failure}; what it was doing is in {self.run_dir}/logs/conductor.log, unless it was paused")
             asked = self._world.processes.ask_for_stacks(*self._processes.get("conductor", (0, "")))
             self._events.error(
                 "stalled",
@@ -152,7 +153,7 @@ class Running:
                 continue
             if asked:
                 await asyncio.sleep(STACKS_SECONDS)
-            raise (RunFailed if action == "abort" else ProcessLost)(f"{said}; its process is ended")
+            raise (RunFailed if action == "abort" else ProcessLost)(f"{failure}; its process is ended")
 
     async def finished(self, timeout: float) -> bool:
         """Whether the run has ended, waiting at most `timeout` seconds."""
@@ -161,13 +162,13 @@ class Running:
 
     def result(self) -> dict[str, Any]:
         """What the conductor returned, when the run has ended. Raises `RunFailed` with the reason, and `ProcessLost` if the run
-        may go on from its newest checkpoint."""
+        may resume from its newest checkpoint."""
         try:
             return self._result.result()
         except RunFailed as error:
             raise error from None
         except ActorLost as error:
-            raise ProcessLost(f"the conductor process died: {error}") from None
+            raise ProcessLost(f"the conductor process was lost: {error}") from None
 
     def stop(self) -> None:
         """Ask for an orderly end: the running step is finished, a checkpoint written and the model saved."""
@@ -178,7 +179,7 @@ class Running:
         for actor in self._actors:
             self._world.actors.kill(actor)
         for pid, host in self._processes.values():
-            self._world.processes.kill(pid, host)  # a process that was stopped hears nothing
+            self._world.processes.kill(pid, host)  # a process that was paused gets no request
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, self._question.cancel(), return_exceptions=True)
@@ -205,7 +206,7 @@ class Person(Protocol):
 
     @property
     def report(self) -> Report:
-        """Hears what is found among the checkpoints."""
+        """For what is found among the checkpoints."""
         ...
 
     def loading(self) -> None:
@@ -221,7 +222,7 @@ class Person(Protocol):
         ...
 
     def rewind(self, step: int) -> None:
-        """The run begins again after that step."""
+        """The run restarts after that step."""
         ...
 
 
@@ -233,10 +234,10 @@ async def supervise(
     person: Person,
     kind: type[Pipeline] = Pipeline,
 ) -> None:
-    """The run, and again from its newest checkpoint if a process that it cannot do without dies. `kind`: with other actors than
-    usual.
+    """The run, and again from its newest checkpoint if a process that it cannot do without is lost. `kind`: with other actors
+    than usual.
 
-    Raises `RunFailed` with what to do about it, or `NotTrained`, which is one, if no step made an update; and what `begin_again`
+    Raises `RunFailed` with what to do about it, or `NotTrained`, which is one, if no step made an update; and what `restart_run`
     raises.
     """
     allowed = config.supervise.max_run_restarts
@@ -248,11 +249,11 @@ async def supervise(
             if person.stop_requested or restarts == allowed:
                 raise
             restarts += 1
-            person.say(f"{error}; the run begins again ({restarts} of {allowed}, supervise.max_run_restarts)")
+            person.say(f"{error}; the run restarts ({restarts} of {allowed}, supervise.max_run_restarts)")
             person.loading()
-            run = await begin_again(config, run, person.say, person.report, world=world)
+            run = await restart_run(config, run, person.say, person.report, world=world)
             step = run.resume.state.steps if run.resume else 0
-            person.say(f"going on from step {step}")
+            person.say(f"resumes from step {step}")
             person.rewind(step)
 
 
@@ -270,22 +271,22 @@ async def _run(pipeline: Pipeline, person: Person) -> None:
 
 
 async def _follow(world: World, running: Running, person: Person) -> None:
-    limit, told = 4 * running.config.supervise.stop_grace_seconds, 0.0
+    limit, asked_at = 4 * running.config.supervise.stop_grace_seconds, 0.0
     while not await running.finished(POLL_SECONDS):
         await _show(running, person, STATUS_SECONDS)
         await running.check(person.say)
         now = world.clock.monotonic()
-        if person.stop_requested and not told:
-            told = now
+        if person.stop_requested and not asked_at:
+            asked_at = now
             person.say("stopping: the running step is finished and a checkpoint written (again to stop at once)")
             running.stop()
-        if told and now - told > limit:
+        if asked_at and now - asked_at > limit:
             raise RunFailed(
                 f"the actors did not end within {limit:g} s (4 x supervise.stop_grace_seconds) and are ended now; "
                 f"the same command with name={running.run_dir.name} resumes from the newest checkpoint"
             )
     await _show(running, person, RESULT_SECONDS)
-    _tell(running.result(), running, person)
+    _report(running.result(), running, person)
 
 
 async def _show(running: Running, person: Person, timeout: float) -> None:
@@ -294,14 +295,14 @@ async def _show(running: Running, person: Person, timeout: float) -> None:
         person.show(status)
 
 
-def _tell(result: Mapping[str, Any], running: Running, person: Person) -> None:
+def _report(result: Mapping[str, Any], running: Running, person: Person) -> None:
     """How the run ended. Raises `NotTrained`."""
     steps, name = result["steps"], running.run_dir.name
     if result["model"]:
         person.say(f"trained model: {running.run_dir / 'model'}")
     if result["stopped"] and steps:
         done = f"{steps} of {running.config.steps} steps" + (" without an update" if result.get("updates") == 0 else "")
-        person.say(f"stopped after {done}; to go on: the same command with name={name}")
+        person.say(f"stopped after {done}; to resume: the same command with name={name}")
     elif result["stopped"]:
         person.say(f"stopped before a step was made; to resume: the same command with name={name}")
     elif steps and not result["updates"]:

@@ -46,7 +46,7 @@ class Tasks:
         self._cursor = Cursor(config.seed, quarantined=self._quarantined)
 
     def open(self, size: int | None) -> None:
-        """The environment has `size` tasks; None: it does not say."""
+        """The environment has `size` tasks; None: that is not known."""
         self._cursor = Cursor(self._config.seed, size, self._quarantined)
 
     def task_seed(self, group: int) -> int:
@@ -139,7 +139,7 @@ class Evaluator:
             able = (g for g in self._fleet if g.state == "healthy" and g.generator_id not in silent)
             generator = next(able, None)
             if generator is None:
-                error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is alive"
+                error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is healthy"
                 self._events.warning("evaluation_failed", step=step, error=error)
                 return
             name = generator.generator_id
@@ -159,7 +159,7 @@ class Evaluator:
 
     async def _played_by(self, generator: Generator) -> dict[str, Any]:
         """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
-        # The generator gives up first, and so is free of it.
+        # The generator's own limit comes first, and so it is free again.
         limit = self.settings.timeout + RPC_SECONDS
         playing = asyncio.ensure_future(generator.handle.call("evaluate"))
         listening = asyncio.create_task(self._until_silent(generator))
@@ -173,7 +173,7 @@ class Evaluator:
             listening.cancel()
 
     async def _until_silent(self, generator: Generator) -> None:
-        """Returns when it has not answered for `supervise.silence_seconds`. One that died shows that elsewhere."""
+        """Returns when it has not answered for `supervise.silence_seconds`. A loss is noticed elsewhere."""
         while True:
             try:
                 await generator.handle.call("whereabouts", timeout=self.config.supervise.silence_seconds)
@@ -200,7 +200,7 @@ class Evaluator:
             if stopping() and deadline is None:
                 deadline = self._clock.monotonic() + self.config.supervise.stop_grace_seconds
             if deadline is not None and self._clock.monotonic() > deadline:
-                self._events.warning("evaluation_given_up", step=self._evaluated)
+                self._events.warning("evaluation_abandoned", step=self._evaluated)
                 await self.cancel()
 
     async def cancel(self) -> None:

@@ -1,7 +1,7 @@
-"""The conductor's watch over a run in which nothing dies and nothing moves.
+"""The conductor's watch over a run in which nothing fails and nothing moves.
 
-What each stage has done, and what waits for it, is gathered from where it is known: the generators' last words, the
-learner's status, the fleet. `scheduling.watchdog` judges. What stands still is named, every process's stacks are written, and
+What each stage has done, and what waits for it, is gathered from where it is known: the generators' last reports, the
+learner's status, the fleet. `schedule.watchdog` judges. What does not move is named, every process's stacks are written, and
 `supervise.on_stall` is done.
 """
 
@@ -35,7 +35,7 @@ STORING = "storing"
 
 
 class Watch:
-    """Lives on the conductor's event loop. `loads`: what each generator said of itself last. `learner`: its actor.
+    """Lives on the conductor's event loop. `loads`: what each generator reported last. `learner`: its actor.
     `published()`: the newest version that engines are to have. While
     `resting()`, work that nobody has begun waits for nobody: the run is ending, or generators evaluate.
 
@@ -65,7 +65,7 @@ class Watch:
         self._question = Question(partial(learner.call, "status"))
         self._releasing: asyncio.Task[None] | None = None
         weights, supervise = config.weights, config.supervise
-        # What has a limit of its own fails by that, and says more. An installation is judged before the conductor gives it up.
+        # What has a limit of its own fails by that, and its message is better. An installation is judged before its own.
         limits = {"training": supervise.step_seconds, "publishing": weights.write_timeout + RPC_SECONDS}
         limits |= {f"installing/{g.generator_id}": weights.install_timeout + RPC_SECONDS / 2 for g in fleet}
         self.dog = Watchdog(self._clock, supervise.stall_seconds, limits)
@@ -78,7 +78,7 @@ class Watch:
                 began = self._clock()
                 await asyncio.sleep(self._period)
                 if self._clock() - began > 3 * self._period + 1:
-                    continue  # this very process stood still, and has not heard yet what was said meanwhile
+                    continue  # this very process was paused, and has not read yet what was reported meanwhile
                 self._fleet.tick()
                 self._release_overdue()
                 self._status = await self._question.answer(self._period) or self._status
@@ -96,9 +96,9 @@ class Watch:
                 self._releasing = asyncio.create_task(self._release(generator))
 
     async def _release(self, generator: Generator) -> None:
-        """Its leases return, less what the learner has. It may play on: whose episode arrives first counts."""
+        """Its leases return, less what the learner has. It may still play: whose episode arrives first counts."""
         name = generator.generator_id
-        with contextlib.suppress(Exception):  # of a learner that is lost the conductor hears elsewhere
+        with contextlib.suppress(Exception):  # that the learner is lost is noticed elsewhere
             missing = await self._learner.call("missing", self._admission.leases(name))
             if generator.state is HealthState.SUSPECT:
                 again = self._admission.lose(name, lambda group: missing.get(group, []))
@@ -110,7 +110,7 @@ class Watch:
     # -- what there is to see ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Tell the watchdog what each stage has done, and what waits for it."""
+        """Report to the watchdog what each stage has done, and what waits for it."""
         status = self._status
         storing = status.get("storing")
         for generator in self._fleet:
@@ -124,7 +124,7 @@ class Watch:
         self.dog.see("publishing", self._published(), int(bool(status.get("writing"))))
         seen = self.dog.describe()
         seen.pop(RUN, None)
-        # Nobody has work though the learner waits for some: an episode is lost, or somebody has forgotten to go on.
+        # Nobody has work though the learner waits for some: an episode is lost, or somebody does not continue.
         loading = any(not g.live for g in self._fleet)
         idle = not any(stage["waiting"] for stage in seen.values())
         stuck = idle and doing == "waiting" and not loading and not self._resting()
@@ -152,7 +152,7 @@ class Watch:
     # -- what is done about it -----------------------------------------------------------------------------------
 
     async def _act_on(self, stalls: Sequence[Stall]) -> None:
-        """Once for each generator: one that stands still does so in several stages, and its next process has not."""
+        """Once for each generator: one that does not move does so in several stages, and its next process has not."""
         seen = set()
         for stall in stalls:
             generator = self._generator(stall)
@@ -220,13 +220,13 @@ class Watch:
         raise ProcessLost(f"{describe(stall)}; its process was ended")
 
     async def _restart(self, generator: Generator) -> None:
-        """End its process; its supervisor does the rest, as for any death."""
+        """End its process; its supervisor does the rest, as for any loss."""
         pid = generator.pid
         self.world.actors.kill(generator.handle, restart=True)
         deadline = self._clock() + KILL_SECONDS
         while generator.live and generator.pid == pid:
             if self._clock() > deadline:
-                self.world.processes.kill(pid, generator.host)  # one that was stopped hears nothing
+                self.world.processes.kill(pid, generator.host)  # one that was paused gets no request
                 return
             await asyncio.sleep(0.1)
 

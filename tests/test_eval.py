@@ -399,7 +399,7 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     it, events = evaluator(tmp_path, answer, dead=True)
     it.after(2)
     await settle(it)
-    assert events.said[0][1]["error"] == "no generator is alive"
+    assert events.said[0][1]["error"] == "no generator is healthy"
     assert lines(tmp_path) == []
 
 
@@ -412,7 +412,7 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
     it.after(4)
     assert events.said == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
     await asyncio.wait_for(it.finish(4, lambda: True), 3)
-    assert events.said[-1][0] == "evaluation_given_up"
+    assert events.said[-1][0] == "evaluation_abandoned"
     await it.finish(4, lambda: True)
     assert len(events.said) == 2
 
@@ -492,7 +492,7 @@ async def play_run(made, directory, evaluations, groups=3):
         if evaluations and len(results) <= played < groups:
             results.append(asyncio.create_task(actor.evaluate()))
         free = len(sender.got) == 2 * played and played not in lease.given and played < groups
-        leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and call.room else []
+        leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and call.free else []
         lease.given |= {g.group_index for g in leases}
         return msgspec.msgpack.encode(LeaseAnswer(leases, more=played < groups))
 

@@ -132,7 +132,7 @@ async def test_if_all_die_before_they_have_weights_it_is_a_death():
     handles = {"generator-0": Generator()}
     installer = await loaded(handles)
     handles["generator-0"].wrong["install"] = NotLoaded("it died")
-    with pytest.raises(ProcessLost, match="every generator died"):
+    with pytest.raises(ProcessLost, match="every generator was lost"):
         await installer.begin()
 
 
@@ -421,7 +421,7 @@ async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends
     waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
     assert waits == [0.02, 0.04]
     generator.health.lost()
-    with pytest.raises(RunFailed, match=r"generator-0 died 3 times \(generator\.max_restarts = 2\)"):
+    with pytest.raises(RunFailed, match=r"generator-0 was lost 3 times \(generator\.max_restarts = 2\)"):
         await installer._revive(generator)
 
 

@@ -167,7 +167,7 @@ class Asked(StandIn):
 
     @property
     def rooms(self) -> list[int]:
-        return [call.room for call in self.calls]
+        return [call.free for call in self.calls]
 
 
 class Playing:

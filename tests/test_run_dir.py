@@ -16,8 +16,8 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import RankActor
-from r3async.actors.run_dir import begin_again
 from r3async.actors.run_dir import open_run as open_run_of
+from r3async.actors.run_dir import restart_run
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.checkpoint.lock import RunLock
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
@@ -92,7 +92,7 @@ def test_a_new_one_holds_the_configuration_and_is_the_latest(tmp_path, model, sa
 def test_a_directory_that_is_of_no_run_is_refused(tmp_path, model, said):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r'exists already and has no checkpoint to go on from.*resume="none"'):
+    with pytest.raises(ConfigError, match=r'exists already and has no checkpoint to resume from.*resume="none"'):
         open_run(configured(model), "quickstart", said.append, tmp_path)
     (tmp_path / "a" / "checkpoints" / "step-00000001.partial").mkdir(parents=True)  # One that was begun is none.
     with pytest.raises(ConfigError, match="exists already"):
@@ -240,7 +240,7 @@ def test_a_run_can_begin_where_another_one_was(tmp_path, model, said):
     assert Checkpoints(path / "checkpoints").steps() == [10, 20]  # The other one is as it was.
     assert (path / "metrics.jsonl").read_text().count("\n") == 3
     # Its own first checkpoint is not there yet when a process dies: it begins where it began.
-    assert asyncio.run(begin_again(config, run, said.append)).resume.state.steps == 10
+    assert asyncio.run(restart_run(config, run, said.append)).resume.state.steps == 10
 
 
 def test_another_runs_checkpoint_is_not_mixed_into_one_that_has_its_own(tmp_path, model, said):
@@ -327,12 +327,12 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_taken(tmp_pat
 def test_after_a_death_the_run_begins_again_also_without_a_checkpoint(tmp_path, model, said):
     run = open_run(configured(model), "quickstart", said.append, tmp_path)
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
-    again = asyncio.run(begin_again(configured(model), run, said.append))
+    again = asyncio.run(restart_run(configured(model), run, said.append))
     assert again.resume is None
     assert (run.path / "metrics.jsonl").read_text() == ""
     write_checkpoint(Checkpoints(run.path / "checkpoints"), 2)
     (run.path / "metrics.jsonl").write_text('{"step": 3}\n')
-    assert asyncio.run(begin_again(configured(model), again, said.append)).resume.state.steps == 2
+    assert asyncio.run(restart_run(configured(model), again, said.append)).resume.state.steps == 2
     assert (run.path / "metrics.jsonl").read_text() == ""
 
 

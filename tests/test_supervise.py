@@ -89,7 +89,7 @@ def follow(world, tmp_path, monkeypatch):
     async def again(config, run, say, report, *, world):
         return run
 
-    monkeypatch.setattr(driver, "begin_again", again)
+    monkeypatch.setattr(driver, "restart_run", again)
 
     async def call(person, *conductors, **settings):
         waiting = list(conductors)
@@ -144,7 +144,7 @@ async def test_a_stop_is_handed_on_once_and_the_end_tells_how_to_go_on(follow, w
     person.look = look
     await follow(person, conductor)
     assert conductor.stopped == 1
-    assert any("to go on: the same command" in line for line in person.said)
+    assert any("to resume: the same command" in line for line in person.said)
     assert world.disconnected == 1
 
 

@@ -25,8 +25,8 @@ def test_a_run_whose_learner_and_conductor_are_killed_trains_everything_once(mac
 
     settings = ["steps=14", "schedule.max_staleness=3", "schedule.window=3", "buffer.durability=disk"]
     run_dir = machine.train(*PATIENT, *settings, "generator.engine_args={ token_seconds = 0.1 }", meddle=kill)
-    assert "the run begins again (1 of 3" in machine.person.screen
-    assert "the run begins again (2 of 3" in machine.person.screen
+    assert "the run restarts (1 of 3" in machine.person.screen
+    assert "the run restarts (2 of 3" in machine.person.screen
     check_books(run_dir, 14)
     first, second = (resumed["step"] for resumed in events(run_dir, "resumed"))
     assert 4 <= first <= second
@@ -123,7 +123,7 @@ def test_a_stop_leaves_a_checkpoint_and_ends_well_and_the_same_command_goes_on(m
     (step,) = Checkpoints(run_dir / "checkpoints").steps()
     state = open_checkpoint(Checkpoints(run_dir / "checkpoints").path(step)).state
     assert len(trained(run_dir)) == step == state.steps < 400
-    assert f"stopped after {step} of 400 steps; to go on: the same command with name=run" in machine.person.screen
+    assert f"stopped after {step} of 400 steps; to resume: the same command with name=run" in machine.person.screen
     machine.train(f"steps={step + 3}", "schedule.max_staleness=1", "checkpoint.every_steps=2")
     assert f"resumes from step {step} " in machine.person.screen
     check_books(run_dir, step + 3)
@@ -153,4 +153,4 @@ def test_a_resumed_run_that_is_stopped_while_it_loads_says_after_which_step(mach
         machine.person.stop_requested = True
 
     machine.train("steps=4", "checkpoint.every_steps=1", meddle=stop)
-    assert "stopped after 2 of 4 steps; to go on" in machine.person.screen
+    assert "stopped after 2 of 4 steps; to resume" in machine.person.screen

@@ -88,7 +88,7 @@ class _Shape(NamedTuple):
 
     weight: float
     target: Literal["generator", "peer", "role", "whole", "host", "disk", "none"]
-    """`whole`: a process without which the run begins again."""
+    """`whole`: a process without which the run restarts."""
     seconds: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
     unit: Literal["", "seconds", "steps"] = ""

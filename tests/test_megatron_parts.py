@@ -102,7 +102,7 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
         ({"attention_bias": True}, "`attention_bias` = True"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "`rope_type` = 'linear'"),
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight, .* and "),
-        ({"num_hidden_layers": 2}, "has tensors that Qwen3-MoE has not: model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, "has tensors that are not of Qwen3-MoE: model.layers.2.input_layernorm.weight"),
         (
             {"moe_intermediate_size": 40},
             r"experts.0.gate_proj.weight .*: shape \(96, 64\), config.json means \(80, 64\)",

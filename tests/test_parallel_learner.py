@@ -130,7 +130,7 @@ def fed_too_much(learner):
         return ""
     bound, fed = collate(hm.make_samples(9, [20])), collate(hm.make_samples(9, [30]))
     with pytest.raises(RoutingError) as error, learner.replay.bound(bound):
-        learner.hidden(fed)
+        learner.forward(fed, np.zeros(0, np.int64), None)
     return str(error.value)
 
 

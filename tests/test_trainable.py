@@ -193,17 +193,17 @@ async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_w
 
 
 def test_the_quarantine_stays_below_its_limit_and_names_all(tmp_path):
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     one = sum(memoryview(f).nbytes for f in encode_trajectory(make_trajectory())) + 400
-    quarantine = Quarantine(tmp_path / "q", 3 * one, lambda event, **facts: told.append({"event": event, **facts}))
+    quarantine = Quarantine(tmp_path / "q", 3 * one, lambda event, **facts: reported.append({"event": event, **facts}))
     for index in range(8):
         quarantine.keep(make_trajectory(index), f"reason {index}")
-    assert {t["event"] for t in told} == {"trajectory_quarantined"}
-    assert [t["reason"] for t in told] == [f"reason {i}" for i in range(8)]
+    assert {t["event"] for t in reported} == {"trajectory_quarantined"}
+    assert [t["reason"] for t in reported] == [f"reason {i}" for i in range(8)]
     left = sorted(p.name for p in (tmp_path / "q").iterdir())
     assert 2 <= len(left) < 8
     assert left[-1].startswith("000000007-")
     assert sum(p.stat().st_size for p in (tmp_path / "q").iterdir()) <= 3 * one
-    Quarantine(tmp_path / "none", 10, lambda event, **facts: told.append(facts)).keep(make_trajectory(9), "small")
-    assert told[-1]["kept_as"] == ""
+    Quarantine(tmp_path / "none", 10, lambda event, **facts: reported.append(facts)).keep(make_trajectory(9), "small")
+    assert reported[-1]["kept_as"] == ""
     assert not (tmp_path / "none").exists()

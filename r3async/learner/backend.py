@@ -285,20 +285,16 @@ class LearnerBackend:
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def state(self) -> LearnerState:
-        """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and
-        step counts, the trust region's controller, random number generators. For `checkpoint.tensors.write_part`.
-
-        Not collective, but all ranks have to take theirs between the same two steps. What several ranks hold, one hands in.
-        The reference model is not in it: it is the start path's.
-        """
+        """See `state.take`; for `checkpoint.tensors.write_part`. Not collective, but all ranks have to take theirs between the
+        same two steps. The reference model is not in it: it is the start path's."""
         return take(self)
 
     def restore(self, saved: LearnerParts, *, optimizer: bool = True) -> None:
-        """Go on from a state that any number of ranks wrote, bit by bit. Not collective; every rank has to make the call.
+        """Resume from a state that any number of ranks wrote, bit by bit. Not collective; every rank has to make the call.
 
         The learner must have been built from the path that the run began with. With another number of ranks than wrote it,
-        random number generators stay as they are. Without `optimizer` only the weights are read, for `save`. Raises
-        `CheckpointError` if it is of another model or backend, or if something lacks; then the learner is not to be used.
+        random number generators stay as they are. Without `optimizer` only the weights are read, for `save`. Raises what
+        `state.restore` raises; then the learner is not to be used.
         """
         restore(self, saved, optimizer=optimizer)
 

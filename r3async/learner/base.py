@@ -1,4 +1,4 @@
-"""What the learner's actors know of it without loading torch: its results, its errors, and how a backend is loaded."""
+"""What other packages need of the learner without loading torch: its results, its errors, and how a backend is loaded."""
 
 from __future__ import annotations
 

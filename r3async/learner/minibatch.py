@@ -135,7 +135,7 @@ class Minibatch:
 
     @property
     def cause(self) -> Cause:
-        """Why no update is to be made, whatever the gradient; every rank says the same. Empty: one may be made.
+        """Why no update is to be made, whatever the gradient; the same on every rank. Empty: one may be made.
 
         Without an advantage the gradient of the policy loss is 0, and what the other terms leave is rounding noise, which
         Adam would scale to a full step."""

@@ -131,7 +131,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def restore(self, states: Iterable[Mapping[str, Tensor]], steps: int) -> None:
-        """Go on as if `steps` had been made and `states()` were that; parameters become their masters. No gradient is left."""
+        """Resume as if `steps` had been made and `states()` were that; parameters become their masters. No gradient is left."""
         self.clear()
         self.steps = steps
         self._adam.state.clear()

@@ -136,7 +136,7 @@ class ScriptedLearner(LearnerBackend):
         return list(micro_batches)
 
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """float32 `[T - 1]`: what a scripted engine with these weights says."""
+        """float32 `[T - 1]`: those of a scripted engine with these weights."""
         key = xxhash.xxh3_64_intdigest(self.optimizer.weights.numpy().tobytes()) & MASK
         at = np.arange(1, len(token_ids))
         return scripted_logprobs(at, np.full(len(at), key), np.asarray(token_ids)[1:]) / temperature

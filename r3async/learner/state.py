@@ -49,7 +49,8 @@ class Held:
 
 @torch.no_grad()
 def take(backend: LearnerBackend) -> LearnerState:
-    """Copies, in host memory; see `LearnerBackend.state`."""
+    """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and step
+    counts, the trust region's controller, random number generators. What several ranks hold, one hands in."""
     pieces = []
     for held, tensors in zip(backend.places(), backend.optimizer.states(), strict=True):
         if not held.writes:
@@ -75,7 +76,7 @@ def take(backend: LearnerBackend) -> LearnerState:
 
 
 def restore(backend: LearnerBackend, parts: LearnerParts, *, optimizer: bool = True) -> None:
-    """See `LearnerBackend.restore`."""
+    """See `LearnerBackend.restore`. Raises `CheckpointError` if it is of another model or backend, or if a tensor is missing."""
     facts = parts.facts
     if facts.backend != backend.name:
         raise CheckpointError(

@@ -155,24 +155,24 @@ def sound(
     A trajectory that is not trainable (`check_trajectory`) has `stand_in` in its place. So have all of a group of which `make`
     fails though each of its members is: nobody in particular is to blame. Raises what `make` raises on what is left: a defect.
     """
-    unsound: dict[str, Unsound] = {}
-
-    def replaced(trajectory: Trajectory, reason: str) -> Trajectory:
-        unsound.setdefault(trajectory.trajectory_id, Unsound(trajectory, reason))
-        return stand_in(trajectory)
+    unsound: list[Unsound] = []
 
     def checked(trajectory: Trajectory) -> Trajectory:
         try:
             check_trajectory(trajectory)
         except InvalidTrajectory as error:
-            return replaced(trajectory, str(error))
+            unsound.append(Unsound(trajectory, str(error)))
+            return stand_in(trajectory)
         return trajectory
 
     def alone(group: list[Trajectory]) -> list[Trajectory]:
         try:
             make([group])
         except Exception as error:
-            return [replaced(t, f"its group cannot be trained: {type(error).__name__}: {error}") for t in group]
+            reason = f"its group cannot be trained: {type(error).__name__}: {error}"
+            known = {u.trajectory.trajectory_id for u in unsound}
+            unsound.extend(Unsound(t, reason) for t in group if t.trajectory_id not in known)
+            return [stand_in(t) for t in group]
         return group
 
     kept = [[checked(t) for t in group] for group in groups]
@@ -181,7 +181,7 @@ def sound(
     except Exception:
         kept = [alone(group) for group in kept]
         made = make(kept)
-    return Sound(kept, made, list(unsound.values()))
+    return Sound(kept, made, unsound)
 
 
 def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -193,7 +193,7 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
     """
     samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
     # Of each sample: its group, and its episode, by the order in which they come.
-    owners = [(g, (g, e)) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
+    owners = [(g, e) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
     trained = [s.table["loss_mask"] & np.isfinite(s.table["rollout_logprobs"]) for s in samples]
     members: list[list[int]] = [[] for _ in groups]
     for i, (group, _) in enumerate(owners):
@@ -201,19 +201,19 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
     minibatches: list[list[Sample]] = []
     tokens = [sum(int(trained[i].sum()) for i in of) for of in members]
     for part in divide(tokens, config.schedule.minibatches_per_step):
-        rows = [i for index in part for i in members[index]]
+        chosen = [i for group in part for i in members[group]]
         numbers: dict[tuple[int, int], int] = {}
-        episodes = [numbers.setdefault(owners[i][1], len(numbers)) for i in rows]
+        episodes = [numbers.setdefault(owners[i], len(numbers)) for i in chosen]
         weights = loss_weights(
-            [trained[i] for i in rows],
+            [trained[i] for i in chosen],
             episodes,
-            [owners[i][0] for i in rows],
+            [owners[i][0] for i in chosen],
             config.algorithm.reduction,
             norm_length=config.episode.max_new_tokens,
         )
         minibatches.append([])
         place = 0
-        for i, episode, weight in zip(rows, episodes, weights, strict=True):
+        for i, episode, weight in zip(chosen, episodes, weights, strict=True):
             mask, table = trained[i], samples[i].table
             columns = {
                 "loss_weights": weight,
@@ -272,7 +272,7 @@ def train_minibatch(
     `loss_mask` is set and its rollout log-prob is finite (others are counted and left out). If no trained token has an
     advantage, with a gradient that is not finite, or with drift beyond `algorithm.rollout_kl.max`, weights, moments and
     the optimizer's count stay as they are and `optimizer/skipped` is 1. Without an advantage the trust region stays, too. With
-    `trace` the result tells what every router did. Raises what `agreed` raises, before any forward pass; whatever a pass fails
+    `trace` the result has what every router did. Raises what `agreed` raises, before any forward pass; whatever a pass fails
     with leaves nothing behind.
     """
     minibatch = begin(backend, micro_batches, version=version, trace=trace)

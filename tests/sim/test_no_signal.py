@@ -48,8 +48,8 @@ def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themsel
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))  # slots were freed all the same
     assert {row["advantage/zero_variance_share"] for row in rows} == {1.0}
     assert {(row["optimizer/updates"], row["optimizer/no_contrast"]) for row in rows} == {(0.0, 1.0)}
-    (told,) = events(run_dir, "no_contrast")
-    assert (told["step"], told["level"]) == (1, "warning")
+    (event,) = events(run_dir, "no_contrast")
+    assert (event["step"], event["level"]) == (1, "warning")
     assert not events(run_dir, "step_skipped")
     (ended,) = events(run_dir, "run_finished")
     assert (ended["updates"], ended["model"]) == (0, None)

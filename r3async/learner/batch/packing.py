@@ -70,28 +70,20 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 def padding_like(micro_batch: MicroBatch, tokens: int = 1) -> MicroBatch:
     """A micro-batch of nothing but padding, for a rank that has run out of samples: every column that `micro_batch` has."""
-    return _with_padding(micro_batch.table.slice(0, 0), np.zeros(1, np.int32), micro_batch.temperatures[:0], (), tokens)
+    m = micro_batch
+    return _with_padding(MicroBatch(m.table.slice(0, 0), np.zeros(1, np.int32), m.temperatures[:0], ()), tokens)
 
 
 def aligned(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
     """The micro-batch with padding behind it, up to a multiple of `multiple` tokens."""
     extra = -micro_batch.tokens % multiple
-    if not extra:
-        return micro_batch
-    m = micro_batch
-    return _with_padding(m.table, m.cu_seqlens, m.temperatures, m.sample_ids, extra)
+    return _with_padding(micro_batch, extra) if extra else micro_batch
 
 
-def _with_padding(
-    table: TokenTable, cu_seqlens: np.ndarray, temperatures: np.ndarray, sample_ids: tuple[str, ...], tokens: int
-) -> MicroBatch:
-    total = len(table) + tokens
-    return MicroBatch(
-        table=table.padded(total),
-        cu_seqlens=np.append(cu_seqlens, np.int32(total)),
-        temperatures=np.append(temperatures, np.float32(1.0)),
-        sample_ids=sample_ids,
-    )
+def _with_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
+    m, total = micro_batch, micro_batch.tokens + tokens
+    edges, temperatures = np.append(m.cu_seqlens, np.int32(total)), np.append(m.temperatures, np.float32(1.0))
+    return MicroBatch(m.table.padded(total), edges, temperatures, m.sample_ids)
 
 
 def pack(samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False) -> list[MicroBatch]:

@@ -183,13 +183,13 @@ class _Pool:
         self.samples.insert(at, sample)
         self.lengths.insert(at, self._length_of[sample])
 
-    def take_pair(self, room: int, slack: int) -> list[int]:
-        """Remove two that leave less than `slack` of `room`: the best of about `PAIRS` tried, or none."""
+    def take_pair(self, free: int, slack: int) -> list[int]:
+        """Remove two that leave less than `slack` of `free`: the best of about `PAIRS` tried, or none."""
         best: tuple[int, ...] = ()
-        end = bisect_right(self.lengths, room // 2)
+        end = bisect_right(self.lengths, free // 2)
         for short in range(0, end, max(1, end // PAIRS)):
-            long = bisect_right(self.lengths, room - self.lengths[short]) - 1
-            left = room - self.lengths[short] - self.lengths[long]
+            long = bisect_right(self.lengths, free - self.lengths[short]) - 1
+            left = free - self.lengths[short] - self.lengths[long]
             if long > short and left < slack:
                 best, slack = (long, short), left
         return [self._remove(at) for at in best]
@@ -253,18 +253,18 @@ class _Work:
     def filled(self, pool: _Pool, level: float = np.inf, *, exact: bool = False) -> Bin:
         """A micro-batch of the longest sample in the pool, then always the longest one that fits under cap and `level`.
 
-        With `exact` the last one may be replaced by two that leave less room: small samples are what gaps are filled
+        With `exact` the last one may be replaced by two that leave fewer tokens free: small samples are what gaps are filled
         with, and too good for leaving gaps.
         """
         members: Bin = []
-        room, limit = self.max_tokens, float(self.max_tokens)
+        free, limit = self.max_tokens, float(self.max_tokens)
         while (sample := pool.take(limit)) is not None:
             members.append(sample)
-            room -= self.lengths[sample]
+            free -= self.lengths[sample]
             level -= self.costs[sample]
-            limit = min(room, self.cost.longest(level)) if level < np.inf else room
-        if exact and room and len(members) > 1:
-            pair = pool.take_pair(room + self.lengths[members[-1]], room)
+            limit = min(free, self.cost.longest(level)) if level < np.inf else free
+        if exact and free and len(members) > 1:
+            pair = pool.take_pair(free + self.lengths[members[-1]], free)
             if pair:
                 pool.put_back(members.pop())
                 members += pair
@@ -291,23 +291,23 @@ class _Work:
 
     def spread(self, pool: _Pool) -> list[Bin] | None:
         """What is in the pool in one micro-batch per rank, longest sample first, each to the rank with the least cost of those
-        with room for it. None if one fits nowhere."""
+        with capacity for it. None if one fits nowhere."""
         divided: list[Bin] = [[] for _ in range(self.ranks)]
-        rooms = [self.max_tokens] * self.ranks
+        free = [self.max_tokens] * self.ranks
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
         shortest = pool.lengths[0] if pool.lengths else 0
         for sample in reversed(pool.samples):
             length, full = self.lengths[sample], []
-            while loads and rooms[loads[0][1]] < length:
+            while loads and free[loads[0][1]] < length:
                 full.append(heapq.heappop(loads))
             if not loads:
                 return None
             load, rank = loads[0]
             heapq.heapreplace(loads, (load + self.costs[sample], rank))
-            rooms[rank] -= length
+            free[rank] -= length
             divided[rank].append(sample)
             for entry in full:
-                if rooms[entry[1]] >= shortest:
+                if free[entry[1]] >= shortest:
                     heapq.heappush(loads, entry)
         return divided
 

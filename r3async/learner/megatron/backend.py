@@ -24,7 +24,7 @@ from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
-from r3async.learner.megatron.links import Checkpoint, Link, gather_weights, held, links, load_weights
+from r3async.learner.megatron.links import Link, checkpoint_files, gather_weights, held, links, load_weights
 from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, make_plan
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.replay import Binder, MicroBatchRoutes
@@ -102,19 +102,14 @@ class MegatronLearner(LearnerBackend):
             max_positions=shape.positions,
             tied=shape.tied,
         ).to(device)
-        linked = links(model, shape)
-        load_weights(linked, shape, Checkpoint(source))
+        linked = list(links(model, shape))
+        load_weights(linked, shape, checkpoint_files(source))
         return cls(config, source, layout, shape, model, linked, device)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Tensor:
         """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""
-        hidden = self.hidden(micro_batch)
-        return hidden if routes is None else routes.follow(hidden)
-
-    def hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """See `forward`; routes are those that are bound."""
         plan = make_plan(
             micro_batch.cu_seqlens,
             head_dim=self.shape.head_dim,
@@ -123,10 +118,10 @@ class MegatronLearner(LearnerBackend):
             device=self._device,
         )
         ids = self._tensor(micro_batch.table["token_ids"].astype(np.int64))
-        return self.model(ids[None], None, None, packed_seq_params=plan)
+        hidden = self.model(ids[None], None, None, packed_seq_params=plan)
+        return hidden if routes is None else routes.follow(hidden)
 
     def scores(self, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray) -> Scores:
-        """See `LearnerBackend.scores`."""
         hidden = output
         if self.config.learner.parallel.tp > 1:
             # Each rank's logits are of its own part of the vocabulary, so their gradients add up in the backward pass.
@@ -183,25 +178,23 @@ class MegatronLearner(LearnerBackend):
             )
 
     def share_logprobs(self, values: Sequence[np.ndarray]) -> None:
-        """See `LearnerBackend.share_logprobs`."""
         if self.config.learner.parallel.pp > 1:
             group, source = ps.get_pipeline_model_parallel_group(), ps.get_pipeline_model_parallel_last_rank()
             for each in values:
                 dist.broadcast(torch.from_numpy(each), source, group)
 
     def join_routes(self, routes: Tensor) -> None:
-        """See `LearnerBackend.join_routes`: every row and layer is on one rank of a model."""
+        """Every token and layer is on one rank of a model."""
         if self.config.learner.parallel.world > 1:
             dist.all_reduce(routes, group=ps.get_model_parallel_group())
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def places(self) -> list[Held]:
-        """See `LearnerBackend.places`."""
         return [held(link) for link in self.links]
 
     def export(self) -> dict[str, Tensor]:
-        """See `LearnerBackend.export`; with one rank on the model's device, with several on the host."""
+        """With one rank on the model's device, with several on the host."""
         return gather_weights(self.links)
 
     def close(self) -> None:

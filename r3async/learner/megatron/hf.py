@@ -99,7 +99,7 @@ def transformer_config(shape: Qwen3Shape, learner: LearnerConfig) -> Transformer
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        # Micro-batches are packed by tokens: each has its own length, and stages tell each other.
+        # Micro-batches are packed by tokens: each has its own length, and stages send it on.
         variable_seq_lengths=parallel.pp > 1,
         # Losses are divided by global denominators already, and not by the number of micro-batches.
         calculate_per_token_loss=True,

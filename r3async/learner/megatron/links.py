@@ -84,12 +84,9 @@ def held(link: Link) -> Held:
     return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
 
 
-def links(model: HiddenStatesModel, shape: Qwen3Shape) -> list[Link]:
+def links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
     """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
-    return list(_links(model, shape))
 
-
-def _links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
     def same(parameter: Parameter, name: str, **how: Any) -> Link:
         return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
 
@@ -140,42 +137,29 @@ def _links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
             yield same(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
 
 
-class Checkpoint(Mapping[str, Tensor]):
-    """Tensors of the safetensors files of a directory, by name, read when asked for."""
-
-    def __init__(self, directory: Path):
-        self._files = {}
-        self._where = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            self._files[path] = safe_open(path, framework="pt")
-            self._where.update(dict.fromkeys(self._files[path].keys(), path))
-        if not self._files:
-            raise LearnerError(f"{directory} has no .safetensors file")
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[self._where[name]].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
+def checkpoint_files(directory: Path) -> dict[str, Any]:
+    """For each tensor of a directory's safetensors files, by name, the open file that has it."""
+    opened = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+    if not opened:
+        raise LearnerError(f"{directory} has no .safetensors file")
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 @torch.no_grad()
-def load_weights(plan: Sequence[Link], shape: Qwen3Shape, tensors: Mapping[str, Tensor]) -> None:
-    """Fill every parameter. Raises `LearnerError` naming tensors that are missing, misshapen or not of this model."""
+def load_weights(plan: Sequence[Link], shape: Qwen3Shape, files: Mapping[str, Any]) -> None:
+    """Fill every parameter from `checkpoint_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
+    this model."""
     needed = shape.tensor_names()
     # A tied checkpoint may still hold the output matrix, which is the embedding again.
     allowed = needed | ({"lm_head.weight"} if shape.tied else set())
-    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - allowed)
-    for what, names in (("lacks", missing), ("has tensors that Qwen3-MoE has not:", unknown)):
+    missing, unknown = sorted(needed - set(files)), sorted(set(files) - allowed)
+    for what, names in (("lacks", missing), ("has tensors that are not of Qwen3-MoE:", unknown)):
         if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
     for link in plan:
         try:
-            weight = link.join([link.part(tensors[name]) for name in link.names])
+            weight = link.join([link.part(files[name].get_tensor(name)) for name in link.names])
         except RuntimeError as error:
             raise LearnerError(f"{' + '.join(link.names)} do not fit together: {error}") from error
         if weight.shape != link.parameter.shape:
@@ -185,33 +169,25 @@ def load_weights(plan: Sequence[Link], shape: Qwen3Shape, tensors: Mapping[str, 
         link.parameter.copy_(weight)
 
 
-def _itself(parameter: Parameter) -> Tensor:
-    return parameter.detach()
-
-
 @torch.no_grad()
-def gather_weights(plan: Sequence[Link], value: Callable[[Parameter], Tensor] = _itself) -> dict[str, Tensor]:
+def gather_weights(
+    plan: Sequence[Link], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
+) -> dict[str, Tensor]:
     """Copies of all weights, or of `value` of them, under their checkpoint names, contiguous: on rank 0, nothing elsewhere.
 
     A collective operation. With one rank the copies are on the model's device, with several on the host.
     """
-    alone = dist.get_world_size() == 1
     mine: dict[str, Tensor] = {}
     for link in plan:
         if link.copy:
             continue
         for name, part in zip(link.names, link.split(value(link.parameter)), strict=True):
             whole = link.whole(part)
-            if alone or _first_of_copies(link):
+            # Of the ranks that have the parameter, one hands it in.
+            copy = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank()
+            if copy == 0 and (link.expert or ps.get_tensor_model_parallel_rank() == 0):
                 mine[name] = whole.clone(memory_format=torch.contiguous_format)
-    return mine if alone else _collect(mine)
-
-
-def _first_of_copies(link: Link) -> bool:
-    """Whether this rank hands in that parameter: of the ranks that have it, one does."""
-    if link.expert:
-        return ps.get_expert_data_parallel_rank() == 0
-    return ps.get_data_parallel_rank() == 0 and ps.get_tensor_model_parallel_rank() == 0
+    return mine if dist.get_world_size() == 1 else _collect(mine)
 
 
 def _collect(mine: dict[str, Tensor]) -> dict[str, Tensor]:

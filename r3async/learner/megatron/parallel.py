@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -37,12 +37,10 @@ class Layout(Ranks):
 
     @property
     def is_first_copy(self) -> bool:
-        """See `Ranks`."""
         return self.tp_rank == self.pp_rank == 0
 
     @property
     def holds_loss(self) -> bool:
-        """See `Ranks`."""
         return self.pp_rank == self.parallel.pp - 1 and self.tp_rank == 0
 
     def close(self) -> None:
@@ -110,15 +108,6 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
     )
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """Which ranks hold a copy of a parameter: `groups` over whose ranks its gradient is summed, one after the other, and
-    how many ranks that makes in all."""
-
-    groups: tuple[dist.ProcessGroup, ...]
-    count: int
-
-
 class GradientSum:
     """Sums gradients over the ranks that hold a copy of a parameter.
 
@@ -132,7 +121,10 @@ class GradientSum:
         tp, dp = ps.get_tensor_model_parallel_group(), ps.get_data_parallel_group()
         expert_dp = ps.get_expert_data_parallel_group()
         self._world = p.world
-        self._copies = []
+        self._groups: list[list[dist.ProcessGroup]] = []
+        """Of each link: over whose ranks its gradient is summed, one group after the other."""
+        self._counts: list[int] = []
+        """Of each link: how many ranks hold a copy."""
         for link in links:
             if link.expert:
                 groups = [(expert_dp, p.dp * p.tp // p.ep)]
@@ -142,16 +134,16 @@ class GradientSum:
                 groups = [(dp, p.dp), (tp, p.tp)]
             if link.twice:
                 groups.append((ps.get_embedding_group(), 2))
-            groups = [(g, n) for g, n in groups if n > 1]
-            self._copies.append(_Copies(tuple(g for g, _ in groups), int(np.prod([n for _, n in groups] or [1]))))
+            self._groups.append([g for g, n in groups if n > 1])
+            self._counts.append(math.prod(n for _, n in groups))
 
     def reduce(self, gradients: Gradients) -> None:
         """In place; `gradients` in the order of the links, all of them there."""
-        for depth in range(max((len(c.groups) for c in self._copies), default=0)):
+        for depth in range(max(map(len, self._groups), default=0)):
             by_group: dict[Any, list[Tensor]] = {}
-            for gradient, copies in zip(gradients, self._copies, strict=True):
-                if len(copies.groups) > depth:
-                    by_group.setdefault(copies.groups[depth], []).append(gradient)
+            for gradient, groups in zip(gradients, self._groups, strict=True):
+                if len(groups) > depth:
+                    by_group.setdefault(groups[depth], []).append(gradient)
             # Every rank of a group has the same parameters, so the order of groups is the only thing to agree on.
             for group in sorted(by_group, key=lambda g: tuple(dist.get_process_group_ranks(g))):
                 for bucket in _buckets(by_group[group]):
@@ -164,7 +156,7 @@ class GradientSum:
         """Sum of squares over the whole model, from gradients that have been reduced: what is held by several ranks counts
         once."""
         norms = torch.stack(torch._foreach_norm(gradients)).double().cpu()
-        weights = torch.tensor([1.0 / c.count for c in self._copies], dtype=torch.float64)
+        weights = torch.tensor([1.0 / count for count in self._counts], dtype=torch.float64)
         total = (norms.square() * weights).sum()
         if self._world > 1:
             dist.all_reduce(total)

@@ -81,7 +81,6 @@ class TorchLearner(LearnerBackend):
         )
 
     def scores(self, output: Any, micro_batch: MicroBatch, rows: np.ndarray) -> Scores:
-        """See `forward`."""
         return output
 
     def settle(self) -> None:
@@ -100,14 +99,14 @@ class TorchLearner(LearnerBackend):
         for name, parameter in self.model.causal.named_parameters():
             if not parameter.requires_grad:
                 continue
-            place, sharded = Place.whole(name, parameter.shape), isinstance(parameter, DTensor)
+            held = Held((Place.whole(name, parameter.shape),), writes=self.ranks.rank == 0)
             if isinstance(parameter, DTensor):
                 # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
                 rows = -(-parameter.shape[0] // parameter.device_mesh.size())
                 size = tuple(parameter.to_local().shape)
                 offset = (min(self.ranks.rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
-                place = Place(name, tuple(parameter.shape), offset, size)
-            out.append(Held((place,), writes=sharded or self.ranks.rank == 0))
+                held = Held((Place(name, tuple(parameter.shape), offset, size),))
+            out.append(held)
         return out
 
     def export(self) -> dict[str, Tensor]:

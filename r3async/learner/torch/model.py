@@ -45,7 +45,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """`query [1, heads, N, D]` -> `[1, N, heads, D]`: transformers' attention function, over packed samples.
 
-    Raises `LearnerError` for what this attention has not, instead of leaving it out.
+    Raises `LearnerError` for what this attention does not do, instead of leaving it out.
     """
     name = type(module).__name__
     if attention_plan is None:
@@ -53,14 +53,14 @@ def _attend(
     extras = {"a mask of its own": attention_mask, "soft-capping": softcap, "attention sinks": s_aux}
     for what, given in extras.items():
         if given is not None:
-            raise LearnerError(f"{name} uses {what}, which packed attention has not")
+            raise LearnerError(f"{name} uses {what}, which packed attention does not have")
     if dropout or not getattr(module, "is_causal", True):
         raise LearnerError(f"{name} uses {'dropout' if dropout else 'attention that is not causal'}")
     longest = max(width for _, width in attention_plan.buckets)
     if sliding_window and longest > sliding_window:
         raise LearnerError(
             f"{name}: a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, which "
-            "packed attention has not: lower episode.max_total_tokens"
+            "packed attention does not have: lower episode.max_total_tokens"
         )
     if attention_calls is not None:
         attention_calls.append((module, sliding_window or None))
@@ -188,7 +188,7 @@ class PackedModel(nn.Module):
         windows = [window for _, window in calls if window is not None]
         if windows and min(windows) < longest:
             raise LearnerError(
-                f"the model's sliding window is {min(windows)} tokens, which packed attention has not: set "
+                f"the model's sliding window is {min(windows)} tokens, which packed attention does not have: set "
                 f"episode.max_total_tokens, which is {longest}, to at most that"
             )
         if not torch.isfinite(logits).all():
@@ -204,10 +204,6 @@ class PackedModel(nn.Module):
             )
         return search.routers
 
-    def hidden_states(self, packed: Packed) -> Tensor:
-        """`[N, H]`, after the final norm."""
-        return self.causal.base_model(**packed.arguments()).last_hidden_state[0]
-
     def forward(
         self, packed: Packed, rows: Tensor, temperatures: Tensor, routes: MicroBatchRoutes | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -215,7 +211,7 @@ class PackedModel(nn.Module):
 
         Logits are made for these rows only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
         """
-        hidden = self.hidden_states(packed)
+        hidden = self.causal.base_model(**packed.arguments()).last_hidden_state[0]
         if routes is not None:
             hidden = routes.follow(hidden)
         logprobs, entropies = token_logprobs(

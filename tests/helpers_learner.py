@@ -28,7 +28,7 @@ def settings(**changes) -> Config:
 
 def logits(learner: MegatronLearner, micro_batch) -> torch.Tensor:
     """`[N, vocab]`, of a learner on one rank."""
-    return learner.hidden(micro_batch)[:, 0] @ learner.model.output_weight().T
+    return learner.forward(micro_batch, np.zeros(0, np.int64), None)[:, 0] @ learner.model.output_weight().T
 
 
 def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:

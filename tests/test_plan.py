@@ -71,7 +71,7 @@ def test_the_learner_holds_what_the_plan_says(tiny_model):
             with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
                 samples = [Sample(str(i), TokenTable.of_tokens(np.arange(64) % 200)) for i in range(8)]
                 batch = collate(samples)
-                learner.hidden(batch)
+                learner.forward(batch, np.zeros(0, np.int64), None)
             own = {p.untyped_storage().data_ptr() for p in parameters}
             measured = sum(s.nbytes() for at, s in kept.items() if at not in own) / batch.tokens
             shape = shape_of(config)[0]

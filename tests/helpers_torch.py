@@ -207,4 +207,5 @@ def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:
     """Of all tokens, `[N, V]`."""
     m = micro_batch
     packed = Packed.of(m.table["token_ids"], m.positions, m.cu_seqlens, torch.device("cpu"))
-    return learner.model.causal.get_output_embeddings()(learner.model.hidden_states(packed))
+    hidden = learner.model.causal.base_model(**packed.arguments()).last_hidden_state[0]
+    return learner.model.causal.get_output_embeddings()(hidden)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import runpy
 import subprocess
 import sys
@@ -15,8 +16,12 @@ import pytest
 from r3async.config import ConfigError
 from r3async.tools.bench.jobs import BenchError, progress, run_job
 from r3async.tools.bench.replay import VARIED, plan, render, summarize
-from r3async.tools.bench.replay_records import Case, LearnerJob, Report, RolloutJob, Rollouts
-from r3async.tools.bench.replay_stats import (
+from r3async.tools.bench.replay_report import (
+    Case,
+    LearnerJob,
+    Report,
+    RolloutJob,
+    Rollouts,
     compare,
     histogram,
     median_ratio_interval,
@@ -174,16 +179,22 @@ def test_a_model_in_a_run_directory_plays_that_runs_episodes(tmp_path):
     assert plan([0], models=[model]).models[0].rollout_job.episodes == str(tmp_path / "config.toml")
 
 
-def test_a_job_says_what_it_does_and_what_it_died_of(tmp_path, monkeypatch):
+def test_a_job_reports_its_progress_its_answer_and_its_failure(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "short.py").write_text("raise SystemExit('no such model')")
-    with pytest.raises(BenchError, match=r"(?s)short failed with exit code 1.*no such model"):
-        run_job("short", tmp_path, timeout=60, say=said.append)
-    (tmp_path / "long.py").write_text("import time; print('waiting', flush=True); time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "jobs.py").write_text(
+        "import time\n"
+        "def double(job: int, directory): return 2 * job\n"
+        "def fails(job: int, directory): raise SystemExit('no such model')\n"
+        "def long(job: int, directory): print('waiting', flush=True); time.sleep(60)\n"
+    )
+    options = {"answer": int, "directory": tmp_path / "job", "say": said.append}
+    assert run_job("jobs:double", 21, timeout=60, **options) == 42
+    with pytest.raises(BenchError, match=r"(?s)jobs failed with exit code 1.*no such model"):
+        run_job("jobs:fails", 1, timeout=60, **options)
     started = time.monotonic()
-    with pytest.raises(BenchError, match=r"(?s)long took longer than 1 s.*"):
-        run_job("long", tmp_path, timeout=1, say=said.append)
+    with pytest.raises(BenchError, match=r"(?s)jobs took longer than 1 s.*"):
+        run_job("jobs:long", 1, timeout=1, **options)
     assert time.monotonic() - started < 30
     progress(tmp_path, "half-way")
     assert (tmp_path / "progress.txt").read_text() == "half-way"

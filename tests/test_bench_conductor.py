@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.tools.bench.conductor import Job, Report
-from r3async.tools.bench.conductor_job import simulated
+from r3async.tools.bench.conductor import Job, Report, simulated
 from r3async.tools.bench.fleet import Load
 from r3async.tools.cli import app
 

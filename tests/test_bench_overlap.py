@@ -10,8 +10,7 @@ import pytest
 from r3async.config import Config, to_toml
 from r3async.record.timeline import Timeline
 from r3async.tools.bench.jobs import BenchError
-from r3async.tools.bench.overlap import Plan, configure, run
-from r3async.tools.bench.overlap_predict import predict_all
+from r3async.tools.bench.overlap import Plan, configure, predict_all, run
 from tests.sim.test_capacity import row
 
 PLAN = Plan([0, 1], steps=12, settle=4, groups_per_step=2, samples_per_group=2)

@@ -11,11 +11,11 @@ from r3async.tools.bench.soak import Report as SoakReport
 
 def samples(*, slope=0.0, noise=0.5, warm_up=0.0, files=lambda i: 40, count=360):
     """Of half an hour, one every five seconds: memory of 300 MiB and `slope` MiB an hour, `warm_up` MiB in the first minutes."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     made = []
     for i in range(count):
         at = 5.0 * i
-        mib = 300 + slope * at / 3600 + min(warm_up, warm_up * at / 300) + chance.gauss(0, noise)
+        mib = 300 + slope * at / 3600 + min(warm_up, warm_up * at / 300) + rng.gauss(0, noise)
         made.append(Sample(at, int(mib * MIB), files(i)))
     return made
 
@@ -45,7 +45,7 @@ def test_files_that_stay_open_are_found_and_those_that_come_and_go_are_not():
     assert found.files_last > found.files_first
 
 
-def test_too_short_a_run_proves_nothing():
+def test_too_short_a_run_shows_nothing():
     with pytest.raises(BenchError, match="measure for longer"):
         growth(samples(count=11))
 
@@ -54,5 +54,5 @@ def test_the_table_names_who_grows():
     flat, leak = growth(samples()), growth(samples(slope=60))
     report = SoakReport(30, 100, 800, MIB, 10 * MIB, {"conductor": flat, "learner": leak}, False)
     (grows,) = [line for line in render(report).splitlines() if "GROWS" in line]
-    assert grows.startswith("learner")
+    assert grows.startswith("| learner")
     assert isinstance(flat, Growth)

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from r3async.record.steps import TrainedStep
-from r3async.tools.chaos.books import (
+from r3async.tools.chaos.accounting import (
     Acknowledged,
     Began,
     Resumed,
@@ -78,7 +78,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
     assert why
 
 
-# -- the books ---------------------------------------------------------------------------------------------------------
+# -- the accounting ----------------------------------------------------------------------------------------------------
 
 
 def step(number, *groups, samples=2, crc=7):
@@ -86,7 +86,7 @@ def step(number, *groups, samples=2, crc=7):
     return TrainedStep(number, number - 1, list(groups), names, [crc] * len(names))
 
 
-def test_the_books_of_a_run_that_trained_everything_once_are_right():
+def test_the_accounting_of_a_run_that_trained_everything_once_finds_no_problem():
     assert check_trained([step(1, 0, 1), step(2, 3, 2)], 2, 2, 2) == []
 
 

@@ -1,5 +1,5 @@
-"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9. What the books
-say of learners that are wrong: `sim/test_books.py`."""
+"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9.
+What the accounting finds in learners that are wrong: `sim/test_accounting.py`."""
 
 import io
 
@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from r3async.config import ConfigError
-from r3async.tools.chaos.full_disk import FullDisk
 from r3async.tools.chaos.relay import Noise
 from r3async.tools.chaos.run import chaos
+from r3async.tools.chaos.scenarios import FullDisk
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 

@@ -10,7 +10,7 @@ import pytest
 
 from r3async.config import ConfigError
 from r3async.rollout.agents.agents import _write_private
-from r3async.tools.chaos.full_disk import FullDisk
+from r3async.tools.chaos.scenarios import FullDisk
 from r3async.world.real import REAL
 from r3async.world.stacks import dump_stacks
 
@@ -69,10 +69,10 @@ def test_stacks_that_the_disk_does_not_take_go_to_the_log(tmp_path, capsys):
 
 
 async def test_the_address_of_an_endpoint_is_written_as_soon_as_the_disk_takes_it(tmp_path):
-    told, failed = [], asyncio.Event()
+    reported, failed = [], asyncio.Event()
 
     def report(event, **facts):
-        told.append(event)
+        reported.append(event)
         failed.set()
 
     path = tmp_path / "not there yet" / "serving-g0.json"
@@ -83,4 +83,4 @@ async def test_the_address_of_an_endpoint_is_written_as_soon_as_the_disk_takes_i
         await writing
     assert path.read_bytes() == b"{}"
     assert path.stat().st_mode & 0o777 == 0o600
-    assert told == ["serving_address_not_written"]
+    assert reported == ["serving_address_not_written"]

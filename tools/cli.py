@@ -158,14 +158,14 @@ def chaos(
     seed: Annotated[int, typer.Option(help="of the run, of who is hit when, and of the noise")] = 0,
     engine: Annotated[str, typer.Option(help="scripted (no model plays), or vllm")] = "scripted",
     fault: Annotated[
-        str, typer.Option(help="have the learner do one thing wrong, which the books have to show (exit 1)")
+        str, typer.Option(help="have the learner do one thing wrong, which the accounting has to show (exit 1)")
     ] = "",
     runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
     """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
     _needs_checkout("chaos")
-    from r3async.tools.chaos.command import chaos_command
+    from r3async.tools.chaos.run import chaos_command
 
     raise typer.Exit(
         chaos_command(

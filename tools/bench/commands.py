@@ -7,8 +7,10 @@ of the command's docstring is what the list says.
 from __future__ import annotations
 
 import inspect
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
+Quick = Annotated[bool, typer.Option("--quick", help="a small measurement: the path, not the figures")]
+R = TypeVar("R")
 
 
 @app.callback(invoke_without_command=True)
@@ -28,17 +32,15 @@ def listing(context: typer.Context) -> None:
     """Measure a part of r3async. Without a name: list what there is."""
     if context.invoked_subcommand is None:
         for command in app.registered_commands:
-            assert command.name is not None
-            typer.echo(f"{command.name:<12}{(inspect.getdoc(command.callback) or '').splitlines()[0]}")
+            assert command.callback is not None
+            typer.echo(f"{command.callback.__name__:<12}{(inspect.getdoc(command.callback) or '').splitlines()[0]}")
 
 
-@app.command(name="replay")
+@app.command()
 def replay(
     json: Json = False,
     seeds: Annotated[str, typer.Option(help="seeds of model, sampling and advantages")] = "0,1,2",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="a small model and few tokens: the path, not the figures")
-    ] = False,
+    quick: Quick = False,
     table: Annotated[bool, typer.Option("--table", help="also vary router, depth and experts, one at a time")] = False,
     model: Annotated[
         list[Path] | None,
@@ -50,35 +52,25 @@ def replay(
     from r3async.tools.bench.replay import plan, render, run
 
     planned = plan(_seeds(seeds), quick=quick, table=table, models=model or [], pairs=pairs)
-    try:
-        report = run(planned, say_on_stderr)
-    except BenchError as error:
-        typer.echo(f"the benchmark failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(planned, say_on_stderr), render, json)
 
 
-@app.command(name="loss")
+@app.command()
 def loss(
     json: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="few tokens and a small vocabulary")] = False,
+    quick: Quick = False,
 ) -> None:
     """Memory and time of the loss's log-probs, by chunks, against all logits at once."""
     from r3async.tools.bench.loss import render, run
 
-    try:
-        report = run(quick, say_on_stderr)
-    except BenchError as error:
-        typer.echo(f"the benchmark failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(quick, say_on_stderr), render, json)
 
 
-@app.command(name="packing")
+@app.command()
 def packing(
     json: Json = False,
     seeds: Annotated[str, typer.Option(help="seeds of the lengths")] = "0,1,2,3,4",
-    quick: Annotated[bool, typer.Option("--quick", help="without the largest batches")] = False,
+    quick: Quick = False,
     model: Annotated[
         str, typer.Option(help="whose costs: a Hugging Face model directory, or the default by name")
     ] = "Qwen3-30B-A3B",
@@ -86,39 +78,30 @@ def packing(
     """How well samples are divided into micro-batches and among ranks, on four distributions of lengths."""
     from r3async.tools.bench.packing import render, run
 
-    report = run(_seeds(seeds), quick=quick, model=model)
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(_seeds(seeds), quick=quick, model=model), render, json)
 
 
-@app.command(name="wire")
-def wire(
-    json: Json = False, quick: Annotated[bool, typer.Option("--quick", help="few tokens and repeats")] = False
-) -> None:
+@app.command()
+def wire(json: Json = False, quick: Quick = False) -> None:
     """Bytes and microseconds per token of the wire format, against lists of numbers and pickle."""
     from r3async.tools.bench.wire import render, run
 
-    report = run(quick)
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(quick), render, json)
 
 
-@app.command(name="transport")
+@app.command()
 def transport(
     json: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="little data: the path, not the figures")] = False,
+    quick: Quick = False,
     rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
 ) -> None:
     """Throughput of the whole path against raw ZeroMQ, event-loop lag of both ends, memory."""
     from r3async.tools.bench.transport import render, run
 
-    try:
-        report = run(quick=quick, rounds=rounds, say=say_on_stderr)
-    except BenchError as error:
-        typer.echo(f"the benchmark failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(quick=quick, rounds=rounds, say=say_on_stderr), render, json)
 
 
-@app.command(name="weights")
+@app.command()
 def weights(
     json: Json = False,
     updates: Annotated[int, typer.Option(help="measured updates")] = 20,
@@ -134,15 +117,10 @@ def weights(
     from r3async.tools.bench.weights import WeightsJob, render, run
 
     job = WeightsJob(updates, layers, hidden_size, experts, expert_hidden_size, dtype, on_update, backend)
-    try:
-        report = run(job, say_on_stderr)
-    except BenchError as error:
-        typer.echo(f"the benchmark failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(job, say_on_stderr), render, json)
 
 
-@app.command(name="conductor")
+@app.command()
 def conductor(
     json: Json = False,
     generators: Annotated[str, typer.Option(help="sizes of the fleet")] = "8,64,512",
@@ -150,7 +128,7 @@ def conductor(
     episode: Annotated[float, typer.Option(help="seconds of an episode, on average")] = 45.0,
     seconds: Annotated[float, typer.Option(help="measured, after a warm-up")] = 60.0,
     only: Annotated[str, typer.Option(help="simulated or ray; default: both")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="a small simulated fleet: the path, not the figures")] = False,
+    quick: Quick = False,
 ) -> None:
     """Processor time and messages of the conductor a group, for fleets of several sizes."""
     from r3async.tools.bench.conductor import WAYS, render, run
@@ -161,15 +139,10 @@ def conductor(
     if quick:
         load = msgspec.structs.replace(load, episode_seconds=4.0, seconds=8.0, warm_up=4.0)
         sizes, ways = [4, 16], ["simulated"]
-    try:
-        report = run(load, sizes, ways, say_on_stderr)
-    except BenchError as error:
-        typer.echo(f"the benchmark failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    _report(lambda: run(load, sizes, ways, say_on_stderr), render, json)
 
 
-@app.command(name="soak")
+@app.command()
 def soak(
     json: Json = False,
     minutes: Annotated[float, typer.Option(help="after the first step")] = 30.0,
@@ -177,24 +150,17 @@ def soak(
     keep: Annotated[Path | None, typer.Option(help="directory for the run; default: a temporary one")] = None,
 ) -> None:
     """Whether anything grows in a long run: memory and open files of every process, and the spool. Exit 1 if it does."""
-    import tempfile
-
     from r3async.tools.bench.soak import render, run
 
     with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
         directory = keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            report = run(minutes, overrides or [], directory, say_on_stderr)
-        except BenchError as error:
-            typer.echo(f"the benchmark failed: {error}", err=True)
-            raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+        report = _report(lambda: run(minutes, overrides or [], directory, say_on_stderr), render, json)
     if not report.flat:
         raise typer.Exit(1)
 
 
-@app.command(name="overlap")
+@app.command()
 def overlap(
     json: Json = False,
     staleness: Annotated[str, typer.Option(help="bounds to compare, the first with all others")] = "0,1,2,4,8",
@@ -202,7 +168,7 @@ def overlap(
     window: Annotated[int, typer.Option(help="schedule.window of each run")] = 1,
     median: Annotated[float, typer.Option(help="median latency of a tool call, seconds")] = 0.4,
     sigma: Annotated[float, typer.Option(help="spread of its logarithm: larger is a heavier tail")] = 1.0,
-    quick: Annotated[bool, typer.Option("--quick", help="two short runs: the path, not the figures")] = False,
+    quick: Quick = False,
     predict: Annotated[
         bool, typer.Option("--predict", help="also what the cluster model says, given the durations of S = 1 alone")
     ] = False,
@@ -211,22 +177,25 @@ def overlap(
     ] = None,
 ) -> None:
     """What asynchrony buys with slow tools: steps a second, idle shares, ages and reward, by the bound on staleness."""
-    from r3async.tools.bench.overlap import Plan, print_table, run
+    from r3async.tools.bench.overlap import Plan, render, run
 
     plan = Plan(_seeds(staleness), steps=steps, window=window, latency_median=median, latency_sigma=sigma)
     if quick:
         plan = msgspec.structs.replace(
             plan, staleness=[0, 1], steps=5, settle=2, groups_per_step=4, samples_per_group=4, latency_median=0.1
         )
+    _report(lambda: run(plan, say_on_stderr, keep=keep, predicting=predict), render, json)
+
+
+def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:
+    """Measure, and print. Exit 1 if that failed."""
     try:
-        report = run(plan, say_on_stderr, keep=keep, predicting=predict)
+        report = measure()
     except BenchError as error:
         typer.echo(f"the benchmark failed: {error}", err=True)
         raise typer.Exit(1) from error
-    if json:
-        typer.echo(msgspec.json.encode(report))
-    else:
-        print_table(report)
+    typer.echo(msgspec.json.encode(report) if json else render(report))
+    return report
 
 
 def _seeds(text: str) -> list[int]:

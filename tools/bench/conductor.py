@@ -8,17 +8,32 @@ conductor's process, Ray's share included.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import psutil
 
-from r3async.tools.bench.fleet import Load
-from r3async.tools.bench.jobs import BenchError, Say, run_job
+from r3async.actors.conductor import Conductor
+from r3async.config import load_config, to_dict
+from r3async.tools.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
+from r3async.tools.bench.jobs import BenchError, Say, progress, run_job, table
+from r3async.world import ActorRef, Placement, World
+from r3async.world.simulated.loop import PROCESS, Handle, Timer, VirtualLoop
+from r3async.world.simulated.network import Delays
+from r3async.world.simulated.world import Simulation
 
 TIMEOUT = 600.0
+CONDUCTOR = "conductor"
+STATUS_SECONDS = 0.5
+"""Between two questions of the driver, as in a run."""
+START_SECONDS = 300.0
 
 Way = Literal["simulated", "ray"]
 WAYS: tuple[Way, ...] = ("simulated", "ray")
@@ -42,18 +57,6 @@ class Measured(msgspec.Struct, frozen=True):
     asked: int
     cpu_seconds: float
     busy: float
-
-    @property
-    def cpu_ms_per_group(self) -> float:
-        return 1e3 * self.cpu_seconds / self.groups
-
-    @property
-    def messages_per_group(self) -> float:
-        return (self.leases + self.asked) / self.groups
-
-    @property
-    def cores(self) -> float:
-        return self.cpu_seconds / self.seconds
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -80,33 +83,174 @@ def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Repo
     for way in ways:
         for size in sizes:
             say(f"conductor: {size} generators, {way}")
-            m = measure(Job(msgspec.structs.replace(load, generators=size), way), say)
-            rows.append(Row(m, m.groups / m.seconds, m.cpu_ms_per_group, m.messages_per_group, m.cores))
+            job = Job(msgspec.structs.replace(load, generators=size), way)
+            with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
+                m = run_job(f"{__name__}:measure", job, Measured, Path(scratch), timeout=TIMEOUT, say=say)
+            if not m.groups:
+                raise BenchError(f"{size} generators played no group in {m.seconds:.0f} s")
+            milliseconds, messages = 1e3 * m.cpu_seconds / m.groups, (m.leases + m.asked) / m.groups
+            rows.append(Row(m, m.groups / m.seconds, milliseconds, messages, m.cpu_seconds / m.seconds))
     return Report("conductor", load, rows)
-
-
-def measure(job: Job, say: Say) -> Measured:
-    """Raises `BenchError`."""
-    with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        directory = Path(scratch)
-        (directory / "job.json").write_bytes(msgspec.json.encode(job))
-        run_job("r3async.tools.bench.conductor_job", directory, timeout=TIMEOUT, say=say)
-        measured = msgspec.json.decode((directory / "done.json").read_bytes(), type=Measured)
-    if not measured.groups:
-        raise BenchError(f"{job.load.generators} generators played no group in {measured.seconds:.0f} s")
-    return measured
 
 
 def render(report: Report) -> str:
     load = report.load
-    lines = [
-        f"{load.places} episodes of {load.episode_seconds:g} s a generator, groups of {load.samples_per_group}",
-        f"{'':<11}{'generators':>10}{'groups/s':>10}{'ms CPU/group':>14}{'messages/group':>16}{'cores':>8}{'busy':>7}",
-    ]
-    for row in report.rows:
-        m = row.measured
-        lines.append(
-            f"{m.way:<11}{m.generators:>10}{row.groups_per_second:>10.1f}{row.cpu_ms_per_group:>14.2f}"
-            f"{row.messages_per_group:>16.2f}{row.cores:>8.3f}{m.busy:>7.1%}"
+    rows = [
+        (
+            row.measured.way,
+            row.measured.generators,
+            f"{row.groups_per_second:.1f}",
+            f"{row.cpu_ms_per_group:.2f}",
+            f"{row.messages_per_group:.2f}",
+            f"{row.cores:.3f}",
+            f"{row.measured.busy:.1%}",
         )
-    return "\n".join(lines)
+        for row in report.rows
+    ]
+    heads = ("way", "generators", "groups/s", "ms CPU/group", "messages/group", "cores", "busy")
+    lines = [f"{load.places} episodes of {load.episode_seconds:g} s a generator, groups of {load.samples_per_group}"]
+    return "\n".join(lines + table(heads, rows))
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """The actors of a measurement, as `Pipeline` starts those of a run. `cpu(pid)`: processor seconds of the conductor."""
+
+    def __init__(self, world: World, load: Load, run_dir: Path, cpu: Callable[[int], float]):
+        self._world, self._load, self._cpu = world, load, cpu
+        config = to_dict(load_config("quickstart", load.settings))
+        spawn, few = world.actors.spawn, Placement(0, concurrency=10_000)
+        self._learner = spawn(CountingLearner, config, load, name="learner", placement=few)
+        self._hosts: list[ActorRef] = []
+        generators: dict[str, HostedRef] = {}
+        for index in range(min(load.processes, load.generators)):
+            names = [f"generator-{i}" for i in range(index, load.generators, load.processes)]
+            host = spawn(Host, config, load, names, self._learner, name=f"host-{index}", placement=few)
+            self._hosts.append(host)
+            generators |= {name: HostedRef(name, host) for name in names}
+        leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
+        self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, placement=Placement(concurrency=1000))
+
+    async def measure(self, say: Say, way: Any) -> Measured:
+        clock, load = self._world.clock.monotonic, self._load
+        running = asyncio.ensure_future(self._conductor.call("run"))
+        deadline = clock() + START_SECONDS
+        while (status := await self._status(running))["phase"] != "training":
+            if clock() > deadline:
+                raise TimeoutError(f"the conductor is {status['phase']} after {START_SECONDS:g} s")
+        pid = status["processes"]["conductor"][0]
+        await self._follow(running, load.warm_up)
+        gc.collect()
+        gc.freeze()
+        say(f"{load.generators} generators play")
+        before, began, cpu = await self._counts(), clock(), self._cpu(pid)
+        await self._follow(running, load.seconds)
+        cpu, ended, after = self._cpu(pid) - cpu, clock(), await self._counts()
+        running.cancel()
+        leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
+        places = load.generators * load.places * (ended - began)
+        groups = episodes / load.samples_per_group
+        return Measured(
+            way, load.generators, ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places
+        )
+
+    async def _follow(self, running: asyncio.Future[Any], seconds: float) -> None:
+        until = self._world.clock.monotonic() + seconds
+        while self._world.clock.monotonic() < until:
+            await self._status(running)
+
+    async def _status(self, running: asyncio.Future[Any]) -> dict[str, Any]:
+        """As the driver of a run asks for it."""
+        await asyncio.wait([running], timeout=STATUS_SECONDS)
+        if running.done():
+            raise RuntimeError(f"the conductor ended: {running.result()}")
+        return await self._conductor.call("status", 0)
+
+    async def _counts(self) -> tuple[float, ...]:
+        """Leases, calls of the conductor, busy seconds, episodes, steps."""
+        hosts: list[Counts] = [await host.call("counts") for host in self._hosts]
+        asked, episodes, steps = await self._learner.call("counts")
+        return (
+            sum(c.leases for c in hosts),
+            asked + sum(c.asked for c in hosts),
+            sum(c.busy for c in hosts),
+            episodes,
+            steps,
+        )
+
+
+class TimedLoop(VirtualLoop):
+    """Adds up the processor time of callbacks that belong to the conductor."""
+
+    cpu = 0.0
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+        context = copy_context() if context is None else context
+        if _of_conductor(context):
+            return super().call_soon(self._timed, callback, *args, context=context)
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Timer:
+        context = copy_context() if context is None else context
+        if _of_conductor(context):
+            return super().call_at(when, self._timed, callback, *args, context=context)
+        return super().call_at(when, callback, *args, context=context)
+
+    def _timed(self, callback: Callable[..., object], *args: Any) -> None:
+        began = time.thread_time()
+        try:
+            callback(*args)
+        finally:
+            self.cpu += time.thread_time() - began
+
+
+def _of_conductor(context: Context) -> bool:
+    process = context.get(PROCESS)
+    return process is not None and process.name == CONDUCTOR
+
+
+class Timed(Simulation):
+    loop_kind = TimedLoop
+
+
+def simulated(load: Load, say: Say) -> Measured:
+    simulation = Timed(0, delays=Delays(call=(0.0005, 0.002), start=(0.5, 0.5)))
+    loop = simulation.loop
+    assert isinstance(loop, TimedLoop)
+    process = simulation.begin_process("driver", simulation.hosts["host-0"])
+
+    async def main() -> Measured:
+        fleet = Fleet(process.world, load, Path("/run"), lambda pid: loop.cpu)
+        return await fleet.measure(say, "simulated")
+
+    try:
+        return simulation.run(process, main())
+    finally:
+        simulation.close()
+
+
+def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
+    from r3async.world.real import REAL
+
+    async def main() -> Measured:
+        fleet = Fleet(REAL, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
+        return await fleet.measure(say, "ray")
+
+    REAL.actors.connect(None, load.processes + 2)
+    try:
+        return asyncio.run(main())
+    finally:
+        REAL.actors.disconnect()
+
+
+def measure(job: Job, directory: Path) -> Measured:
+    """In the way that the job says."""
+
+    def say(line: str) -> None:
+        progress(directory, line)
+
+    return simulated(job.load, say) if job.way == "simulated" else with_ray(job.load, directory / "run", say)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from r3async.tools.bench.jobs import Say, run_job
+from r3async.tools.bench.jobs import Say, forget_peak, memory_mib, progress, run_job, table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TIMEOUT = 600.0
 
@@ -51,13 +57,10 @@ def run(quick: bool, say: Say) -> Report:
     done = {}
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         for form in ("naive", "chunked"):
-            directory = Path(scratch) / form
-            directory.mkdir()
             job = LossJob(form, *sizes)
-            (directory / "job.json").write_bytes(msgspec.json.encode(job))
             say(f"{form}: {job.tokens} tokens, vocabulary of {job.vocab_size:,}")
-            run_job("r3async.tools.bench.loss_job", directory, timeout=TIMEOUT, say=say)
-            done[form] = msgspec.json.decode((directory / "done.json").read_bytes(), type=LossDone)
+            place = Path(scratch) / form
+            done[form] = run_job(f"{__name__}:measure", job, LossDone, place, timeout=TIMEOUT, say=say)
     naive, chunked = done["naive"], done["chunked"]
     return Report(
         "loss",
@@ -74,12 +77,58 @@ def render(report: Report) -> str:
     """A table for people."""
     j = report.job
     rows = [
-        f"{j.tokens} tokens, hidden size {j.hidden_size}, vocabulary {j.vocab_size:,}, {j.dtype}; forward and backward",
-        f"{'':<10}{'peak MiB':>12}{'seconds':>10}{'loss':>12}{'gradient':>12}",
+        (name, f"{d.peak_mib:,.0f}", f"{median(d.seconds):.2f}", f"{d.loss:.5f}", f"{d.gradient_norm:.5f}")
+        for name, d in (("naive", report.naive), ("chunked", report.chunked))
     ]
-    for name, done in (("naive", report.naive), ("chunked", report.chunked)):
-        rows.append(
-            f"{name:<10}{done.peak_mib:>12,.0f}{median(done.seconds):>10.2f}{done.loss:>12.5f}{done.gradient_norm:>12.5f}"
-        )
-    rows.append(f"chunked / naive: memory {report.memory_ratio:.3f}, time {report.time_ratio:.2f}")
-    return "\n".join(rows)
+    lines = [
+        f"{j.tokens} tokens, hidden size {j.hidden_size}, vocabulary {j.vocab_size:,}, {j.dtype}; forward and backward",
+        *table(("form", "peak MiB", "seconds", "loss", "gradient"), rows),
+        f"chunked / naive: memory {report.memory_ratio:.3f}, time {report.time_ratio:.2f}",
+    ]
+    return "\n".join(lines)
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------
+
+
+def forms() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:
+    """By name: log-probs of hidden states, the vocabulary's matrix, targets and temperatures."""
+    from r3async.learner.logprobs import token_logprobs, whole_vocabulary
+
+    def naive(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+        """Every logit of every token at once, in float32."""
+        return whole_vocabulary((hidden @ matrix.T).float() / temperatures[:, None], targets, False)[0]
+
+    def chunked(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+        """As the learner does it."""
+        return token_logprobs(lambda h: h @ matrix.T, hidden, targets, temperatures, len(matrix))[0]
+
+    return {"naive": naive, "chunked": chunked}
+
+
+def measure(job: LossJob, directory: Path) -> LossDone:
+    """One form, with random numbers of a fixed seed."""
+    import torch
+
+    form = forms()[job.form]
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, job.dtype)
+    hidden = torch.randn(job.tokens, job.hidden_size, generator=generator).to(dtype).requires_grad_()
+    matrix = (0.05 * torch.randn(job.vocab_size, job.hidden_size, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(job.vocab_size, (job.tokens,), generator=generator)
+    temperatures = torch.ones(job.tokens)
+    # Gradients of the inputs are no part of the form either: both need them.
+    hidden.grad, matrix.grad = torch.zeros_like(hidden), torch.zeros_like(matrix)
+    forget_peak()  # what importing torch once needed is no part of a form
+    before, seconds, loss = memory_mib("VmRSS"), [], 0.0
+    for repeat in range(job.repeats):
+        progress(directory, f"{job.form}: {repeat + 1} of {job.repeats}")
+        hidden.grad.zero_()
+        matrix.grad.zero_()
+        began = time.perf_counter()
+        mean = -form(hidden, matrix, targets, temperatures).mean()
+        mean.backward()
+        seconds.append(time.perf_counter() - began)
+        loss = float(mean.detach())
+    return LossDone(memory_mib("VmHWM") - before, seconds, loss, float(hidden.grad.float().norm()))

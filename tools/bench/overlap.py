@@ -8,22 +8,26 @@ from the same model and makes the same number of steps of the same number of epi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from r3async.config import Config, config_from_dict, load_config, to_dict
-from r3async.record.reading import read_objects
 from r3async.schedule.admission import age_bound
-from r3async.tools.bench.jobs import BenchError, Say, run_job
-from r3async.tools.bench.overlap_predict import CALIBRATED_ON, Prediction, predict_all
+from r3async.tools.bench.jobs import BenchError, Say, table
+from r3async.tools.bench.training import metrics_of, train_apart
+from r3async.tools.simulate.calibrate import calibrate
+from r3async.tools.simulate.cluster import predict
+from r3async.tools.simulate.model import Model
 
-JOB_TIMEOUT = 1200.0
+TIMEOUT = 1200.0
+CALIBRATED_ON = 1
+"""`max_staleness` of the run whose durations a prediction is made from."""
+SEEDS = 30
+"""Runs predicted of each bound: so many that their mean has little noise of its own."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -68,6 +72,24 @@ class Run(msgspec.Struct, frozen=True):
     reward_gain_per_million_trained_tokens: float
 
 
+class Predicted(msgspec.Struct, frozen=True):
+    """Seconds a step of one bound. `error`: of the prediction, as a share of what was measured."""
+
+    max_staleness: int
+    measured: float
+    predicted: float
+    error: float
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What the cluster model says of every bound, given the durations of the run with `CALIBRATED_ON` alone. `model`: as it was
+    calibrated."""
+
+    calibrated_on: int
+    model: Model
+    points: list[Predicted]
+
+
 class Report(msgspec.Struct, frozen=True):
     benchmark: str
     plan: Plan
@@ -106,7 +128,7 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
         "samples_per_group": plan.samples_per_group,
         "window": plan.window,
     }
-    # Room for every episode that the slots allow: what limits a run is its bound, and not its engine's batch.
+    # Every episode that the slots allow is played at once: what limits a run is its bound, and not its engine's batch.
     config["generator"]["concurrency"] = (max_staleness + 1) * plan.groups_per_step * plan.samples_per_group
     config["routing"]["trace"] = "off"
     return config_from_dict(config)
@@ -114,7 +136,7 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
 
 def run(plan: Plan, say: Say, *, keep: Path | None = None, predicting: bool = False) -> Report:
     """Make the model, then one run for each bound, one after the other. With `keep`, all is made in that directory and stays;
-    runs that it has are not made again. `predicting`: see `overlap_predict`. Raises `BenchError`."""
+    runs that it has are not made again. `predicting`: see `Prediction`. Raises `BenchError`."""
     if predicting and CALIBRATED_ON not in plan.staleness:
         raise BenchError(f"a prediction is calibrated on S = {CALIBRATED_ON}: --staleness needs it")
     with tempfile.TemporaryDirectory(prefix="r3async-overlap-") as scratch:
@@ -137,9 +159,9 @@ def _runs(plan: Plan, place: Path, say: Say) -> list[Run]:
         directory = place / f"s{max_staleness}"
         config = configure(plan, max_staleness, model)
         if not directory.is_dir():
-            _make(directory, config, say)
-        rows = read_objects(directory / "run" / "metrics.jsonl")
-        done = summarize(rows, plan, config, runs[0].seconds_per_step if runs else None)
+            say(f"S = {max_staleness}: {config.steps} steps")
+            train_apart(config, directory, timeout=TIMEOUT, say=say)
+        done = summarize(metrics_of(config, directory), plan, config, runs[0].seconds_per_step if runs else None)
         runs.append(done)
         say(
             f"S = {max_staleness}: {done.seconds_per_step:.2f} s a step, learner idle {done.learner_idle_fraction:.0%}, "
@@ -148,17 +170,26 @@ def _runs(plan: Plan, place: Path, say: Say) -> list[Run]:
     return runs
 
 
-def _make(directory: Path, config: Config, say: Say) -> None:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_bytes(msgspec.json.encode(to_dict(config)))
-    say(f"S = {config.schedule.max_staleness}: {config.steps} steps")
-    run_job("r3async.tools.bench.overlap_job", directory, timeout=JOB_TIMEOUT, say=say)
-
-
 def _predicted(plan: Plan, runs: Sequence[Run], place: Path) -> Prediction:
     measured = {r.max_staleness: r.seconds_per_step for r in runs}
     config = configure(plan, CALIBRATED_ON, place / "model")
-    return predict_all(measured, place / f"s{CALIBRATED_ON}" / "run", config, plan.settle)
+    return predict_all(measured, place / f"s{CALIBRATED_ON}" / config.name, config, plan.settle)
+
+
+def predict_all(measured: Mapping[int, float], run_dir: Path, config: Config, settle: int) -> Prediction:
+    """`measured`: seconds a step by bound. `run_dir`, `config`: of the run with `CALIBRATED_ON`. `settle`: its first steps, which
+    are left out. Raises `CalibrationError`."""
+    model = calibrate(run_dir, config, settle)
+    points = []
+    for bound, seconds in sorted(measured.items()):
+        slots = (bound + 1) * model.groups_per_step * model.samples_per_group
+        settings = msgspec.structs.replace(model, max_staleness=bound, places=slots)
+        made = fmean(
+            predict(settings, steps=config.steps, settle=settle, seed=seed, ends=True).seconds_per_step
+            for seed in range(SEEDS)
+        )
+        points.append(Predicted(bound, seconds, made, made / seconds - 1))
+    return Prediction(CALIBRATED_ON, model, points)
 
 
 def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: float | None) -> Run:
@@ -191,50 +222,30 @@ def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: 
     )
 
 
-def render(report: Report) -> Table:
-    """For people."""
-    table = Table(title="the whole pipeline with slow tools")
-    heads = [
-        "S",
-        "s / step",
-        "speedup",
-        "learner idle",
-        "engine idle",
-        "max age",
-        "bound",
-        "pause s",
-        "reward",
-        "gain / M tokens",
-    ]
-    for head in heads:
-        table.add_column(head, justify="right")
-    for r in report.runs:
-        table.add_row(
-            str(r.max_staleness),
+def render(report: Report) -> str:
+    """Tables for people."""
+    heads = ["S", "s / step", "speedup", "learner idle", "engine idle", "max age", "bound", "pause s"]
+    rows = [
+        (
+            r.max_staleness,
             f"{r.seconds_per_step:.2f}",
             f"{r.speedup:.2f}",
             f"{r.learner_idle_fraction:.0%}",
             f"{r.engine_idle_fraction:.0%}",
-            str(r.max_age),
-            str(r.age_bound),
+            r.max_age,
+            r.age_bound,
             f"{r.pause_seconds:.3f}",
             f"{r.reward_first:.2f} → {r.reward_last:.2f}",
             f"{r.reward_gain_per_million_trained_tokens:.2f}",
         )
-    return table
-
-
-def render_prediction(prediction: Prediction) -> Table:
-    """For people."""
-    table = Table(title=f"predicted from the durations of S = {prediction.calibrated_on} alone")
-    for head in ("S", "measured s / step", "predicted", "error"):
-        table.add_column(head, justify="right")
-    for p in prediction.points:
-        table.add_row(str(p.max_staleness), f"{p.measured:.2f}", f"{p.predicted:.2f}", f"{p.error:+.0%}")
-    return table
-
-
-def print_table(report: Report) -> None:
-    Console().print(render(report))
+        for r in report.runs
+    ]
+    lines = ["the whole pipeline with slow tools", *table([*heads, "reward", "gain / M tokens"], rows)]
     if report.prediction is not None:
-        Console().print(render_prediction(report.prediction))
+        lines += ["", f"predicted from the durations of S = {report.prediction.calibrated_on} alone"]
+        points = [
+            (p.max_staleness, f"{p.measured:.2f}", f"{p.predicted:.2f}", f"{p.error:+.0%}")
+            for p in report.prediction.points
+        ]
+        lines += table(("S", "measured s / step", "predicted", "error"), points)
+    return "\n".join(lines)

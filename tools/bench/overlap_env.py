@@ -14,7 +14,7 @@ _EPISODES = itertools.count()
 
 
 class SlowTools:
-    """`reverse-text`, where what follows an answer takes `min(median * exp(sigma * N(0, 1)), longest)` seconds.
+    """`reverse-text`, where the answer to an action takes `min(median * exp(sigma * N(0, 1)), longest)` seconds.
 
     Log-normal latencies are heavy-tailed: with `sigma = 1`, one call in a hundred takes ten times the median. Observations are
     `observation` characters longer, as tool outputs are.
@@ -34,19 +34,19 @@ class SlowTools:
         self._game = ReverseText(letters, turns)
         self._median, self._sigma, self._longest = median, sigma, longest
         self._padding = "." * observation
-        self._chance = random.Random(next(_EPISODES))
+        self._rng = random.Random(next(_EPISODES))
 
     def oracle(self) -> str:
         return self._game.oracle()
 
-    def _said(self, messages: list[Message]) -> list[Message]:
+    def _padded(self, messages: list[Message]) -> list[Message]:
         return [Message(m.role, self._padding + m.content) for m in messages]
 
     async def reset(self, task_seed: int) -> list[Message]:
-        return self._said(await self._game.reset(task_seed))
+        return self._padded(await self._game.reset(task_seed))
 
     async def step(self, action: Action) -> StepResult:
-        seconds = self._median * self._chance.lognormvariate(0.0, self._sigma)
+        seconds = self._median * self._rng.lognormvariate(0.0, self._sigma)
         await asyncio.sleep(min(seconds, self._longest))
         result = await self._game.step(action)
-        return StepResult(result.reward, self._said(result.messages), result.done)
+        return StepResult(result.reward, self._padded(result.messages), result.done)

@@ -17,6 +17,8 @@ import numpy as np
 
 from r3async.config import ConfigError
 from r3async.learner.batch.planner import Cost, cost_model, levels, plan
+from r3async.tools.bench.jobs import table
+from r3async.tools.shapes import PUBLISHED
 
 CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768}
 SAMPLES = (256, 1024, 8192)
@@ -24,23 +26,6 @@ RANKS = (1, 8, 64)
 GROUP = 8
 REPEATS = 3
 
-MODELS: dict[str, dict[str, Any]] = {
-    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
-    "Qwen3-30B-A3B": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": 151936,
-    }
-}
 DEFAULT_MODEL = "Qwen3-30B-A3B"
 
 Plan = list[list[list[int]]]
@@ -100,12 +85,12 @@ class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def shape_of(model: str) -> dict[str, Any]:
     """The configuration of a published model by name, or of a model directory."""
-    if model in MODELS:
-        return MODELS[model]
+    if model in PUBLISHED:
+        return PUBLISHED[model]
     path = Path(model) / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"--model {model} is no model directory (no config.json in it), nor one of {', '.join(MODELS)}"
+            f"--model {model} is no model directory (no config.json in it), nor one of {', '.join(PUBLISHED)}"
         )
     return json.loads(path.read_text())
 
@@ -117,17 +102,17 @@ def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
     shape 1.2, scale 500, in 100..65536. `groups`: of 8 samples, a scale lognormal(7, 1) for the group times
     lognormal(0, 0.3) for the sample, in 64..32768.
     """
-    chance = np.random.default_rng([list(CAPS).index(kind), samples, seed])
+    rng = np.random.default_rng([list(CAPS).index(kind), samples, seed])
     if kind == "lognormal":
-        drawn = chance.lognormal(7, 1, samples).clip(64, 32768)
+        drawn = rng.lognormal(7, 1, samples).clip(64, 32768)
     elif kind == "bimodal":
-        short = chance.random(samples) < 0.7
-        drawn = np.where(short, chance.uniform(200, 1500, samples), chance.uniform(8000, 30000, samples))
+        short = rng.random(samples) < 0.7
+        drawn = np.where(short, rng.uniform(200, 1500, samples), rng.uniform(8000, 30000, samples))
     elif kind == "pareto":
-        drawn = (500 * chance.pareto(1.2, samples)).clip(100, 65536)
+        drawn = (500 * rng.pareto(1.2, samples)).clip(100, 65536)
     else:
-        scale = np.repeat(chance.lognormal(7, 1, -(-samples // GROUP)), GROUP)[:samples]
-        drawn = (scale * chance.lognormal(0, 0.3, samples)).clip(64, 32768)
+        scale = np.repeat(rng.lognormal(7, 1, -(-samples // GROUP)), GROUP)[:samples]
+        drawn = (scale * rng.lognormal(0, 0.3, samples)).clip(64, 32768)
     return drawn.astype(np.int64)
 
 
@@ -135,7 +120,7 @@ def fewest_bins(lengths: np.ndarray, cap: int) -> int:
     """No packing has fewer micro-batches: L2 of Martello & Toth 1990 (Discrete Applied Mathematics 28), in integers.
 
     For a threshold `k` <= cap/2 let n1 be the samples longer than cap - k, n2 those in (cap/2, cap - k]. No two of these
-    are together, and samples in [k, cap/2] fit only beside the n2: n1 + n2 + ceil((their sum - room beside the n2) / cap).
+    are together, and samples in [k, cap/2] fit only beside the n2: n1 + n2 + ceil((their sum - space beside the n2) / cap).
     The largest of all thresholds; k = 0 gives at least ceil(total / cap).
     """
     n = np.sort(lengths)
@@ -257,22 +242,36 @@ def summarize(cases: Sequence[Case]) -> Summary:
 
 
 def render(report: Report) -> str:
-    """Markdown: the cases of the first seed, and a line for each seed and for all."""
+    """The cases of the first seed, and a line for each seed and for all."""
     first = report.cases[0].seed
+    rows = [
+        (
+            c.lengths,
+            c.samples,
+            c.ranks,
+            f"{c.micro_batches} / {c.bound}",
+            *(f"{x:.3f}" for x in (c.fill, c.token_imbalance, c.cost_imbalance)),
+            *(f"{x:.3f}" for x in (c.efficiency, c.ceiling, c.dealt, c.apart)),
+            f"{c.wall_ms:.1f} / {c.cpu_ms:.1f}",
+        )
+        for c in report.cases
+        if c.seed == first
+    ]
+    heads = (
+        "lengths",
+        "samples",
+        "ranks",
+        "micro-batches / bound",
+        "fill",
+        "tokens, busiest rank",
+        "cost, busiest rank",
+    )
     lines = [
         f"{report.model}: a sample of n tokens costs {report.linear:.4g} n + {report.quadratic:.4g} n² FLOPs; seed {first}",
         "",
-        "| lengths | samples | ranks | micro-batches / bound | fill | tokens, busiest rank | cost, busiest rank | lockstep | "
-        "ceiling | dealt | apart | ms wall / CPU |",
-        "|" + "---|" * 12,
+        *table((*heads, "lockstep", "ceiling", "dealt", "apart", "ms wall / CPU"), rows),
+        "",
     ]
-    for c in (c for c in report.cases if c.seed == first):
-        lines.append(
-            f"| {c.lengths} | {c.samples} | {c.ranks} | {c.micro_batches} / {c.bound} | {c.fill:.3f} | "
-            f"{c.token_imbalance:.3f} | {c.cost_imbalance:.3f} | {c.efficiency:.3f} | {c.ceiling:.3f} | {c.dealt:.3f} | "
-            f"{c.apart:.3f} | {c.wall_ms:.1f} / {c.cpu_ms:.1f} |"
-        )
-    lines.append("")
     named = {f"seed {seed}": s for seed, s in report.by_seed.items()} | {"all seeds": report.summary}
     for name, s in named.items():
         times = ", ".join(f"{n}: {s.wall_ms[n]:.1f} / {s.cpu_ms[n]:.1f}" for n in s.wall_ms)

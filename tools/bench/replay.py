@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeVar
 
 import msgspec
 
 from r3async.config import ConfigError
-from r3async.tools.bench.jobs import Say, run_job
-from r3async.tools.bench.replay_records import (
+from r3async.tools.bench.jobs import Say, run_job, table
+from r3async.tools.bench.replay_report import (
     Branches,
     Case,
     LearnerDone,
@@ -30,9 +31,12 @@ from r3async.tools.bench.replay_records import (
     Report,
     RolloutJob,
     Rollouts,
+    StepTime,
     Summary,
+    ratio,
 )
-from r3async.tools.bench.replay_stats import StepTime, ratio
+
+T = TypeVar("T")
 
 ROLLOUT_TIMEOUT = 600.0
 LEARNER_TIMEOUT = 2400.0
@@ -129,7 +133,6 @@ def run(plan: Plan, say: Say) -> Report:
         for index, (part, case) in enumerate(cases):
             name = f"[{index + 1}/{len(cases)}] {case.label}, seed {case.rollout_job.seed}"
             directory = Path(scratch) / str(index)
-            directory.mkdir()
             measured, timed = measure(case, directory, named(say, name))
             done[part].append(measured)
             steps |= timed
@@ -167,12 +170,8 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
     model = case.rollout_job.model or str(directory / "model")
     rollout_job = msgspec.structs.replace(case.rollout_job, model=model)
     learner_job = msgspec.structs.replace(case.learner_job, model=model)
-    (directory / "rollouts.json").write_bytes(msgspec.json.encode(rollout_job))
-    (directory / "learner.json").write_bytes(msgspec.json.encode(learner_job))
-    run_job("r3async.tools.bench.replay_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
-    run_job("r3async.tools.bench.replay_learner", directory, timeout=LEARNER_TIMEOUT, say=say)
-    rollouts = msgspec.json.decode((directory / "rollouts-done.json").read_bytes(), type=Rollouts)
-    learner = msgspec.json.decode((directory / "learner-done.json").read_bytes(), type=LearnerDone)
+    rollouts = _sampled("sample", rollout_job, Rollouts, directory, say)
+    learner = _learned("compare_and_time", learner_job, LearnerDone, directory, say)
     measured = Case(
         label=case.label,
         varied=case.varied,
@@ -186,14 +185,20 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
 
 def measure_branches(rollout_job: RolloutJob, directory: Path, say: Say) -> Branches:
     """What a branch's inherited routes would cost."""
-    directory.mkdir()
     rollout_job = msgspec.structs.replace(rollout_job, model=str(directory / "model"))
+    _sampled("branch", rollout_job, type(None), directory, say)
     learner_job = LearnerJob(model=str(directory / "moved"), seed=rollout_job.seed)
-    (directory / "rollouts.json").write_bytes(msgspec.json.encode(rollout_job))
-    (directory / "learner.json").write_bytes(msgspec.json.encode(learner_job))
-    run_job("r3async.tools.bench.replay_branch_rollouts", directory, timeout=ROLLOUT_TIMEOUT, say=say)
-    run_job("r3async.tools.bench.replay_branches", directory, timeout=LEARNER_TIMEOUT, say=say)
-    return msgspec.json.decode((directory / "branches-done.json").read_bytes(), type=Branches)
+    return _learned("score_branches", learner_job, Branches, directory, say)
+
+
+def _sampled(function: str, job: RolloutJob, answer: type[T], directory: Path, say: Say) -> T:
+    target = f"r3async.tools.bench.replay_rollouts:{function}"
+    return run_job(target, job, answer, directory, timeout=ROLLOUT_TIMEOUT, say=say)
+
+
+def _learned(function: str, job: LearnerJob, answer: type[T], directory: Path, say: Say) -> T:
+    target = f"r3async.tools.bench.replay_learner:{function}"
+    return run_job(target, job, answer, directory, timeout=LEARNER_TIMEOUT, say=say)
 
 
 def summarize(cases: Sequence[Case], dtype: str) -> Summary:
@@ -209,22 +214,15 @@ def summarize(cases: Sequence[Case], dtype: str) -> Summary:
         kl_with=mean("replay", "k3"),
         kl_ratio=ratio(mean("own", "k3"), mean("replay", "k3")),
         kl_ratio_by_seed=[c.kl_ratio for c in found],
-        mean_abs_without=mean("own", "mean_abs"),
-        mean_abs_with=mean("replay", "mean_abs"),
-        p99_abs_without=mean("own", "p99_abs"),
-        p99_abs_with=mean("replay", "p99_abs"),
         max_abs_without=largest["own"],
         max_abs_with=largest["replay"],
         max_abs_ratio=ratio(largest["own"], largest["replay"]),
         max_abs_ratio_by_seed=[c.max_abs_ratio for c in found],
-        beyond_2x_without=mean("own", "beyond_2x"),
-        beyond_2x_with=mean("replay", "beyond_2x"),
-        agreement_without=mean("own", "agreement"),
-        agreement_with=mean("replay", "agreement"),
-        grad_error_without=mean("own", "grad_error"),
-        grad_error_with=mean("replay", "grad_error"),
-        grad_error_own_without=mean("own", "grad_error_own"),
-        grad_error_own_with=mean("replay", "grad_error_own"),
+        **{
+            f"{name}_{suffix}": mean(side, name)
+            for name in ("mean_abs", "p99_abs", "beyond_2x", "agreement", "grad_error", "grad_error_own")
+            for suffix, side in (("without", "own"), ("with", "replay"))
+        },
     )
 
 
@@ -240,12 +238,11 @@ def machine() -> dict[str, str]:
 
 
 def render(report: Report) -> str:
-    """The report as a Markdown table, one model a row, and a few lines."""
-    columns = ["model, seed"]
+    """A table for people, one model a row, and a few lines."""
+    heads = ["model, seed"]
     for dtype in DTYPES:
-        columns += [f"{dtype} learner: KL own → replay", "ratio", "max abs Δ"]
-    columns += ["gradient error, bfloat16", "agreement, bfloat16"]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        heads += [f"{dtype} learner: KL own → replay", "ratio", "max abs Δ"]
+    rows = []
     for case in [*report.headline, *report.table, *report.models]:
         cells = [f"{describe(case)}, {case.rollout_job.seed}"]
         for dtype in DTYPES:
@@ -258,8 +255,8 @@ def render(report: Report) -> str:
         c = case.learners["bfloat16"]
         cells.append(f"{c.own.grad_error:.3f} → {c.replay.grad_error:.3f}")
         cells.append(f"{c.own.agreement:.3f} → {c.replay.agreement:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
+        rows.append(cells)
+    lines = [*table([*heads, "gradient error, bfloat16", "agreement, bfloat16"], rows), ""]
     for dtype, s in report.summary.items():
         lines.append(
             f"bfloat16 engine, {dtype} learner, all seeds: kl_ratio {s.kl_ratio:.2f}, max |Δ| {s.max_abs_without:.3f} → "

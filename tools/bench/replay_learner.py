@@ -1,7 +1,7 @@
-"""The learner's part of `bench replay`: what the learner thinks of the samples, its gradients, and its steps' time.
+"""The learner's part of `bench replay`: its log-probs of the samples, its gradients, and its steps' time; and its log-probs of
+branches, whose prefix has one call's routes or another's.
 
-`python -m r3async.tools.bench.replay_learner DIRECTORY` reads `learner.json` (a `LearnerJob`) there and writes
-`learner-done.json` (a `LearnerDone`). A process of its own: Megatron's CPU shim changes `torch.cuda` process-wide.
+Both are jobs of their own, since Megatron's CPU shim changes `torch.cuda` process-wide, on what `replay_rollouts` wrote.
 """
 
 from __future__ import annotations
@@ -15,19 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import msgspec
 import numpy as np
 
 from r3async.config import Config, config_from_dict
 from r3async.data.records import Sample
-from r3async.learner.batch.packing import pack
+from r3async.learner.batch.packing import MicroBatch, pack
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.trainer import train_minibatch
-from r3async.tools.bench.jobs import BenchError, job_main, progress
-from r3async.tools.bench.replay_records import LearnerDone, LearnerJob
-from r3async.tools.bench.replay_rollouts import read_samples
-from r3async.tools.bench.replay_stats import Comparison, StepTime, compare, mismatch, relative_error, step_time
+from r3async.tools.bench.jobs import BenchError, progress
+from r3async.tools.bench.replay_report import (
+    Branches,
+    Comparison,
+    LearnerDone,
+    LearnerJob,
+    StepTime,
+    compare,
+    k3,
+    mismatch,
+    relative_error,
+    step_time,
+)
+from r3async.tools.bench.replay_rollouts import bare, read_samples
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +95,6 @@ def with_random_advantages(samples: Sequence[Sample], seed: int) -> list[Sample]
     ]
 
 
-def bare(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples as they come from an engine that records no routes."""
-    return [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded"), s.temperature) for s in samples]
-
-
 @contextmanager
 def gradients_kept(learner: MegatronLearner) -> Iterator[list[np.ndarray]]:
     """Sums the gradient of every parameter over the backward passes in the block, in float32.
@@ -114,22 +118,24 @@ def gradients_kept(learner: MegatronLearner) -> Iterator[list[np.ndarray]]:
             handle.remove()
 
 
+def deltas(learner: MegatronLearner, micro_batches: Sequence[MicroBatch], *, replay: bool) -> np.ndarray:
+    """Δ of each sampled token, float64 `[M]`: the learner's log-prob less the engine's."""
+    scored = learner.logprobs(micro_batches, replay=replay)
+    pairs = [(s.astype(np.float64), m.table) for s, m in zip(scored, micro_batches, strict=True)]
+    return np.concatenate([(s - t["rollout_logprobs"])[t["loss_mask"]] for s, t in pairs])
+
+
 def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]) -> Pass:
     """Score and train all samples, routed as `routing.replay` = `replay` says."""
     with learner_of(job, dtype, replay) as learner:
         micro_batches = pack(samples, job.max_tokens_per_micro_batch)
-        scored = learner.logprobs(micro_batches, replay=replay == "rollout")
+        delta = deltas(learner, micro_batches, replay=replay == "rollout")
         with gradients_kept(learner) as gradient:
             metrics = train_minibatch(learner, micro_batches).metrics
-    tables = [m.table for m in micro_batches]
-    delta = [
-        (s - t["rollout_logprobs"].astype(np.float64))[t["loss_mask"]] for s, t in zip(scored, tables, strict=True)
-    ]
-    done = Pass(np.concatenate(delta), gradient, metrics["routing/agreement"])
+    done = Pass(delta, gradient, metrics["routing/agreement"])
     # The step that was just taken must have seen the same differences and the same gradient as are reported here.
     norm = sum(float(np.square(g, dtype=np.float64).sum()) for g in gradient) ** 0.5
-    k3 = float(np.mean(np.expm1(done.delta) - done.delta))
-    for name, value in (("rollout_kl/k3", k3), ("grad_norm", norm)):
+    for name, value in (("rollout_kl/k3", k3(delta)), ("grad_norm", norm)):
         if not np.isclose(value, metrics[name], rtol=1e-3, atol=1e-9):
             raise BenchError(f"{name} is {value:.6g} here and {metrics[name]:.6g} in the learner's own step")
     return done
@@ -221,15 +227,46 @@ def time_in_routes() -> Iterator[list[float]]:
         yield spent
 
 
-def main(directory: Path) -> None:
-    job = msgspec.json.decode((directory / "learner.json").read_bytes(), type=LearnerJob)
+def compare_and_time(job: LearnerJob, directory: Path) -> LearnerDone:
+    """The job on `samples.bin`."""
     samples = with_random_advantages(read_samples(directory / "samples.bin"), job.seed)
-    done = LearnerDone(
+    return LearnerDone(
         comparisons=comparisons(job, samples, directory) if job.dtypes else {},
         steps={dtype: time_steps(job, dtype, samples[: job.step_samples], directory) for dtype in job.step_dtypes},
     )
-    (directory / "learner-done.json").write_bytes(msgspec.json.encode(done))
 
 
-if __name__ == "__main__":
-    job_main(main)
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+BRANCH_DTYPE = "float32"
+"""Of the learner, as of the engine: with the same weights and routes they agree, and what is left comes from the routes."""
+
+
+def score_branches(job: LearnerJob, directory: Path) -> Branches:
+    """The job on what `branch` wrote, with the moved model."""
+    first, own, inherited = (read_samples(directory / f"{name}.bin") for name in ("first", "own", "inherited"))
+    progress(directory, f"learner in {BRANCH_DTYPE}, at the engine's version")
+    with learner_of(job, BRANCH_DTYPE, "rollout") as learner:
+        drift, with_own, with_inherited = (
+            deltas(learner, pack(samples, job.max_tokens_per_micro_batch), replay=True)
+            for samples in (first, own, inherited)
+        )
+    return Branches(
+        dtype=BRANCH_DTYPE,
+        branch_tokens=len(with_own),
+        drift=k3(drift),
+        k3_own=k3(with_own),
+        k3_inherited=k3(with_inherited),
+        max_abs_own=float(np.abs(with_own).max()),
+        max_abs_inherited=float(np.abs(with_inherited).max()),
+        moved_routes=moved_routes(own, inherited),
+    )
+
+
+def moved_routes(own: list[Sample], inherited: list[Sample]) -> float:
+    """Share of (position, MoE layer) whose set of experts is not the same in both, over all recorded positions."""
+    different = recorded = 0
+    for one, other in zip(own, inherited, strict=True):
+        a, b = (np.sort(s.table["routed_experts"][one.table["routing_recorded"]], -1) for s in (one, other))
+        different, recorded = different + int((a != b).any(-1).sum()), recorded + a.shape[0] * a.shape[1]
+    return different / recorded

@@ -1,16 +1,19 @@
-"""The engine's part of `bench replay`: make the model if need be, and sample from it with vLLM.
+"""The engine's part of `bench replay`: make the model if need be, and sample from it with vLLM. A job of its own, because the
+learner replaces parts of `torch.cuda`.
 
-`python -m r3async.tools.bench.replay_rollouts DIRECTORY` reads `rollouts.json` (a `RolloutJob`) there and writes `samples.bin`
-and `rollouts-done.json` (a `Rollouts`). A process of its own, because the learner replaces parts of `torch.cuda`.
+`sample` writes `samples.bin`. `branch` plays two turns with an update between them, of which the second branches off: it makes
+a moved model (`moved`), and writes `first.bin` (turns of the first weights), `own.bin` (branches with the routes of their own
+call) and `inherited.bin` (the same branches with what the first turn recorded of the common prefix).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,10 +23,18 @@ from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.data.records import Sample, Trajectory, Turn
 from r3async.rollout.engines.base import Engine, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
-from r3async.rollout.samples import SampleBuilder
-from r3async.tools.bench.jobs import job_main, progress
-from r3async.tools.bench.replay_records import RandomModel, RolloutJob, Rollouts
+from r3async.rollout.samples import EpisodeSamples, SampleBuilder
+from r3async.tools.bench.jobs import progress
+from r3async.tools.bench.replay_report import RandomModel, RolloutJob, Rollouts
 from r3async.transport.wire import decode_trajectory, encode_trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+MOVED = 0.02
+"""Standard deviation of what is added to each weight, as a share of its matrix's own: about one version's drift."""
+SUFFIX = 8
+"""Tokens of the second prompt that the first turn has not seen."""
 
 
 def make_random_model(path: Path, shape: RandomModel) -> None:
@@ -52,6 +63,40 @@ def make_random_model(path: Path, shape: RandomModel) -> None:
     tokenizer.save_pretrained(path)
 
 
+def trajectory_of(sample: Sample, index: int, task_seed: int, turns: Sequence[Turn] = ()) -> Trajectory:
+    """A group of its own, which has this sample alone."""
+    return Trajectory(
+        trajectory_id=sample.sample_id,
+        group_index=index,
+        episode_index=0,
+        task_seed=task_seed,
+        generator_id="bench",
+        stop_reason=turns[-1].stop_reason if turns else "length",
+        turns=list(turns),
+        samples=[sample],
+    )
+
+
+@asynccontextmanager
+async def engine_of(job: RolloutJob, directory: Path, max_model_len: int) -> AsyncIterator[Engine]:
+    """vLLM with the job's model, started."""
+    from r3async.rollout.engines.vllm import VllmEngine
+
+    engine = VllmEngine(
+        job.model,
+        dtype=job.dtype,
+        concurrency=job.concurrency,
+        max_model_len=max_model_len,
+        engine_args={"seed": job.seed},
+    )
+    progress(directory, f"starting vLLM in {job.dtype}")
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
 async def continue_random_prompts(engine: Engine, job: RolloutJob, vocab_size: int) -> list[Trajectory]:
     """One trajectory of one turn for each prompt, recorded as the episode loop records it."""
     rng = np.random.default_rng(job.seed)
@@ -64,16 +109,8 @@ async def continue_random_prompts(engine: Engine, job: RolloutJob, vocab_size: i
         request = GenerationRequest(name, prompts[index], job.new_tokens, routes_from=builder.routes_from)
         generation = await engine.generate(request)
         start, stop = builder.answer(0, generation)
-        return Trajectory(
-            trajectory_id=name,
-            group_index=index,
-            episode_index=0,
-            task_seed=job.seed,
-            generator_id="bench",
-            stop_reason=generation.stop_reason,
-            turns=[Turn(0, 0, start, stop, 0.0, generation.stop_reason)],
-            samples=[Sample(name, builder.build())],
-        )
+        turn = Turn(0, 0, start, stop, 0.0, generation.stop_reason)
+        return trajectory_of(Sample(name, builder.build()), index, job.seed, [turn])
 
     return await asyncio.gather(*map(one, range(job.samples)))
 
@@ -97,27 +134,15 @@ async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig
     return await asyncio.gather(*map(one, range(job.samples)))
 
 
-async def sample(job: RolloutJob, directory: Path) -> list[Trajectory]:
-    from r3async.rollout.engines.vllm import VllmEngine
-
+async def play(job: RolloutJob, directory: Path) -> list[Trajectory]:
     settings = load_config(job.episodes).episode if job.episodes else None
-    engine = VllmEngine(
-        job.model,
-        dtype=job.dtype,
-        concurrency=job.concurrency,
-        max_model_len=settings.max_total_tokens if settings else job.prompt_tokens + job.new_tokens,
-        engine_args={"seed": job.seed},
-    )
-    progress(directory, f"starting vLLM in {job.dtype}")
-    await engine.start()
-    try:
+    longest = settings.max_total_tokens if settings else job.prompt_tokens + job.new_tokens
+    async with engine_of(job, directory, longest) as engine:
         if settings:
             progress(directory, f"playing {job.samples} episodes")
             return await play_episodes(engine, job, settings)
         progress(directory, f"sampling {job.samples} x {job.new_tokens} tokens")
         return await continue_random_prompts(engine, job, model_config(job.model)["vocab_size"])
-    finally:
-        await engine.stop()
 
 
 def model_config(model: str) -> dict[str, Any]:
@@ -138,19 +163,15 @@ def router_std(model: Path) -> float:
     return (squares / count) ** 0.5 if count else 0.0
 
 
-def measure(
-    trajectories: Sequence[Trajectory],
-    encoded: Sequence[Sequence[bytes]],
-    shape: RoutingShape,
-    *,
-    gate_std: float,
-    seconds: float,
-) -> Rollouts:
-    """`encoded[i]`: the wire frames of trajectory i."""
-    samples = [s for t in trajectories for s in t.samples]
-    tables = [s.table for s in samples]
+def measure(trajectories: Sequence[Trajectory], shape: RoutingShape, *, gate_std: float, seconds: float) -> Rollouts:
+    """What was sampled, and its bytes."""
+    tables = [s.table for t in trajectories for s in t.samples]
     tokens = sum(map(len, tables))
-    bare = sum(len(f) for t in trajectories for f in encode_trajectory(without_routes(t)))
+
+    def wire_bytes(sent: Sequence[Trajectory]) -> float:
+        return sum(len(frame) for t in sent for frame in encode_trajectory(t)) / tokens
+
+    unrouted = [msgspec.structs.replace(t, samples=bare(t.samples)) for t in trajectories]
     return Rollouts(
         tokens=tokens,
         sampled_tokens=sum(int(np.count_nonzero(t["loss_mask"])) for t in tables),
@@ -160,42 +181,119 @@ def measure(
         experts=shape.num_experts,
         top_k=shape.top_k,
         route_bytes_per_token=sum(t["routed_experts"].nbytes for t in tables) / tokens,
-        wire_bytes_per_token=sum(len(f) for frames in encoded for f in frames) / tokens,
-        wire_bytes_per_token_without_routes=bare / tokens,
+        wire_bytes_per_token=wire_bytes(trajectories),
+        wire_bytes_per_token_without_routes=wire_bytes(unrouted),
     )
 
 
-def without_routes(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory as if the engine recorded no routes."""
-    samples = [
-        Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded"), s.temperature)
-        for s in trajectory.samples
-    ]
-    return msgspec.structs.replace(trajectory, samples=samples)
+def bare(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples as they come from an engine that records no routes."""
+    return [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded"), s.temperature) for s in samples]
+
+
+def write(path: Path, trajectories: Sequence[Trajectory]) -> None:
+    path.write_bytes(msgspec.msgpack.encode([[bytes(frame) for frame in encode_trajectory(t)] for t in trajectories]))
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples in a `samples.bin`, in order."""
+    """All samples of the trajectories that `write` wrote, in order."""
     encoded = msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
     return [sample for frames in encoded for sample in decode_trajectory(frames).samples]
 
 
-def main(directory: Path) -> None:
-    job = msgspec.json.decode((directory / "rollouts.json").read_bytes(), type=RolloutJob)
+def sample(job: RolloutJob, directory: Path) -> Rollouts:
+    """The job that samples, and writes `samples.bin`."""
     if job.random is not None:
         progress(directory, "making the model")
         make_random_model(Path(job.model), job.random)
     started = time.perf_counter()
-    trajectories = asyncio.run(sample(job, directory))
-    encoded = [[bytes(frame) for frame in encode_trajectory(t)] for t in trajectories]
-    (directory / "samples.bin").write_bytes(msgspec.msgpack.encode(encoded))
+    trajectories = asyncio.run(play(job, directory))
+    write(directory / "samples.bin", trajectories)
     shape, _ = moe_geometry(model_config(job.model))
     if shape is None:
         raise SystemExit(f"{job.model} is not a mixture-of-experts model: it has no routes to replay")
     seconds = time.perf_counter() - started
-    done = measure(trajectories, encoded, shape, gate_std=router_std(Path(job.model)), seconds=seconds)
-    (directory / "rollouts-done.json").write_bytes(msgspec.json.encode(done))
+    return measure(trajectories, shape, gate_std=router_std(Path(job.model)), seconds=seconds)
 
 
-if __name__ == "__main__":
-    job_main(main)
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+def make_moved_model(source: Path, target: Path, seed: int) -> None:
+    """What an update might make of the model: every matrix a little moved."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight += MOVED * weight.std() * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(target)
+
+
+def tensors(model: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+async def play_branches(job: RolloutJob, directory: Path) -> list[tuple[Sample, Sample, int]]:
+    """By prompt: the first turn's row, the branch's, and how many tokens they share."""
+    import torch
+
+    from r3async.weights.publish import Publisher
+
+    rng = np.random.default_rng(job.seed)
+    vocabulary, shared = model_config(job.model)["vocab_size"], job.prompt_tokens + job.new_tokens // 2
+    prompts = rng.integers(0, vocabulary, (job.samples, job.prompt_tokens)).tolist()
+    suffixes = rng.integers(0, vocabulary, (job.samples, SUFFIX)).tolist()
+    async with engine_of(job, directory, shared + SUFFIX + job.new_tokens) as engine:
+        rows = [EpisodeSamples(engine.routing) for _ in prompts]
+
+        async def turn(index: int, prompt: list[int]) -> list[int]:
+            call = rows[index].begin(prompt)
+            request = GenerationRequest(
+                f"b{index}t{rows[index].turns}",
+                np.asarray(prompt, np.int32),
+                job.new_tokens,
+                routes_from=call.routes_from,
+                routes_version=call.routes_version,
+            )
+            generation = await engine.generate(request)
+            rows[index].end(call, generation)
+            return [*prompt, *generation.token_ids.tolist()]
+
+        with Publisher(directory) as publisher:
+            await engine.install(publisher.publish(0, tensors(Path(job.model)), torch.float32), 60)
+            progress(directory, f"{job.samples} first turns")
+            seen = await asyncio.gather(*(turn(i, prompt) for i, prompt in enumerate(prompts)))
+            await engine.install(publisher.publish(1, tensors(directory / "moved"), torch.float32), 60)
+            progress(directory, f"{job.samples} branches under moved weights")
+            await asyncio.gather(*(turn(i, [*s[:shared], *suffixes[i]]) for i, s in enumerate(seen)))
+    built = [one.build(f"b{i}", 1.0)[0] for i, one in enumerate(rows)]
+    return [(first, branch, shared) for first, branch in built]
+
+
+def inheriting(first: Sample, branch: Sample, shared: int) -> Sample:
+    """The branch as if the first turn's routes were its own, as far as the two have the same tokens."""
+    routes, recorded = (branch.table[name].copy() for name in ("routed_experts", "routing_recorded"))
+    routes[:shared], recorded[:shared] = (
+        first.table["routed_experts"][:shared],
+        first.table["routing_recorded"][:shared],
+    )
+    table = branch.table.with_columns(routed_experts=routes, routing_recorded=recorded)
+    return Sample(branch.sample_id, table, branch.temperature)
+
+
+def branch(job: RolloutJob, directory: Path) -> None:
+    """The job that plays branches. `job.random`: the model."""
+    assert job.random is not None
+    progress(directory, "making the model, and a moved one")
+    make_random_model(Path(job.model), job.random)
+    make_moved_model(Path(job.model), directory / "moved", job.seed)
+    first, own, shared = zip(*asyncio.run(play_branches(job, directory)), strict=True)
+    inherited = map(inheriting, first, own, shared)
+    for name, samples in (("first", first), ("own", own), ("inherited", inherited)):
+        write(directory / f"{name}.bin", [trajectory_of(s, i, 0) for i, s in enumerate(samples)])

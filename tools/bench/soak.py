@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -15,8 +13,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from r3async.config import load_config
 from r3async.record.reading import read_objects
-from r3async.tools.bench.jobs import BenchError, Say
+from r3async.tools.bench.jobs import BenchError, Say, started, table
 
 SAMPLE_SECONDS = 5.0
 WARM = 0.25
@@ -94,10 +93,9 @@ def growth(samples: Sequence[Sample]) -> Growth:
 
 
 def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
-    """A run with the scripted engine for so many minutes. Raises `BenchError` if it does not go on for so long."""
-    from r3async.config import load_config
-    from r3async.tools.chaos.kills import Kills
+    """A run with the scripted engine for so many minutes. Raises `BenchError` if it ends before."""
     from r3async.tools.chaos.run import make_model, settings
+    from r3async.tools.chaos.scenarios import Kills
 
     chosen = [
         *settings(Kills, 0, "scripted"),
@@ -111,59 +109,59 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
     ]
     chosen.append(make_model("quickstart", chosen, directory / "init", say))
     config = load_config("quickstart", chosen)
-    run_dir = directory / "soak"
+    run_dir, log = directory / "soak", directory / "soak.log"
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(directory), *chosen]
-    samples: dict[str, list[Sample]] = defaultdict(list)
-    spool_most = 0
-    with (directory / "soak.log").open("w") as log:
-        driver = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        try:
-            began, said = 0.0, -1
-            while not began or time.monotonic() - began < minutes * 60:
-                if driver.poll() is not None:
-                    raise BenchError(
-                        f"the run ended too early (exit {driver.returncode}): see {directory / 'soak.log'}"
-                    )
-                time.sleep(SAMPLE_SECONDS)
-                if not began:
-                    if not read_objects(run_dir / "metrics.jsonl"):
-                        continue
-                    began = time.monotonic()
-                at = time.monotonic() - began
-                for name, process in processes(run_dir, driver.pid).items():
-                    try:
-                        with process.oneshot():
-                            samples[name].append(Sample(at, process.memory_info().rss, process.num_fds()))
-                    except psutil.Error:
-                        continue
-                spool_most = max(spool_most, sum(p.stat().st_size for p in (run_dir / "spool").glob("*.spool")))
-                if int(at / 60) > said:
-                    said = int(at / 60)
-                    say(f"soak: minute {said} of {minutes:g}")
-        finally:
-            driver.send_signal(signal.SIGTERM)
-            try:
-                driver.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                driver.kill()
-                driver.wait(10)
+    watched = Watched(run_dir)
+    with started(command, log, patience=STOP_SECONDS) as driver:
+        began, minute = 0.0, -1
+        while not began or time.monotonic() - began < minutes * 60:
+            if driver.poll() is not None:
+                raise BenchError(f"the run ended too early (exit {driver.returncode}): see {log}")
+            time.sleep(SAMPLE_SECONDS)
+            if not began and not read_objects(run_dir / "metrics.jsonl"):
+                continue
+            began = began or time.monotonic()
+            at = time.monotonic() - began
+            watched.look(at, driver.pid)
+            if int(at / 60) > minute:
+                minute = int(at / 60)
+                say(f"soak: minute {minute} of {minutes:g}")
     rows = read_objects(run_dir / "metrics.jsonl")
-    grown = {name: growth(found) for name, found in sorted(samples.items()) if len(found) > 1}
-    schedule = config.schedule
+    grown = {name: growth(found) for name, found in sorted(watched.samples.items()) if len(found) > 1}
     return Report(
         minutes=minutes,
         steps=len(rows),
-        trajectories=len(rows) * schedule.groups_per_step * schedule.samples_per_group,
-        spool_most_bytes=spool_most,
+        trajectories=len(rows) * config.schedule.groups_per_step * config.schedule.samples_per_group,
+        spool_most_bytes=watched.spool_most,
         spool_bound_bytes=config.buffer.disk_bytes,
         processes=grown,
         flat=all(g.flat for g in grown.values()),
     )
 
 
+class Watched:
+    """What the processes of the run in `run_dir`, and its spool, took."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.spool_most = 0
+
+    def look(self, at: float, driver: int) -> None:
+        """Now: `at` seconds after the first look."""
+        for name, process in processes(self._run_dir, driver).items():
+            try:
+                with process.oneshot():
+                    self.samples[name].append(Sample(at, process.memory_info().rss, process.num_fds()))
+            except psutil.Error:
+                continue
+        held = sum(path.stat().st_size for path in (self._run_dir / "spool").glob("*.spool"))
+        self.spool_most = max(self.spool_most, held)
+
+
 def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
-    """By role: the driver, and the actors that said they had started, as far as they live; environments' processes too."""
-    from r3async.tools.chaos.sabotage import actor_process, environment_workers
+    """By role: the driver, and the actors that have started and still run; environments' processes too."""
+    from r3async.tools.chaos.scenario import actor_process, environment_workers
 
     found = {"driver": psutil.Process(driver)}
     for event in read_objects(run_dir / "events.jsonl"):
@@ -175,15 +173,19 @@ def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
 
 
 def render(report: Report) -> str:
+    """A table for people."""
+    rows = [
+        (
+            name,
+            *(f"{x:.2f}" for x in (g.resident_mib, g.slope_mib_per_hour, g.growth_mib, g.scatter_mib)),
+            f"{g.files_first}-{g.files_last}",
+            "" if g.flat else "GROWS",
+        )
+        for name, g in report.processes.items()
+    ]
     lines = [
         f"{report.minutes:g} minutes, {report.steps} steps, {report.trajectories} trajectories; the spool held "
         f"{report.spool_most_bytes / MIB:.2f} MiB at most (bound {report.spool_bound_bytes / MIB:.0f})",
-        f"{'process':<28}{'resident MiB':>13}{'MiB/h':>9}{'growth':>9}{'scatter':>9}{'files':>12}",
+        *table(("process", "resident MiB", "MiB/h", "growth", "scatter", "files", ""), rows),
     ]
-    for name, g in report.processes.items():
-        files = f"{g.files_first}-{g.files_last}"
-        lines.append(
-            f"{name:<28}{g.resident_mib:>13.1f}{g.slope_mib_per_hour:>9.2f}{g.growth_mib:>9.2f}{g.scatter_mib:>9.2f}"
-            f"{files:>12}{'' if g.flat else '  GROWS'}"
-        )
     return "\n".join(lines)

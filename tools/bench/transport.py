@@ -1,23 +1,23 @@
 """`bench transport`: the whole path (encode, socket, validate, spool, decode) against raw ZeroMQ, side by side.
 
-The generator is a process of its own (`transport_job.py`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with
+The generator is a process of its own (`transport_sender.py`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with
 blocking sockets and the same frames, nothing encoded, checked or answered: the ceiling; `raw, CURVE` is that, encrypted as
-every connection of a run is. All take turns, `rounds` times,
-and the share is of the medians. The learner's lag beside `raw` is that of a loop with nothing to do: what the machine
-itself does to it.
+every connection of a run is. All take turns, `rounds` times, and the share is of the medians. The learner's
+lag beside `raw` is that of a loop with nothing to do: what the machine itself does to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,11 +26,10 @@ import zmq
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data.records import Trajectory
 from r3async.schedule.spool import Spool
-from r3async.tools.bench.jobs import BenchError, Say, run_job
-from r3async.tools.bench.transport_job import LIMIT, Keys, SenderDone, TransportJob
-from r3async.tools.bench.transport_measure import Lag, high_water_mib, reset_high_water, specimen
+from r3async.tools.bench.jobs import BenchError, Say, forget_peak, memory_mib, run_job, table
+from r3async.tools.bench.transport_sender import LIMIT, Lag, Measured, TransportJob, specimen
 from r3async.transport import Receiver, encode_trajectory
-from r3async.transport.keys import ClientKeys, new_keys
+from r3async.transport.keys import new_keys
 from r3async.world.zeromq import apply_server_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
@@ -73,71 +72,69 @@ class Report(msgspec.Struct, frozen=True):
     sizes: list[Size]
 
 
+PATHS = ("raw", "raw, CURVE", "memory", "disk")
+
+Round = tuple[Measured, Measured]
+"""Of the generator, and of the learner."""
+
+
 def run(*, quick: bool, rounds: int, say: Say) -> Report:
-    sizes = (10_000, 200_000) if quick else SIZES
+    """Raises `BenchError`."""
+    sizes, rounds, moved = ((10_000, 200_000), 1, MOVED // 100) if quick else (SIZES, rounds, MOVED)
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        paths = ["raw", "raw, CURVE", "memory", "disk"]
         measured = []
         for nbytes in sizes:
-            frames = encode_trajectory(specimen(nbytes))
-            actual = sum(map(len, frames))
-            count = max(12, min(6000, (MOVED // 100 if quick else MOVED) // actual))
-            seen: dict[str, list[dict[str, Any]]] = {path: [] for path in paths}
-            for _ in range(1 if quick else rounds):
-                for path in paths:
-                    seen[path].append(_measure(path, nbytes, actual, count, Path(scratch), say))
-            raw = median(r["gb_per_s"] for r in seen["raw"]), median(r["cpu"] for r in seen["raw"])
-            tokens = specimen(nbytes).tokens
-            measured.append(Size(actual, tokens, count, {p: _summary(rs, raw, actual) for p, rs in seen.items()}))
-        return Report("transport", 1 if quick else rounds, os.getloadavg()[0], scratch, measured)
+            trajectory = specimen(nbytes)
+            actual = sum(map(len, encode_trajectory(trajectory)))
+            count = max(12, min(6000, moved // actual))
+            seen: dict[str, list[Round]] = {path: [] for path in PATHS}
+            for _ in range(rounds):
+                for path in PATHS:
+                    place = Path(tempfile.mkdtemp(dir=scratch))
+                    receive = _receive_raw if path.startswith("raw") else _receive_whole
+                    seen[path].append(asyncio.run(receive(path, nbytes, count, place, say)))
+            gigabytes = count * actual / 1e9
+            raw = _speed_and_cpu(seen["raw"], gigabytes)
+            paths = {path: _summary(each, raw, gigabytes, count) for path, each in seen.items()}
+            measured.append(Size(actual, trajectory.tokens, count, paths))
+        return Report("transport", rounds, os.getloadavg()[0], scratch, measured)
 
 
-def _summary(rounds: list[dict[str, Any]], raw: tuple[float, float], nbytes: int) -> Rate:
-    speed, cpu = median(r["gb_per_s"] for r in rounds), median(r["cpu"] for r in rounds)
+def _speed_and_cpu(rounds: Sequence[Round], gigabytes: float) -> tuple[float, float]:
+    """GB/s, and seconds of both processors a GB: medians."""
+    speed = median(gigabytes / generator.seconds for generator, _ in rounds)
+    return speed, median((g.cpu_seconds + learner.cpu_seconds) / gigabytes for g, learner in rounds)
 
-    def worst(key: str) -> list[float]:
-        rows = [r[key] for r in rounds if r[key]]
-        return [float(x) for x in np.max(rows, axis=0)] if rows else []
+
+def _summary(rounds: Sequence[Round], raw: tuple[float, float], gigabytes: float, count: int) -> Rate:
+    speed, cpu = _speed_and_cpu(rounds, gigabytes)
+    generator, learner = zip(*rounds, strict=True)
+
+    def worst(lags: list[list[float]]) -> list[float]:
+        found = [lag for lag in lags if lag]
+        return [float(x) for x in np.max(found, axis=0)] if found else []
 
     return Rate(
         speed,
-        speed * 1e9 / nbytes,
+        speed * count / gigabytes,
         speed / raw[0],
         cpu,
         raw[1] / cpu,
-        worst("generator_lag"),
-        worst("generator_own_lag"),
-        worst("learner_lag"),
-        worst("learner_own_lag"),
-        max(r["generator_mib"] for r in rounds),
-        max(r["learner_mib"] for r in rounds),
+        worst([m.lag_ms for m in generator]),
+        worst([m.own_lag_ms for m in generator]),
+        worst([m.lag_ms for m in learner]),
+        worst([m.own_lag_ms for m in learner]),
+        max(m.high_water_mib for m in generator),
+        max(m.high_water_mib for m in learner),
     )
 
 
-def _measure(path: str, nbytes: int, actual: int, count: int, scratch: Path, say: Say) -> dict[str, Any]:
-    directory = Path(tempfile.mkdtemp(dir=scratch))
-    receive = _receive_raw if path.startswith("raw") else _receive_whole
-    learner = asyncio.run(receive(path, nbytes, count, directory, say))
-    done = msgspec.json.decode((directory / "done.json").read_bytes(), type=SenderDone)
-    gigabytes = count * actual / 1e9
-    return {
-        "gb_per_s": gigabytes / done.seconds,
-        "cpu": (done.cpu_seconds + learner.cpu_seconds) / gigabytes,
-        "generator_lag": done.lag_ms,
-        "generator_own_lag": done.own_lag_ms,
-        "learner_lag": learner.lag_ms,
-        "learner_own_lag": learner.own_lag_ms,
-        "generator_mib": done.high_water_mib,
-        "learner_mib": learner.high_water_mib,
-    }
+async def _generator(job: TransportJob, directory: Path, say: Say) -> Measured:
+    target = "r3async.tools.bench.transport_sender:send"
+    return await asyncio.to_thread(run_job, target, job, Measured, directory, timeout=LIMIT + 30, say=say)
 
 
-async def _generator(job: TransportJob, directory: Path, say: Say) -> None:
-    (directory / "job.json").write_bytes(msgspec.json.encode(job))
-    await asyncio.to_thread(run_job, "r3async.tools.bench.transport_job", directory, timeout=LIMIT + 30, say=say)
-
-
-async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> SenderDone:
+async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> Round:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
@@ -161,38 +158,31 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     async with Lag() as lag:
-        await _generator(TransportJob(path, f"tcp://127.0.0.1:{port}", nbytes, count, 0, _keys(client)), directory, say)
+        job = TransportJob(path, f"tcp://127.0.0.1:{port}", nbytes, count, 0, client.server_public, client.secret)
+        done = await _generator(job, directory, say)
     thread.join(LIMIT)
     if thread.is_alive():
         raise BenchError("the raw receiver did not get everything")
     router.close()
     context.term()
-    return _between(marks, lag, 0.0)
+    return done, _between(marks, lag, 0.0)
 
 
-def _keys(client: ClientKeys) -> Keys:
-    return Keys(client.server_public, client.secret)
-
-
-def _between(marks: list[tuple[float, float]], lag: Lag, high: float) -> SenderDone:
+def _between(marks: list[tuple[float, float]], lag: Lag, high: float) -> Measured:
     """Of the time from the first message to the last: while the generator's process starts, the loop idles."""
     (began, computed), (ended, computed_then) = marks[0], marks[-1]
-    return SenderDone(ended - began, computed_then - computed, *lag.between(began, ended), high)
+    return Measured(ended - began, computed_then - computed, *lag.between(began, ended), high)
 
 
-async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, say: Say) -> SenderDone:
+async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, say: Say) -> Round:
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
     def take(trajectory: Trajectory, size: int) -> None:
         receiver.release(trajectory.trajectory_id)
         trained.append(trajectory.group_index)
-        taken = next(numbers)
-        if taken in (
-            0,
-            1,
-            count,
-        ):  # the warming one, the first that counts, and the last: reading clocks takes time, too
+        # The warming one, the first that counts, and the last: reading clocks takes time, too.
+        if next(numbers) in (0, 1, count):
             marks.append((time.perf_counter(), time.process_time()))
 
     marks: list[tuple[float, float]] = []
@@ -201,47 +191,68 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
     server, client = new_keys()
     receiver = Receiver("bench", settings, take, keys=server, store=spool)
     endpoint = await receiver.start()
-    reset_high_water()
+    forget_peak()
     inflight = max(4, min(256, 2**25 // nbytes))
+    async with contextlib.AsyncExitStack() as stack:
+        if spool is not None:
+            await stack.enter_async_context(_committed(spool, trained, count))
+        stack.push_async_callback(receiver.close)
+        lag = await stack.enter_async_context(Lag())
+        job = TransportJob(path, endpoint, nbytes, count, inflight, client.server_public, client.secret)
+        done = await _generator(job, directory, say)
+        high = memory_mib("VmHWM")
+    return done, _between(marks[1:], lag, high)
+
+
+@contextlib.asynccontextmanager
+async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncIterator[None]:
+    """Checkpoints meanwhile: what was trained is deleted from the spool, and all of it in the end."""
 
     async def commit() -> None:
-        """Checkpoints: what was trained is deleted."""
-        assert spool is not None
         while True:
             await asyncio.sleep(0.2)
             groups, trained[:] = list(trained), []
             await spool.commit(groups)
 
-    committing = asyncio.create_task(commit()) if spool is not None else None
+    committing = asyncio.create_task(commit())
     try:
-        async with Lag() as lag:
-            await _generator(TransportJob(path, endpoint, nbytes, count, inflight, _keys(client)), directory, say)
-        high = high_water_mib()
+        yield
     finally:
-        if committing is not None:
-            committing.cancel()
-        await receiver.close()
-        if spool is not None:
-            await spool.commit(range(count + 1))
-            await spool.close()
-    return _between(marks[1:], lag, high)
+        committing.cancel()
+        await spool.commit(range(count + 1))
+        await spool.close()
 
 
 def render(report: Report) -> str:
-    head = f"{'bytes':>12}  {'path':<14}{'GB/s':>7}{'msg/s':>9}{'of raw':>8}{'CPU s/GB':>10}{'of raw':>8}"
-    rows = [f"{head}  {'lag p99 (own), generator':>26}{'learner, ms':>20}{'MiB':>12}"]
+    """A table for people. Lag: the 99th percentile, and what this program caused of it."""
+    rows = []
     for size in report.sizes:
         for path, rate in size.paths.items():
-            pairs = (
+            lags = (
                 (rate.generator_lag_ms, rate.generator_own_lag_ms),
                 (rate.learner_lag_ms, rate.learner_own_lag_ms),
             )
-            lags = [f"{lag[1]:.1f} ({own[1]:.1f})" if lag else "" for lag, own in pairs]
-            memory = f"{rate.generator_mib:.0f}/{rate.learner_mib:.0f}" if rate.learner_mib else ""
-            rows.append(
-                f"{size.nbytes:>12,}  {path:<14}{rate.gb_per_s:>7.2f}{rate.messages_per_s:>9,.0f}"
-                f"{rate.share_of_raw:>8.2f}{rate.cpu_s_per_gb:>10.2f}{rate.share_of_raw_cpu:>8.2f}"
-                f"  {lags[0]:>26}{lags[1]:>20}{memory:>12}"
+            figures = (
+                f"{rate.gb_per_s:.2f}",
+                f"{rate.messages_per_s:,.0f}",
+                f"{rate.share_of_raw:.2f}",
+                f"{rate.cpu_s_per_gb:.2f}",
+                f"{rate.share_of_raw_cpu:.2f}",
+                *(f"{lag[1]:.1f} ({own[1]:.1f})" if lag else "" for lag, own in lags),
+                f"{rate.generator_mib:.0f}/{rate.learner_mib:.0f}" if rate.learner_mib else "",
             )
-    rows.append(f"{report.rounds} rounds; load average at the end {report.load_average:.1f}")
-    return "\n".join(rows)
+            rows.append((path, f"{size.nbytes:,}", *figures))
+    heads = (
+        "path",
+        "bytes",
+        "GB/s",
+        "msg/s",
+        "of raw",
+        "CPU s/GB",
+        "of raw",
+        "generator lag ms",
+        "learner lag ms",
+        "MiB",
+    )
+    lines = table(heads, rows)
+    return "\n".join([*lines, f"{report.rounds} rounds; load average at the end {report.load_average:.1f}"])

@@ -8,9 +8,13 @@ from statistics import median
 
 import msgspec
 
-from r3async.tools.bench.jobs import Say, run_job
+from r3async.config import Config, load_config
+from r3async.tools.bench.jobs import Say, table
+from r3async.tools.bench.training import metrics_of, train_apart
 
 TIMEOUT = 1800.0
+WARM_UP = 2
+"""Updates that are not counted: processes warm up in them."""
 
 
 class WeightsJob(msgspec.Struct, frozen=True):
@@ -25,6 +29,28 @@ class WeightsJob(msgspec.Struct, frozen=True):
     on_update: str
     backend: str
 
+    def config(self) -> Config:
+        """Of the run. Raises `ConfigError`."""
+        return load_config(
+            "quickstart",
+            [
+                "name=bench",
+                f"steps={self.updates + WARM_UP}",
+                "schedule.groups_per_step=4",
+                "schedule.samples_per_group=4",
+                "generator.kv_cache_gib=0.25",
+                f"generator.dtype={self.dtype}",
+                f"generator.on_update={self.on_update}",
+                f"weights.backend={self.backend}",
+                "routing.trace=off",
+                "model.init.max_warm_steps=1",
+                f"model.init.layers={self.layers}",
+                f"model.init.hidden_size={self.hidden_size}",
+                f"model.init.experts={self.experts}",
+                f"model.init.expert_hidden_size={self.expert_hidden_size}",
+            ],
+        )
+
 
 class Figure(msgspec.Struct, frozen=True):
     """Seconds of one part of an update."""
@@ -36,7 +62,7 @@ class Figure(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """Over all updates but the first two, in which processes warm up.
 
-    `overlap`: share of a publication (snapshot and write) in which the learner went on. `paused_share`: of the generator's
+    `overlap`: share of a publication (snapshot and write) in which the learner trained. `paused_share`: of the generator's
     time, at the end of the run.
     """
 
@@ -59,30 +85,24 @@ PARTS = {
     "step": "learner/step_seconds",
 }
 """Name here, and metric."""
-WARM_UP = 2
 
 
 def run(job: WeightsJob, say: Say) -> Report:
-    """Make the run in a process of its own, and read its metrics."""
-    from r3async.record.reading import read_objects
-
+    """Make the run in a process of its own, and read its metrics. Raises `BenchError`, `ConfigError`."""
+    config = job.config()
+    say(f"weights: {job.updates} updates, {job.layers} layers of {job.experts} experts, {job.dtype}, {job.on_update}")
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        directory = Path(scratch)
-        (directory / "job.json").write_bytes(msgspec.json.encode(job))
-        say(
-            f"weights: {job.updates} updates, {job.layers} layers of {job.experts} experts, {job.dtype}, {job.on_update}"
-        )
-        run_job("r3async.tools.bench.weights_job", directory, timeout=TIMEOUT, say=say)
-        rows = read_objects(directory / "runs" / "bench" / "metrics.jsonl")[WARM_UP:]
+        train_apart(config, Path(scratch), timeout=TIMEOUT, say=say)
+        rows = metrics_of(config, Path(scratch))[WARM_UP:]
     seconds = {part: [row[name] for row in rows] for part, name in PARTS.items()}
-    stood, went_on = sum(seconds["snapshot"]), sum(seconds["write"])
+    paused, overlapped = sum(seconds["snapshot"]), sum(seconds["write"])
     return Report(
         "weights",
         job,
         bytes=int(rows[-1]["weights/bytes"]),
         updates=len(rows),
         seconds={part: Figure(median(values), max(values)) for part, values in seconds.items()},
-        overlap=went_on / (stood + went_on),
+        overlap=overlapped / (paused + overlapped),
         paused_share=rows[-1]["weights/paused_share"],
     )
 
@@ -90,10 +110,10 @@ def run(job: WeightsJob, say: Say) -> Report:
 def render(report: Report) -> str:
     """A table for people."""
     job = report.job
-    rows = [
+    rows = [(part, f"{1e3 * f.median:.1f}", f"{1e3 * f.maximum:.1f}") for part, f in report.seconds.items()]
+    lines = [
         f"{report.bytes / 1e6:.1f} MB in {job.dtype}; {report.updates} updates; on_update = {job.on_update}, {job.backend}",
-        f"{'':<12}{'median ms':>12}{'max ms':>12}",
+        *table(("part", "median ms", "max ms"), rows),
+        f"of a publication {report.overlap:.0%} overlapped training; paused share {report.paused_share:.2%}",
     ]
-    rows += [f"{part:<12}{1e3 * f.median:>12.1f}{1e3 * f.maximum:>12.1f}" for part, f in report.seconds.items()]
-    rows.append(f"of a publication {report.overlap:.0%} overlapped training; paused share {report.paused_share:.2%}")
-    return "\n".join(rows)
+    return "\n".join(lines)

@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
+from r3async.tools.bench.jobs import table
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 TURNS = 8
 ANSWER = 0.5
-"""Share of a turn that the policy samples; the rest is what the environment says."""
+"""Share of a turn that the policy samples; the rest is the environment's."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -167,10 +168,17 @@ def _from_lists(data: bytes) -> Trajectory:
 
 
 def render(report: Report) -> str:
-    rows = [f"{'':<20}{'format':<8}{'bytes/token':>12}{'encode us/token':>17}{'decode us/token':>17}"]
-    for case in report.cases:
-        for name, t in (("wire", case.wire), ("lists", case.lists), ("pickle", case.pickle)):
-            label = case.name if name == "wire" else ""
-            rows.append(f"{label:<20}{name:<8}{t.bytes_per_token:>12.2f}{t.encode_us:>17.4f}{t.decode_us:>17.4f}")
-        rows.append(f"{'':<20}decode is {case.decode_ratio:,.0f} times as fast as from lists")
-    return "\n".join(rows)
+    """A table for people."""
+    rows = [
+        (
+            f"{case.name}, {name}",
+            f"{t.bytes_per_token:.2f}",
+            f"{t.encode_us:.4f}",
+            f"{t.decode_us:.4f}",
+            f"{case.decode_ratio:,.0f}" if t is case.wire else "",
+        )
+        for case in report.cases
+        for name, t in (("wire", case.wire), ("lists", case.lists), ("pickle", case.pickle))
+    ]
+    heads = ("case, format", "bytes/token", "encode us/token", "decode us/token", "times as fast as lists")
+    return "\n".join(table(heads, rows))

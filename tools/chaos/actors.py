@@ -1,4 +1,4 @@
-"""The run's actors, with a bad way between generators and learner; and learners with a known fault, to be found out."""
+"""The run's actors, with a faulty connection between generators and learner; and learners with a known fault, to be detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from r3async.actors.supervise import Pipeline, Running
 from r3async.data.records import Trajectory
 from r3async.record.steps import checksum
 from r3async.schedule.groups import GroupBuffer
-from r3async.tools.chaos.books import Acknowledged, Passed, Sent
+from r3async.tools.chaos.accounting import Acknowledged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Noise, Relay
 from r3async.transport import Ledger
 from r3async.transport.keys import ClientKeys, generator_keys
@@ -35,8 +35,8 @@ def chaos_directory(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.chaos")
 
 
-class Notebook:
-    """What passes one relay, written down before it goes on."""
+class Recorder:
+    """Records what passes one relay, before it passes."""
 
     def __init__(self, path: Path):
         self._file = AppendFile(path)
@@ -75,7 +75,7 @@ class ChaosGenerator(GeneratorActor):
         directory = chaos_directory(self.run_dir)
         noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
-        note = Notebook(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
+        note = Recorder(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
         keys = generator_keys(self.config.transport, keys)
         self.relay = Relay(endpoint, noise, random.Random(seed), note, keys=keys)
         self.relay.start()
@@ -159,7 +159,7 @@ FAULTS: dict[str, type[LearnerActor]] = {
     "no-dedupe": NoDedupe,
     "unlink-before-commit": UnlinkBeforeCommit,
 }
-"""Learners that are wrong, each in its way; the books have to show it."""
+"""Learners that are wrong, each in its way; the accounting has to show it."""
 
 
 def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[Pipeline]:

@@ -15,9 +15,9 @@ class Unsteady:
     """A task is a few letters; the reward is 0 or 1, of the answers' bytes alone."""
 
     def __init__(self, turns: int = 2, seconds: float = 0.02, failing: float = 0.01):
-        """`seconds`: of a call, at most. `failing`: chance that a call raises."""
+        """`seconds`: of a call, at most. `failing`: probability that a call raises."""
         self._turns, self._seconds, self._failing = turns, seconds, failing
-        self._chance = random.Random()
+        self._rng = random.Random()
         self._answers = ""
         self._left = turns
 
@@ -38,6 +38,6 @@ class Unsteady:
         return "a"
 
     def _work(self) -> None:
-        time.sleep(self._chance.uniform(0, self._seconds))
-        if self._chance.random() < self._failing:
+        time.sleep(self._rng.uniform(0, self._seconds))
+        if self._rng.random() < self._failing:
             raise RuntimeError("this environment fails now and then, on purpose")

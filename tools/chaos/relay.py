@@ -1,4 +1,4 @@
-"""A bad way between a sender and its receiver: frames are held up, and bits of them change. Everything that passes is noted."""
+"""A faulty connection between a sender and its receiver: frames are delayed, and bits of them change. All of them are noted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL_MS = 20
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """Chances for each message. `delay`: that it, and with it all behind it, is held up for up to `max_delay` seconds.
+    """Probabilities for each message. `delay`: that it, and with it all behind it, is held for up to `max_delay` seconds.
     `damage`: that one bit of one of its frames changes."""
 
     seed: int = 0
@@ -40,7 +40,7 @@ class Relay(threading.Thread):
         self,
         target: str,
         noise: Noise,
-        chance: random.Random,
+        rng: random.Random,
         note: Note = lambda direction, frames: None,
         *,
         keys: ClientKeys,
@@ -48,7 +48,7 @@ class Relay(threading.Thread):
         super().__init__(name="chaos-relay", daemon=True)
         self.damaged = self.delayed = 0
         """Messages."""
-        self._noise, self._chance, self._note = noise, chance, note
+        self._noise, self._rng, self._note = noise, rng, note
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -94,12 +94,12 @@ class Relay(threading.Thread):
     def _hold(self, direction: Direction, frames: list[bytes]) -> None:
         self._note(direction, frames)
         due = time.monotonic()
-        if self._chance.random() < self._noise.delay:
+        if self._rng.random() < self._noise.delay:
             self.delayed += 1
-            due += self._chance.uniform(0, self._noise.max_delay)
-        if self._chance.random() < self._noise.damage:
+            due += self._rng.uniform(0, self._noise.max_delay)
+        if self._rng.random() < self._noise.damage:
             self.damaged += 1
-            frames = flip(self._chance, frames)
+            frames = flip(self._rng, frames)
         self._held[direction].append((due, frames))
 
     def _release(self) -> None:
@@ -113,13 +113,13 @@ class Relay(threading.Thread):
                     self._back.send_multipart(frames)
 
 
-def flip(chance: random.Random, frames: Sequence[bytes]) -> list[bytes]:
+def flip(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
     """One bit of one frame that is not empty."""
     frames = list(frames)
     full = [i for i, frame in enumerate(frames) if frame]
     if full:
-        i = chance.choice(full)
+        i = rng.choice(full)
         changed = bytearray(frames[i])
-        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
         frames[i] = bytes(changed)
     return frames

@@ -1,4 +1,4 @@
-"""`r3async chaos`: starts the run, does to it what the scenario says, and checks its state when it has ended."""
+"""`r3async chaos`: starts the run, has the scenario disturb it, and checks what was trained when it has ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from r3async.config import Config, load_config
+from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_objects
 from r3async.record.steps import TRAINED, TrainedStep
 from r3async.schedule.admission import slots_of
-from r3async.tools.chaos.books import (
+from r3async.tools.chaos.accounting import (
     Acknowledged,
     Began,
     Passed,
@@ -31,8 +31,11 @@ from r3async.tools.chaos.books import (
     check_trained,
 )
 from r3async.tools.chaos.relay import Noise
-from r3async.tools.chaos.sabotage import Role, Saboteur
+from r3async.tools.chaos.scenario import Role, Scenario
 from r3async.tools.chaos.scenarios import SCENARIOS
+
+SHOWN = 10
+"""Problems, at most."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -57,7 +60,7 @@ class Report(msgspec.Struct, frozen=True):
     problems: list[str]
 
 
-def settings(scenario: type[Saboteur], kills: int, engine: str) -> list[str]:
+def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
     """What chaos sets over the preset, and under what the person sets."""
     common = [
         f"steps={scenario.steps(kills)}",
@@ -140,7 +143,7 @@ class Rehearsal:
     root: Path
     console: Console
 
-    def run(self, kind: type[Saboteur], faults: int, noise: Noise, roles: Sequence[Role]) -> Report:
+    def run(self, kind: type[Scenario], faults: int, noise: Noise, roles: Sequence[Role]) -> Report:
         from r3async.tools.chaos.actors import chaos_directory, chaos_pipeline
         from r3async.tools.train import train
 
@@ -153,20 +156,19 @@ class Rehearsal:
         if not config.model.path:
             model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
             config = load_config(self.preset, [*self.chosen, model])
-        saboteur = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles)
+        scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles)
         began = time.monotonic()
         try:
-            train(config, self.preset, self.console, self.root, pipeline=chaos_pipeline(self.fault, saboteur.begin))
+            train(config, self.preset, self.console, self.root, pipeline=chaos_pipeline(self.fault, scenario.begin))
         finally:
-            saboteur.end()
-        report = look_into(config, self, run_dir, saboteur.done, time.monotonic() - began)
-        unmet = [] if self.fault else saboteur.problems()
+            scenario.end()
+        report = look_into(config, self, run_dir, scenario.done, time.monotonic() - began)
+        unmet = [] if self.fault else scenario.problems()
         return msgspec.structs.replace(report, problems=[*report.problems, *unmet])
 
 
 def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
     """What a run that has ended left behind."""
-    from r3async.record.reading import read_objects
     from r3async.tools.chaos.actors import chaos_directory
 
     schedule = config.schedule
@@ -211,7 +213,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
 
 
 def drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
-    """The last value before each fall of a counter, which begins anew with its process, and the last of all."""
+    """The last value before each fall of a counter, which restarts with its process, and the last of all."""
     for row, after in zip(rows, [*rows[1:], {name: -1.0}], strict=True):
         if after[name] < row[name]:
             yield row[name]
@@ -230,10 +232,58 @@ def read_began(run_dir: Path) -> list[Began]:
 
 
 def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
-    """Where the run began again. Without a checkpoint it did so from nothing."""
+    """Where the run restarted. Without a checkpoint it did so from nothing."""
     schedule = config.schedule
     slots = slots_of(schedule)
     starts = [e for e in read_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
     for event in starts[1:]:
         step = event["step"]
         yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.groups_per_step + slots)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def chaos_command(
+    preset: str,
+    overrides: Sequence[str],
+    *,
+    scenario: str,
+    kills: int,
+    seed: int,
+    engine: str,
+    fault: str,
+    root: Path,
+    json: bool,
+) -> int:
+    """Returns the exit status. Raises `ConfigError`, and what `train` raises where the run does not end well."""
+    from r3async.tools.chaos.actors import FAULTS
+
+    if scenario not in SCENARIOS:
+        raise ConfigError(f"--scenario {scenario!r} must be one of {', '.join(SCENARIOS)}")
+    if engine not in ("scripted", "vllm"):
+        raise ConfigError(f"--engine {engine!r} must be scripted or vllm")
+    if fault and fault not in FAULTS:
+        raise ConfigError(f"--fault {fault!r} must be one of {', '.join(FAULTS)}")
+    report = chaos(preset, overrides, scenario=scenario, kills=kills, seed=seed, engine=engine, fault=fault, root=root)
+    print(describe(report), file=sys.stderr if json else sys.stdout)
+    if json:
+        print(msgspec.json.encode(report).decode())
+    return 1 if report.problems else 0
+
+
+def describe(report: Report) -> str:
+    faults = ", ".join(f"{count} {what}" for what, count in sorted(report.faults.items())) or "none"
+    lines = [
+        f"{report.scenario}: {faults}; the run restarted {report.resumed} times",
+        f"trained: {report.trajectories} trajectories in {report.steps} steps",
+        f"on the wire: {report.sent} sent, {report.acknowledged} acknowledgements, {report.damaged} came damaged and "
+        f"{report.duplicates} came twice",
+    ]
+    if not report.problems:
+        return "\n".join(
+            [*lines, "everything is right: each trained once, as it was sent; nothing acknowledged was lost"]
+        )
+    more = len(report.problems) - SHOWN
+    shown = [f"  {problem}" for problem in report.problems[:SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
+    return "\n".join([*lines, "something is WRONG:", *shown])

@@ -1,5 +1,5 @@
-"""What passed between generators and learner of a whole run, simulated, and its records: `tools/chaos/books.py` finds nothing
-wrong with a learner as it is, whatever is killed, and finds out each that is wrong. On Ray: `test_chaos_run.py`."""
+"""What passed between generators and learner of a whole run, simulated, and its records: `tools/chaos/accounting.py` finds no
+problem with a learner as it is, whatever is killed, and a problem with each that is wrong. On Ray: `test_chaos_run.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
-from r3async.tools.chaos.actors import FAULTS, Notebook, chaos_directory
-from r3async.tools.chaos.books import Acknowledged
+from r3async.tools.chaos.accounting import Acknowledged
+from r3async.tools.chaos.actors import FAULTS, Recorder, chaos_directory
 from r3async.tools.chaos.run import Rehearsal, look_into
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, joined
 from r3async.world.simulated.world import EPOCH
@@ -53,7 +53,7 @@ def killing(kills, done):
 
 
 def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=None):
-    """What the books say of a run whose processes `kills` are killed, or to which `meddle` does something."""
+    """What the accounting finds in a run whose processes `kills` are killed, or to which `meddle` does something."""
     machine.simulation.network.damage = damage
     passed, message = [], machine.simulation._message
 
@@ -62,15 +62,15 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
         if event != "sent":
             return
         try:
-            told = decode_control(frames[0])
+            control = decode_control(frames[0])
         except WireError:
             return
         now = EPOCH + machine.seconds
-        if isinstance(told, Deliver):
-            sent = Notebook._sent(decode_trajectory(joined(frames[1:])))
+        if isinstance(control, Deliver):
+            sent = Recorder._sent(decode_trajectory(joined(frames[1:])))
             passed.append(msgspec.structs.replace(sent, at=now))
-        elif isinstance(told, Ack):
-            passed.append(Acknowledged(now, list(told.ids)))
+        elif isinstance(control, Ack):
+            passed.append(Acknowledged(now, list(control.ids)))
 
     machine.simulation.network.observe = note
     done = Counter()
@@ -109,12 +109,12 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(machine, tmp
         ("no-dedupe", [], "times"),
     ],
 )
-def test_the_books_show_what_a_learner_does_wrong(machine, tmp_path, fault, kills, problem):
+def test_the_accounting_shows_what_a_learner_does_wrong(machine, tmp_path, fault, kills, problem):
     # A checkpoint every few steps only: the learner dies with something that it has trained and not saved.
     settings = ["checkpoint.every_steps=5", "steps=10", "generator.count=1"]
     damage = 0.0
     if not kills:
-        # Without deaths, what comes twice is what was sent again because its acknowledgement was damaged. It has to come
+        # Without kills, what comes twice is what was sent again because its acknowledgement was damaged. It has to come
         # while its group still waits for others, so they differ in how long they take, and a loss is noticed soon.
         damage = 0.2
         settings += ["transport.ack_timeout=0.3"]

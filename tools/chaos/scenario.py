@@ -1,4 +1,4 @@
-"""What every scenario of chaos is made of: a thread beside a run, which finds its processes and does something to them."""
+"""What every scenario of chaos shares: a thread beside a run, which finds its processes and does something to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import psutil
 
@@ -21,12 +21,12 @@ Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
 
 
-class Saboteur(threading.Thread, ABC):
-    """Does to the run in `run_dir` what its scenario is about. A subclass has `sabotage`, which runs in this thread and ends when
+class Scenario(threading.Thread, ABC):
+    """Does something to the run in `run_dir`. A subclass has `disturb`, which runs in this thread and ends when
     `wait` or `wait_for` says that the run is over.
 
     `faults`: how many, for a scenario that can have more or fewer. `rng`: of the seed, and of nothing else. `report(text)` is
-    told each fault, for the person who watches. `roles`: whom to hit, in order, in place of what the seed draws.
+    called with each fault, for the person who watches. `roles`: whom to hit, in order, in place of what the seed draws.
     """
 
     settings: ClassVar[Sequence[str]] = ()
@@ -59,7 +59,7 @@ class Saboteur(threading.Thread, ABC):
         return contextlib.nullcontext(root)
 
     @abstractmethod
-    def sabotage(self) -> None:
+    def disturb(self) -> None:
         """What happens to the run, in this thread."""
 
     def problems(self) -> list[str]:
@@ -75,7 +75,7 @@ class Saboteur(threading.Thread, ABC):
 
     def run(self) -> None:
         try:
-            self.sabotage()
+            self.disturb()
         except BaseException as error:
             self.failure = error
 
@@ -87,7 +87,7 @@ class Saboteur(threading.Thread, ABC):
         if self.failure is not None:
             raise self.failure
 
-    # -- for `sabotage` ------------------------------------------------------------------------------------------
+    # -- for `disturb` ------------------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
@@ -113,6 +113,10 @@ class Saboteur(threading.Thread, ABC):
         self._most = max(self._most, len(read_objects(self.run_dir / TRAINED)))
         return self._most
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Of that name, that the run has recorded."""
+        return [event for event in read_objects(self.run_dir / "events.jsonl") if event["event"] == name]
+
     def find(self, role: Role) -> psutil.Process | None:
         """A process of that role that lives now, waiting until there is one; None if the run ended before."""
         while not self.over:
@@ -123,9 +127,7 @@ class Saboteur(threading.Thread, ABC):
 
     def living(self, role: Role) -> list[psutil.Process]:
         """Processes of that role that live now."""
-        started = [e for e in read_objects(self.run_dir / "events.jsonl") if e["event"].endswith("_started")]
-        alike = "generator" if role == "environment" else role
-        pids = {e["pid"] for e in started if e["event"] == f"{alike}_started"}
+        pids = {event["pid"] for event in self.events(f"{'generator' if role == 'environment' else role}_started")}
         living = [p for pid in sorted(pids) if (p := actor_process(pid)) is not None]
         if role == "environment":
             living = [child for p in living for child in environment_workers(p)]
@@ -143,7 +145,7 @@ class Saboteur(threading.Thread, ABC):
 
 
 def actor_process(pid: int) -> psutil.Process | None:
-    """Process ids are used again: only what calls itself a worker of Ray is taken for the one that said it had started."""
+    """Process ids are used again: only what calls itself a worker of Ray is taken for the one that recorded its start."""
     try:
         process = psutil.Process(pid)
         return process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None

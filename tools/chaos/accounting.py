@@ -1,6 +1,6 @@
 """Whether everything was trained once, as it was sent, and nothing that had been acknowledged was lost. Pure.
 
-A run's own record (`trained.jsonl`) says what was trained; what passed the relays says what was sent and acknowledged.
+A run's own record (`trained.jsonl`) has what was trained; what passed the relays shows what was sent and acknowledged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="kind"):
-    """The learner said that it has these."""
+    """The learner acknowledged these."""
 
     at: float
     trajectory_ids: list[str]
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The run began again from a checkpoint of that version, from which groups before `groups` may have a slot."""
+    """The run restarted from a checkpoint of that version, from which groups before `groups` may have a slot."""
 
     at: float
     version: int
@@ -55,7 +55,7 @@ Passed = Sent | Acknowledged
 def check_trained(
     steps: Sequence[TrainedStep], expected: int, groups_per_step: int, samples_per_group: int
 ) -> list[str]:
-    """What is wrong with the record of `expected` steps: each step once, each group once, each episode of it once."""
+    """Problems in the record of `expected` steps: each step once, each group once, each episode of it once."""
     problems = []
     if [s.step for s in steps] != list(range(1, expected + 1)):
         problems.append(f"steps are not 1 to {expected}, each once and in order: {[s.step for s in steps]}")
@@ -78,8 +78,8 @@ def check_trained(
 def check_lineages(steps: Sequence[TrainedStep], began: Iterable[Began]) -> list[str]:
     """Every token that was trained was sampled by weights that led to those it trained.
 
-    The record says which lineage made each version that is left. A version has other names too: those of lineages that began with
-    a copy of it.
+    The record has the lineage that made each version that is left. A version has other names too: those of lineages that began
+    with a copy of it.
     """
     starts = {start.lineage: start for start in began}
     made: dict[int, int] = {}
@@ -127,7 +127,7 @@ def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str
     """What was acknowledged was not played again: it was durable. What another had begun by then (its first player was silent,
     and wakes) is no such thing.
 
-    Unless the run went back to weights that are older than its tokens, or to where its group has no slot: that is given up.
+    Unless the run went back to weights that are older than its tokens, or to where its group has no slot: that one is dropped.
     """
     problems: list[str] = []
     playing: dict[str, Sent] = {}

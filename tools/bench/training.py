@@ -1,0 +1,30 @@
+"""A real run in a process of its own, which several benchmarks measure by the metrics that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from r3async.config import Config, config_from_dict, to_dict
+from r3async.record.reading import read_objects
+from r3async.tools.bench.jobs import Say, run_job
+
+
+def train_apart(config: Config, directory: Path, *, timeout: float, say: Say) -> None:
+    """Make the run `directory/NAME` that `config` names. Raises `BenchError`."""
+    run_job(f"{__name__}:train_here", to_dict(config), type(None), directory, timeout=timeout, say=say)
+
+
+def metrics_of(config: Config, directory: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of a run that `train_apart` made, one a step."""
+    return read_objects(directory / config.name / "metrics.jsonl")
+
+
+def train_here(job: dict[str, Any], directory: Path) -> None:
+    """In the job's process. What the run prints is kept in `console.txt`."""
+    from r3async.tools.train import train
+
+    with (directory / "console.txt").open("w") as file:
+        train(config_from_dict(job), "bench", Console(file=file), root=directory)

@@ -12,7 +12,7 @@ import msgspec
 from r3async.actors.delivery import choose_backend, no_delivery
 from r3async.actors.fleet import Fleet, Generator, Way
 from r3async.actors.installer import Installer
-from r3async.actors.leasing import Dispatch, LeaseCall
+from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask, begin, root_cause, while_well
 from r3async.actors.tasks import Evaluator, Tasks
 from r3async.actors.watch import Watch
@@ -90,6 +90,9 @@ class Conductor:
         """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
         call = msgspec.msgpack.decode(message, type=LeaseCall)
         generator, stats = self.fleet[call.generator_id], call.stats
+        if not generator.is_process(*call.process):
+            # What it would be leased, the process in its place would have to play, and knows nothing of.
+            return msgspec.msgpack.encode(LeaseAnswer([], more=False))
         self.fleet.answered(generator)
         self.tasks.ended(call.ended, self.admission.groups_leased)
         generator.generated_tokens = int(stats["generated_tokens"])

@@ -66,6 +66,10 @@ class Generator(msgspec.Struct):
     def restarts(self) -> int:
         return self.health.restarts
 
+    def is_process(self, pid: int, host: str) -> bool:
+        """Whether its present process is that one, and is loaded. Calls of the one before may come late."""
+        return (pid, host) == (self.pid, self.host) and self.state not in (HealthState.LOST, HealthState.STARTING)
+
     @property
     def live(self) -> bool:
         """It has an engine that plays, or may still play: it needs every new version."""

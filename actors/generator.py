@@ -261,6 +261,7 @@ class GeneratorActor:
                 engine,
                 player,
                 generator_id=self.generator_id,
+                process=(self.world.processes.pid, self.world.processes.host),
                 conductor=conductor,
                 play=lambda lease: self._play(player, lease),
                 ended=self._ended,

@@ -39,11 +39,12 @@ T = TypeVar("T")
 
 
 class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
-    """A generator's. `free`: episodes that it could start now. `stats`: the engine's, and how many episodes the generator is
-    `playing`, of at most `limit`. `ended`: episodes that are over since the last call. `wait`: seconds that the call may wait for
-    leases."""
+    """A generator's. `process`: its pid and host. `free`: episodes that it could start now. `stats`: the engine's, and how many
+    episodes the generator is `playing`, of at most `limit`. `ended`: episodes that are over since the last call. `wait`: seconds
+    that the call may wait for leases."""
 
     generator_id: str
+    process: tuple[int, str]
     free: int
     stats: dict[str, float]
     ended: list[EpisodeEnd] = []
@@ -103,6 +104,7 @@ class Leasing:
         player: GroupPlayer,
         *,
         generator_id: str,
+        process: tuple[int, str],
         conductor: ActorRef,
         play: Callable[[GroupLease], Coroutine[Any, Any, None]],
         ended: list[EpisodeEnd],
@@ -111,7 +113,7 @@ class Leasing:
     ):
         settings, schedule = config.generator, config.schedule
         self._clock, self._engine, self._player = clock, engine, player
-        self._generator_id, self._conductor = generator_id, conductor
+        self._generator_id, self._process, self._conductor = generator_id, process, conductor
         self._play, self._ended, self._load, self._check = play, ended, load, check
         heartbeat = max(HEARTBEAT_SECONDS, settings.count / HEARTBEATS_PER_SECOND)
         self._heartbeat = min(heartbeat, config.supervise.silence_seconds / 4)
@@ -184,7 +186,7 @@ class Leasing:
     async def _call(self, free: int) -> LeaseAnswer:
         stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
         ended, self._ended[:] = list(self._ended), []
-        call = LeaseCall(self._generator_id, free, stats, ended, self._heartbeat if free else 0.0)
+        call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
         return msgspec.msgpack.decode(answer, type=LeaseAnswer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,11 +53,11 @@ def conductor(tmp_path, monkeypatch) -> Conductor:
 
 
 async def lease(
-    conductor: Conductor, who: str, room: int = 2, wait: float = 0.0, playing: int = 1
+    conductor: Conductor, who: str, room: int = 2, wait: float = 0.0, playing: int = 1, process: Any = None
 ) -> tuple[list[int], bool]:
     """Groups, and whether there may be more."""
     stats = dict.fromkeys(COUNTERS, 0.0) | {"limit": 2.0, "playing": playing}
-    call = msgspec.msgpack.encode(LeaseCall(who, room, stats, wait=wait))
+    call = msgspec.msgpack.encode(LeaseCall(who, process or (conductor.fleet[who].pid, ""), room, stats, wait=wait))
     answer = msgspec.msgpack.decode(await asyncio.wait_for(conductor.lease(call), LIMIT), type=LeaseAnswer)
     return [x.group_index for x in answer.leases], answer.more
 
@@ -184,6 +185,7 @@ class Playing:
             SimpleNamespace(stats=lambda: {"running": self.playing}),  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             generator_id="g",
+            process=(1, "host"),
             conductor=self.asked,
             play=self.play,
             ended=self._ended,
@@ -293,3 +295,20 @@ async def test_of_many_generators_each_calls_less_often():
     for call in (1, 2):
         g.asked.reply(call, [], more=False)
     await asyncio.wait_for(running, LIMIT)
+
+
+async def test_a_late_call_of_a_process_that_was_lost_is_leased_nothing_and_does_not_wait(conductor):
+    """It would be leased a group in the name of the process in its place, which knows nothing of it and plays on: nobody would
+    lease that group again."""
+    generator = conductor.fleet["a"]
+    before = (generator.pid, generator.host)
+    generator.health.lost()
+    assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
+    generator.health.restarting()
+    assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
+    generator.pid = before[0] + 1
+    generator.health.loaded()
+    generator.health.installed(0, 0)
+    assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
+    groups, more = await lease(conductor, "a")
+    assert (groups != [], more) == (True, True)

@@ -192,6 +192,7 @@ class _Generator:
             self._engine,  # type: ignore[arg-type]
             self.player,  # type: ignore[arg-type]
             generator_id=self._name,
+            process=(self._world.processes.pid, self._world.processes.host),
             conductor=_Counted(conductor, self._counts),
             play=self.player.play,
             ended=self._ended,

@@ -1,4 +1,4 @@
-"""`r3async inspect`: what a person sees of a run's routes, and what they are told when there is nothing to see."""
+"""`r3async inspect`: what a person sees of a run's routes, and the message when there is nothing to see."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def test_routes_are_shown_token_by_token(tmp_path, monkeypatch) -> None:
         for layer in range(LAYERS):
             engine, own = sorted(rows[at, layer].tolist()), sorted(trained.own[at, layer].tolist())
             assert f"{engine[0]} {engine[1]}" in line
-            gone, come = sorted(set(engine) - set(own)), sorted(set(own) - set(engine))
-            assert not gone or f"{','.join(map(str, gone))}>{','.join(map(str, come))}" in line
+            left, joined = sorted(set(engine) - set(own)), sorted(set(own) - set(engine))
+            assert not left or f"{','.join(map(str, left))}>{','.join(map(str, joined))}" in line
     own = sorted(trained.own[9, 0].tolist())
     assert f"[{own[0]} {own[1]}]" in table[9]
     assert all(cell_len(line) <= 80 for line in table)

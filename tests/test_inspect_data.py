@@ -1,4 +1,4 @@
-"""`r3async inspect` on trajectories: what is shown, what is written for other programs, what is said of damage."""
+"""`r3async inspect` on trajectories: what is shown, what is written for other programs, how damage is reported."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def made(number: int, *, reward: float = 1.0, version: int = 5, turns: int = 2) 
         routing_recorded=np.arange(10) < 9,
     )
     played = [Turn(0, 0, 3, 6, 0.0, "eos"), Turn(1, 0, 8, 10, reward, "length")][-turns:]
-    said = [{"role": "user", "content": "[b]\x1b"}]
+    preview = [{"role": "user", "content": "[b]\x1b"}]
     return Trajectory(
-        name, number, 0, 7, "generator-0", "length", played, [Sample(f"{name}s0", table, 0.8)], 1.0, 2.0, said
+        name, number, 0, 7, "generator-0", "length", played, [Sample(f"{name}s0", table, 0.8)], 1.0, 2.0, preview
     )
 
 
@@ -245,8 +245,8 @@ def assert_round_trip(rows: list[dict], trajectories: list[Trajectory]) -> None:
 def test_json_lines_hold_everything_and_give_it_back(tmp_path, monkeypatch) -> None:
     trajectories = [made(0), made(1, reward=0.25, turns=1)]
     write_spool(tmp_path, *trajectories)
-    said = inspect("trajectories", "demo", "--export", "out.jsonl", root=tmp_path, monkeypatch=monkeypatch)
-    assert "out.jsonl: 2 trajectories" in said
+    output = inspect("trajectories", "demo", "--export", "out.jsonl", root=tmp_path, monkeypatch=monkeypatch)
+    assert "out.jsonl: 2 trajectories" in output
     assert_round_trip([json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()], trajectories)
     inspect(
         "trajectories", "demo", "--reward-below", "0.5", "--export", "few.jsonl", root=tmp_path, monkeypatch=monkeypatch
@@ -300,9 +300,9 @@ def test_an_export_that_can_not_be_written_leaves_nothing_and_says_why(tmp_path,
 
     def breaks():
         yield from read_spool(tmp_path / "runs" / "demo" / "spool", pytest.fail)
-        raise InspectError("gone")
+        raise InspectError("lost")
 
-    with pytest.raises(InspectError, match="gone"):
+    with pytest.raises(InspectError, match="lost"):
         export(breaks(), tmp_path / "half.jsonl", None)
     assert {p.name for p in tmp_path.iterdir()} == {"runs"}
 

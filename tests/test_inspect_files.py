@@ -1,4 +1,4 @@
-"""`r3async inspect` on messages and checkpoints: what is shown, and what is said of damage."""
+"""`r3async inspect` on messages and checkpoints: what is shown, and how damage is reported."""
 
 from __future__ import annotations
 
@@ -110,20 +110,20 @@ def test_a_checkpoint_shows_files_state_and_tensors(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("broken", ["learner-00000-of-00001.safetensors", STATE, "manifest.json"])
-@pytest.mark.parametrize("how", ["changed", "gone", "short"])
+@pytest.mark.parametrize("how", ["changed", "missing", "short"])
 def test_the_broken_file_of_a_checkpoint_is_named_and_the_rest_shown(tmp_path, monkeypatch, broken, how) -> None:
     path = write_checkpoint(Checkpoints(tmp_path / "checkpoints"), 20)
     file = path / broken
     data = file.read_bytes()
-    if how == "gone":
+    if how == "missing":
         file.unlink()
     else:
         file.write_bytes(data[:-3] if how == "short" else data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     text = inspect(str(path), root=tmp_path, monkeypatch=monkeypatch, code=2)
     assert "BROKEN" in text
     assert f"{path}: {broken}: " in text
-    said = [line for line in text.splitlines() if line.startswith(f"{path}: ")]
-    assert len(said) == 1, "only what is broken is named"
+    problems = [line for line in text.splitlines() if line.startswith(f"{path}: ")]
+    assert len(problems) == 1, "only what is broken is named"
     assert "Traceback" not in text
     if broken != "learner-00000-of-00001.safetensors":
         assert "master/w" in text

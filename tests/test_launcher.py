@@ -34,8 +34,8 @@ def run(words, cwd, environment, timeout=280):
 def shell(line, cwd, ray="", **environment):
     """Run a job's line as Ray's supervisor does, below a process with the raylet's argument if `ray` names an interpreter."""
     code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1], shell=True).returncode)"
-    told = [f"--python_worker_command={ray} {cwd}/setup_worker.py --node"] if ray else []
-    return run([sys.executable, "-c", code, line, *told], cwd, environment, timeout=60)
+    options = [f"--python_worker_command={ray} {cwd}/setup_worker.py --node"] if ray else []
+    return run([sys.executable, "-c", code, line, *options], cwd, environment, timeout=60)
 
 
 def python(path, body):
@@ -68,11 +68,11 @@ def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
     bare = python(
         tmp_path / "bare", "echo Traceback; echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1"
     )
-    line = entrypoint(["-m", "r3async"], needs="import no_such_module", submitter="/gone/.venv/bin/python")
+    line = entrypoint(["-m", "r3async"], needs="import no_such_module", submitter="/missing/.venv/bin/python")
     done = shell(line, tmp_path, ray=str(bare))
     assert done.returncode == NOT_FOUND
     assert f"{bare}: ModuleNotFoundError: No module named 'tools'" in done.stderr
-    assert "/gone/.venv/bin/python: there is no such file" in done.stderr
+    assert "/missing/.venv/bin/python: there is no such file" in done.stderr
     assert f"PATH={BARE}" in done.stderr
     assert "needs r3async installed" in done.stderr
     assert "Traceback" not in done.stderr

@@ -89,7 +89,7 @@ def test_a_torn_file_is_read_up_to_there_and_reported(tmp_path: Path, cut: int) 
     entries, problem = scan(path)
     assert len(entries) == 1
     assert f"from byte {whole} on there is no record" in problem
-    assert "its process died, or is still writing" in problem
+    assert "its process was killed, or is still writing" in problem
     index = RouteIndex(tmp_path)
     assert len(index.trained) == 1
     assert index.problems == [problem]

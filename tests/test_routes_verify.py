@@ -121,7 +121,7 @@ def test_a_trained_token_that_the_engine_did_not_sample_is_unmatched() -> None:
 
 
 def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> None:
-    """Sample s1 keeps the first five tokens and goes on otherwise: rows 5.. belong to the call that fed its own tokens."""
+    """Sample s1 keeps the first five tokens and differs after them: rows 5.. belong to the call that fed its own tokens."""
     trained, calls = episode()
     rest, sampled = [6, 7], [15]
     tokens = np.asarray([*TOKENS[:5], *rest, *sampled], np.int32)
@@ -154,7 +154,7 @@ def of_version(calls, *versions: int):
 
 
 def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
-    """Two calls of the same prompt, of which the second, a row of its own, was asked only for what the first had not said."""
+    """Two calls of the same prompt, of which the second, a row of its own, was asked only for what the first did not return."""
     trained, calls = episode()
     lent, own = experts(30, 5), experts(31, 8)
     tokens = np.asarray([*TOKENS[:5], 6, 7, 15], np.int32)

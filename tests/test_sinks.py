@@ -32,39 +32,39 @@ class Memory:
 
 
 def test_rows_arrive_in_order_and_the_backend_is_closed():
-    memory, said = Memory(), []
-    with SinkSet([Sink("memory", lambda: memory, 8, said.append)], 10.0) as sinks:
+    memory, reported = Memory(), []
+    with SinkSet([Sink("memory", lambda: memory, 8, reported.append)], 10.0) as sinks:
         for row in ROWS:
             sinks.write(row)
     assert memory.rows == ROWS
     assert memory.closed
-    assert said == []
+    assert reported == []
 
 
 def test_a_sink_that_hangs_costs_no_time_and_says_once_that_it_misses_rows():
-    release, said = threading.Event(), []
+    release, reported = threading.Event(), []
 
     class Hangs(Memory):
         def write(self, row):
             release.wait(30)
 
-    sink = Sink("slow", Hangs, 2, said.append)
+    sink = Sink("slow", Hangs, 2, reported.append)
     before = time.monotonic()
     for row in ROWS * 100:
         sink.write(row)
     assert time.monotonic() - before < 1.0
     assert sink.dropped >= 297
-    assert len(said) == 1
-    assert "slower than the run" in said[0]
+    assert len(reported) == 1
+    assert "slower than the run" in reported[0]
     SinkSet([sink], 0.3).close()
     assert time.monotonic() - before < 5.0
-    assert "did not finish in time" in said[1]
-    assert f"missed {sink.dropped} rows" in said[2]
+    assert "did not finish in time" in reported[1]
+    assert f"missed {sink.dropped} rows" in reported[2]
     release.set()
 
 
 def test_a_sink_that_fails_is_left_out_and_the_others_go_on():
-    said, memory = [], Memory()
+    reported, memory = [], Memory()
 
     class Broken(Memory):
         def write(self, row):
@@ -73,14 +73,14 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on():
     def never():
         raise ConnectionError("no such server")
 
-    sinks = SinkSet([Sink("broken", Broken, 64, said.append), Sink("never", never, 64, said.append)], 10.0)
-    sinks.sinks.append(Sink("memory", lambda: memory, 64, said.append))
+    sinks = SinkSet([Sink("broken", Broken, 64, reported.append), Sink("never", never, 64, reported.append)], 10.0)
+    sinks.sinks.append(Sink("memory", lambda: memory, 64, reported.append))
     for row in ROWS * 4:
         sinks.write(row)
     sinks.close()
     assert len(memory.rows) == 12
-    assert sum("disk full" in line for line in said) == 1
-    assert sum("no such server" in line for line in said) == 1
+    assert sum("disk full" in line for line in reported) == 1
+    assert sum("no such server" in line for line in reported) == 1
 
 
 def test_a_missing_package_is_refused_with_the_pip_command_before_anything_starts(monkeypatch):
@@ -113,12 +113,12 @@ def written(name, tmp_path, **options):
         pytest.skip(f"{name} is not installed (pip install 'r3async[sinks]')")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    said = []
+    reported = []
     config = ObserveConfig(sinks=[name], sink_timeout=60.0, **options)
-    with open_sinks(config, run_dir, {"seed": 1, "learner": {"lr": 1e-4}}, said.append) as sinks:
+    with open_sinks(config, run_dir, {"seed": 1, "learner": {"lr": 1e-4}}, reported.append) as sinks:
         for row in ROWS:
             sinks.write(row)
-    assert said == []
+    assert reported == []
     return run_dir
 
 
@@ -205,7 +205,7 @@ sys.stdin.readline()
 
 @contextlib.contextmanager
 def an_actor(run: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that begins as every actor does; it goes on when it is told a line."""
+    """A process that begins as every actor does; it continues when it reads a line."""
     actor = subprocess.Popen([sys.executable, "-c", ACTOR, str(run)], stdin=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
@@ -255,12 +255,12 @@ def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
     from r3async.tools.train import Outlets
 
-    said = []
-    with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, said.append) as outlets:
+    reported = []
+    with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, reported.append) as outlets:
         outlets.show({"rows": ROWS})
         (target,) = (tmp_path / "prometheus").iterdir()
         address = json.loads(target.read_text())[0]["targets"][0]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             assert "r3async_reward_mean" in answer.read().decode()
     assert not (tmp_path / "prometheus").exists()
-    assert said == []
+    assert reported == []

@@ -112,8 +112,8 @@ def test_what_can_not_fit_is_refused_with_what_to_change():
     plan = make_plan(config)
     big = {"CPU": 64, "GPU": 8, "memory": 2**40, "accelerator_type:H100": 1}
     assert check_fit(plan, config, read_nodes([node("a", **big), node("b", **big)])).problems == []
-    dead = read_nodes([node("a", **big), node("b", "DEAD", **big)])
-    assert any("needs 16 GPUs, and the cluster has 8" in p for p in check_fit(plan, config, dead).problems)
+    lost = read_nodes([node("a", **big), node("b", "DEAD", **big)])
+    assert any("needs 16 GPUs, and the cluster has 8" in p for p in check_fit(plan, config, lost).problems)
     small = big | {"GPU": 4}
     spread = check_fit(plan, config, read_nodes([node(str(i), **small) for i in range(4)]))
     assert spread.problems == [
@@ -170,10 +170,10 @@ class NoAgentYet:
 
 def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("r3async.tools.submit.jobs.time.sleep", lambda seconds: None)
-    jobs, said = Jobs.__new__(Jobs), []
+    jobs, shown = Jobs.__new__(Jobs), []
     jobs.address, jobs._client = "http://there", NoAgentYet()
-    assert jobs.submit(Package("true", {}), say=said.append) == "job-1"
-    assert said == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
+    assert jobs.submit(Package("true", {}), say=shown.append) == "job-1"
+    assert shown == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
     jobs._client = NoAgentYet(after=10**9)
     monkeypatch.setattr("r3async.tools.submit.jobs.AGENT_SECONDS", 0.01)
     with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
@@ -207,10 +207,10 @@ def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, token_cl
         (tmp_path / name).write_text(name)
     (tmp_path / ".gitignore").write_text("ignored.bin\n")
     (tmp_path / ".rayignore").write_text("also.bin\n")
-    said = []
+    shown = []
     good = jobs.submit(job(tmp_path, "ls; echo $RAY_JOB_STOP_WAIT_TIME_S; sleep 2; echo last"))
-    assert jobs.follow(good, said.append)["status"] == "SUCCEEDED"
-    text = "".join(said)
+    assert jobs.follow(good, shown.append)["status"] == "SUCCEEDED"
+    text = "".join(shown)
     assert text.endswith("last\n")
     assert "seen.txt" in text
     assert "150" in text

@@ -160,10 +160,7 @@ def show_routes(
 
 
 def _print(sample: TracedSample, rows: Sequence[TokenRoutes], chosen: bool, console: Console) -> None:
-    def say(line: Text | str, style: str = "") -> None:
-        text = Text(line, style) if isinstance(line, str) else line
-        console.print(text, soft_wrap=True, highlight=False)
-
+    say = printer(console)
     _header(sample, console, say)
     if not rows:
         say("no token to show: the learner would have chosen the engine's experts everywhere")

@@ -52,7 +52,7 @@ def play(base_url: str, api_key: str, task_seed: int) -> float:
     messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": result}]
     try:
         second = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0].message
-    except BadRequestError:  # the call was so long that there is no room for an answer
+    except BadRequestError:  # the call was so long that no tokens are left for an answer
         return 0.25
     return (0.5 if right_call else 0.25) + 0.5 * alike(second.content or "", str(a + b))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from r3async.tools.fuzz.checkpoints import EQUAL, LATE, OTHER, REFUSED, fuzz_checkpoints
-from r3async.tools.fuzz.receiver import fuzz_receiver
-from r3async.tools.fuzz.spool import fuzz_spool
+from r3async.tools.fuzz.messages import fuzz_receiver, fuzz_spool
 
 COUNT = int(os.environ.get("R3ASYNC_FUZZ", "6000"))
 

@@ -12,8 +12,7 @@ import msgspec
 import r3async.tools.fuzz
 from r3async.tools.fuzz.checkpoints import fuzz_checkpoints
 from r3async.tools.fuzz.common import Report
-from r3async.tools.fuzz.receiver import fuzz_receiver
-from r3async.tools.fuzz.spool import fuzz_spool
+from r3async.tools.fuzz.messages import fuzz_receiver, fuzz_spool
 
 
 def main() -> None:
@@ -27,17 +26,17 @@ def main() -> None:
     options = parser.parse_args()
     seed = options.seed
     if options.messages:
-        tell("receiver", seed, asyncio.run(fuzz_receiver(options.messages, seed)))
+        print_report("receiver", seed, asyncio.run(fuzz_receiver(options.messages, seed)))
     if options.files:
         with tempfile.TemporaryDirectory(prefix="r3async-fuzz-") as directory:
-            tell("spool", seed, asyncio.run(fuzz_spool(options.files, seed, Path(directory))))
+            print_report("spool", seed, asyncio.run(fuzz_spool(options.files, seed, Path(directory))))
     if options.checkpoints:
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # what is refused is renamed, to the disk
         with tempfile.TemporaryDirectory(prefix="r3async-fuzz-", dir=memory) as directory:
-            tell("checkpoints", seed, fuzz_checkpoints(options.checkpoints, seed, Path(directory)))
+            print_report("checkpoints", seed, fuzz_checkpoints(options.checkpoints, seed, Path(directory)))
 
 
-def tell(name: str, seed: int, report: Report) -> None:
+def print_report(name: str, seed: int, report: Report) -> None:
     print(msgspec.json.encode({"seed": seed, name: report}).decode(), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Mutated checkpoints into a resume: what was not signed is refused or read as it was written."""
+"""Mutated checkpoints into a resume: what has no checksum that fits is refused, or read as it was written."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import hashlib
 import json
 import random
 import shutil
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint import CheckpointError, Opened
 from r3async.checkpoint.directory import STATE
 from r3async.checkpoint.manifest import MANIFEST
-from r3async.tools.fuzz.common import WARM, Report, mutate_bytes, resident
+from r3async.tools.fuzz.common import Report, Watch, mutate_bytes
 from r3async.tools.fuzz.tiny_run import TinyRun
 
 Files = dict[str, bytes | None]
@@ -25,8 +23,8 @@ OLDER = 1
 """Step of the checkpoint before the one that is mutated."""
 
 REFUSED = "refused with a reason, the one before it read"
-LATE = "signed anew, refused with a reason when it was read"
-OTHER = "signed anew, other values"
+LATE = "checksum fits, refused with a reason when it was read"
+OTHER = "checksum fits, other values"
 EQUAL = "read, equal"
 
 NESTED = {"<deep>": b'{"a":' * 400 + b"0" + b"}" * 400, "<deeper>": b"[" * 3000 + b"]" * 3000}
@@ -38,25 +36,25 @@ ODD: tuple[Any, ...] = (None, [], {}, [[]], {"": 0}, [0, -1], *NUMBERS, *TEXTS, 
 """Values that JSON may have where another is expected."""
 
 
-def damage(chance: random.Random, files: Files) -> None:
+def damage(rng: random.Random, files: Files) -> None:
     """What disks, copies and people do to one or two files."""
-    for _ in range(min(len(files), chance.choice((1, 1, 1, 2)))):
-        name = chance.choice(list(files))
+    for _ in range(min(len(files), rng.choice((1, 1, 1, 2)))):
+        name = rng.choice(list(files))
         data = files[name] or b""
-        kind = chance.randrange(8)
+        kind = rng.randrange(8)
         if kind == 0:
             del files[name]
         elif kind == 1:
-            files[name] = chance.choice((b"", None))
+            files[name] = rng.choice((b"", None))
         elif kind == 2:
-            other = chance.choice(list(files))
+            other = rng.choice(list(files))
             files[name], files[other] = files[other], files[name]
         elif kind == 3:
-            at = chance.randrange(len(data) + 1)
-            fresh = chance.choice((bytes, chance.randbytes))(chance.randrange(65))
+            at = rng.randrange(len(data) + 1)
+            fresh = rng.choice((bytes, rng.randbytes))(rng.randrange(65))
             files[name] = data[:at] + fresh + data[at + len(fresh) :]
         else:
-            files[name] = mutate_bytes(chance, data)
+            files[name] = mutate_bytes(rng, data)
 
 
 def with_checksum(line: bytes) -> bytes:
@@ -64,37 +62,37 @@ def with_checksum(line: bytes) -> bytes:
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
-def mutate_json(chance: random.Random, document: Any) -> Any:
+def mutate_json(rng: random.Random, document: Any) -> Any:
     """`document` with one to three of its values gone, doubled, exchanged, or other ones."""
-    for _ in range(chance.choice((1, 1, 2, 3))):
-        if not document or chance.random() < 0.01:
-            return chance.choice(ODD)
-        inside, key = _choose(chance, document)
-        kind, value = chance.randrange(7), inside[key]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        if not document or rng.random() < 0.01:
+            return rng.choice(ODD)
+        inside, key = _choose(rng, document)
+        kind, value = rng.randrange(7), inside[key]
         if kind == 0:
             del inside[key]
         elif kind == 1:
-            other, theirs = _choose(chance, document)
+            other, theirs = _choose(rng, document)
             inside[key] = copy.deepcopy(other[theirs])
         elif kind == 2 and isinstance(inside, list):
             inside.insert(key, copy.deepcopy(value))
         elif kind == 2:
-            inside[str(chance.choice(ODD))] = inside.pop(key)
+            inside[str(rng.choice(ODD))] = inside.pop(key)
         elif kind == 3 and isinstance(value, int):
-            inside[key] = value + chance.choice((-1, 1, 2, 10**6, 10**12))
+            inside[key] = value + rng.choice((-1, 1, 2, 10**6, 10**12))
         elif kind == 3 and isinstance(value, str):
-            inside[key] = mutate_bytes(chance, value.encode()).decode(errors="replace")
+            inside[key] = mutate_bytes(rng, value.encode()).decode(errors="replace")
         else:
-            inside[key] = copy.deepcopy(chance.choice(ODD))
+            inside[key] = copy.deepcopy(rng.choice(ODD))
     return document
 
 
-def _choose(chance: random.Random, inside: Any) -> tuple[Any, Any]:
+def _choose(rng: random.Random, inside: Any) -> tuple[Any, Any]:
     """A value somewhere inside: what it is in, and under which key."""
     while True:
-        key = chance.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+        key = rng.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
         value = inside[key]
-        if not value or not isinstance(value, dict | list) or chance.random() < 0.2:
+        if not value or not isinstance(value, dict | list) or rng.random() < 0.2:
             return inside, key
         inside = value
 
@@ -107,31 +105,31 @@ def dump(document: Any) -> bytes:
     return text
 
 
-def mutate_header(chance: random.Random, data: bytes) -> bytes:
-    """A part of the learner with another header: tensors, or what it says of them and of the run."""
+def mutate_header(rng: random.Random, data: bytes) -> bytes:
+    """A part of the learner with another header: tensors, or their and the run's facts."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     about = header["__metadata__"]
-    if chance.random() < 0.6:
-        key = chance.choice(("r3async", "DCP_SHARDING_INFO"))
-        about[key] = dump(mutate_json(chance, json.loads(about[key]))).decode()
+    if rng.random() < 0.6:
+        key = rng.choice(("r3async", "DCP_SHARDING_INFO"))
+        about[key] = dump(mutate_json(rng, json.loads(about[key]))).decode()
     else:
-        header = mutate_json(chance, header)
+        header = mutate_json(rng, header)
     text = dump(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def replace(chance: random.Random, files: Files) -> None:
-    """Changes the books or a part of the learner, and lets the manifest say that it was written so."""
-    name = chance.choice([name for name in files if name == STATE or name.startswith("learner-")])
+def replace(rng: random.Random, files: Files) -> None:
+    """Changes the run's state or a part of the learner, and writes a manifest that fits."""
+    name = rng.choice([name for name in files if name == STATE or name.startswith("learner-")])
     data = files[name] or b""
-    if chance.random() < 0.2:
-        data = mutate_bytes(chance, data)
+    if rng.random() < 0.2:
+        data = mutate_bytes(rng, data)
     elif name == STATE:
-        data = dump(mutate_json(chance, json.loads(data)))
+        data = dump(mutate_json(rng, json.loads(data)))
     else:
-        data = mutate_header(chance, data)
+        data = mutate_header(rng, data)
     files[name] = data
     manifest = _manifest(files)
     for record in manifest["files"]:
@@ -140,18 +138,18 @@ def replace(chance: random.Random, files: Files) -> None:
     files[MANIFEST] = with_checksum(dump(manifest))
 
 
-def mutate_manifest(chance: random.Random, files: Files) -> None:
+def mutate_manifest(rng: random.Random, files: Files) -> None:
     """Another manifest, with a checksum that fits."""
-    if chance.random() < 0.2:
+    if rng.random() < 0.2:
         line = (files[MANIFEST] or b"").partition(b"\n")[0]
-        files[MANIFEST] = with_checksum(mutate_bytes(chance, line))
+        files[MANIFEST] = with_checksum(mutate_bytes(rng, line))
         return
     manifest = _manifest(files)
-    if chance.random() < 0.2:  # what is there under another name, or a file more or less
-        first, second = chance.choices(manifest["files"], k=2)
-        chance.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
+    if rng.random() < 0.2:  # what is there under another name, or a file more or less
+        first, second = rng.choices(manifest["files"], k=2)
+        rng.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
     else:
-        manifest = mutate_json(chance, manifest)
+        manifest = mutate_json(rng, manifest)
     files[MANIFEST] = with_checksum(dump(manifest))
 
 
@@ -168,7 +166,7 @@ class Case:
         self._older = self._newest()
         self.path = self.run.write(OLDER + 1)
         self.files: Files = {p.name: p.read_bytes() for p in sorted(self.path.iterdir())}
-        before, self._whole = self.run.go_on(self._older), self.run.go_on(self._newest())
+        before, self._whole = self.run.resume(self._older), self.run.resume(self._newest())
         assert before != self._whole, "which of the two was read would make no difference"
 
     def _newest(self) -> Opened:
@@ -188,39 +186,34 @@ class Case:
 
     def outcome(self) -> str:
         """What becomes of what was put there."""
-        self.run.said.clear()
+        self.run.reported.clear()
         try:
             opened = self._newest()
             if opened.state.steps != OLDER:
-                return EQUAL if self.run.go_on(opened) == self._whole else OTHER
+                return EQUAL if self.run.resume(opened) == self._whole else OTHER
         except CheckpointError as error:
             return LATE if str(error) else "refused without a reason"
         assert opened == self._older, "the checkpoint before it was read as another one"
-        (said,) = self.run.said
-        Path(said["kept_as"]).rename(self.path)
-        return REFUSED if said["reason"] else "refused without a reason"
+        (reported,) = self.run.reported
+        Path(reported["kept_as"]).rename(self.path)
+        return REFUSED if reported["reason"] else "refused without a reason"
 
 
 def fuzz_checkpoints(count: int, seed: int, directory: Path) -> Report:
     """Raises `AssertionError` for a change that went unnoticed, and whatever else than `CheckpointError` a resume raises."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     cases = [Case(directory / f"ranks-{world}", world) for world in (1, 2)]
-    outcomes: Counter[str] = Counter()
-    began, slowest, warm = time.perf_counter(), 0.0, 0
-    for n in range(count):
-        case = chance.choice(cases)
+    watch = Watch(count)
+    for _ in range(count):
+        case = rng.choice(cases)
         files = dict(case.files)
-        (change,) = chance.choices((damage, mutate_manifest, replace), (5, 2, 3))
-        change(chance, files)
+        (change,) = rng.choices((damage, mutate_manifest, replace), (5, 2, 3))
+        change(rng, files)
         case.put(files)
-        start = time.perf_counter()
-        outcome = case.outcome()
-        slowest = max(slowest, time.perf_counter() - start)
+        with watch.one():
+            outcome = case.outcome()
         assert change is not damage or outcome == (EQUAL if files == case.files else REFUSED), outcome
         assert change is replace or outcome != OTHER, "a manifest made other values of the same files"
         assert outcome in (REFUSED, LATE, OTHER, EQUAL), outcome
-        outcomes[outcome] += 1
-        if n == int(count * WARM):
-            warm = resident()
-    seconds = time.perf_counter() - began
-    return Report(count, seconds, slowest, (resident() - warm) / 2**20, dict(outcomes))
+        watch.outcomes[outcome] += 1
+    return watch.report()

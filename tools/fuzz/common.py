@@ -1,10 +1,14 @@
-"""What all three have in common: a report, a trajectory to mutate, and changes of bytes."""
+"""What all of them share: a report of the inputs, a trajectory to mutate, and changes of bytes."""
 
 from __future__ import annotations
 
 import gc
 import random
 import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -27,6 +31,29 @@ class Report(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
 
 
+class Watch:
+    """Of `count` inputs: how long each takes, what becomes of it, and how much the process grows."""
+
+    def __init__(self, count: int):
+        self.outcomes: Counter[str] = Counter()
+        self._count, self._done, self._slowest, self._warm = count, 0, 0.0, 0
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around what is made of one input."""
+        began = time.perf_counter()
+        yield
+        self._slowest = max(self._slowest, time.perf_counter() - began)
+        if self._done == int(self._count * WARM):
+            self._warm = resident()
+        self._done += 1
+
+    def report(self) -> Report:
+        seconds = time.perf_counter() - self._began
+        return Report(self._count, seconds, self._slowest, (resident() - self._warm) / 2**20, dict(self.outcomes))
+
+
 def specimen(seed: int, lengths: tuple[int, ...]) -> Trajectory:
     """Several rows, with random columns, nearly constant ones, and routes."""
     rng = np.random.default_rng(seed)
@@ -42,25 +69,23 @@ def specimen(seed: int, lengths: tuple[int, ...]) -> Trajectory:
     return Trajectory(f"t{seed}", seed % 5, 0, 1, "g0", "eos", turns, samples, 1.0, 2.0, [{"role": "user"}])
 
 
-def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
-    at = chance.randrange(len(data) + 1)
-    kind = chance.randrange(6)
+def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    kind = rng.randrange(6)
     if kind == 0:
-        return data[:at] + bytes([chance.randrange(256)]) + data[at + 1 :]
+        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
     if kind == 1 and data:
         at = min(at, len(data) - 1)
-        return data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :]
+        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
     if kind == 2:
         return data[:at]
     if kind == 3:
-        return data[:at] + chance.randbytes(chance.randrange(9)) + data[at:]
+        return data[:at] + rng.randbytes(rng.randrange(9)) + data[at:]
     if kind == 4:
         return (
-            data[:at]
-            + chance.choice([b"\xdd\xff\xff\xff\xff", b"\x91" * 200, b"\xc6\xff\xff\xff\xff"])
-            + data[at + 5 :]
+            data[:at] + rng.choice([b"\xdd\xff\xff\xff\xff", b"\x91" * 200, b"\xc6\xff\xff\xff\xff"]) + data[at + 5 :]
         )
-    return chance.randbytes(chance.randrange(80))
+    return rng.randbytes(rng.randrange(80))
 
 
 def resident() -> int:

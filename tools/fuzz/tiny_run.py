@@ -1,4 +1,4 @@
-"""A tiny run that makes real checkpoints, and goes on from one as a resumed run does, all ranks in this process."""
+"""A tiny run that makes real checkpoints, and resumes from one, all ranks in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TinyLearner(LearnerBackend):
 
 
 class TinyRun:
-    """Weights divided among `world` ranks by rows, stacked ones and a whole one; books with a group that overtook another."""
+    """Weights divided among `world` ranks by rows, stacked ones and a whole one; a window in which a group overtook another."""
 
     def __init__(self, directory: Path, world: int):
         self._config = config_from_dict(
@@ -50,13 +50,13 @@ class TinyRun:
         self._directory, self._model = directory, directory / "model"
         self._model.mkdir(parents=True)
         (self._model / "config.json").write_text('{"hidden_size": 3}')
-        self.checkpoints = Checkpoints(directory / "checkpoints", report=self._say)
-        self.said: list[dict[str, Any]] = []
+        self.checkpoints = Checkpoints(directory / "checkpoints", report=self._report)
+        self.reported: list[dict[str, Any]] = []
         """What was reported of checkpoints."""
         self._ranks = [self._rank(rank, world) for rank in range(world)]
 
-    def _say(self, event: str, /, **facts: object) -> None:
-        self.said.append({"event": event, **facts})
+    def _report(self, event: str, /, **facts: object) -> None:
+        self.reported.append({"event": event, **facts})
 
     def _rank(self, rank: int, world: int) -> TinyLearner:
         torch.manual_seed(rank)
@@ -81,9 +81,9 @@ class TinyRun:
         for learner in self._ranks:
             learner.trust_region.update(0.1)
         records = [write_part(partial, learner.state()) for learner in self._ranks]
-        return self.checkpoints.commit(self._books(step), records)
+        return self.checkpoints.commit(self._state(step), records)
 
-    def _books(self, step: int) -> RunState:
+    def _state(self, step: int) -> RunState:
         admission = self._admission()
         while lease := admission.lease("g0", version=0, free=1):
             last = lease.group_index
@@ -108,7 +108,7 @@ class TinyRun:
     def _admission(self) -> Admission:
         return Admission(self._config.schedule, task_seed=lambda group: group)
 
-    def go_on(self, opened: Opened) -> tuple[Any, ...]:
+    def resume(self, opened: Opened) -> tuple[Any, ...]:
         """What the driver, the ranks, the learner and the conductor make of it, and what they then hold."""
         state = opened.state
         check_settings(state.config, self._config)

@@ -1,0 +1,190 @@
+"""Mutated messages into a receiver without a socket, and mutated spool files into recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from r3async.config import BufferConfig, TransportConfig
+from r3async.data.records import SCHEMA, Trajectory
+from r3async.schedule.spool import SPOOL, Spool
+from r3async.tools.fuzz.common import Report, Watch, mutate_bytes, specimen
+from r3async.transport import Receiver, wire
+from r3async.transport.keys import new_keys
+from r3async.transport.sockets import NoSocket
+from r3async.world import OnMessage
+from r3async.world.real import RealWorld
+
+
+def mutate_control(rng: random.Random, frame: bytes) -> bytes:
+    """Bytes changed, and most often with a checksum that fits: or next to none would come past the checksum."""
+    if rng.random() < 0.2:
+        return mutate_bytes(rng, frame)
+    return wire.sign_control(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
+
+
+def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
+    """A message that differs from `frames` in one to three places: bytes, whole frames, or a header with a checksum that fits."""
+    frames = list(frames)
+    if len(frames) > 1 and rng.random() < 0.3:
+        body = mutate_bytes(rng, wire.read_header(frames[1]).body) or b"\xc0"
+        if rng.random() < 0.3:
+            i = rng.randrange(2, len(frames))
+            frames[i] = mutate_bytes(rng, frames[i])
+        frames[1] = wire.with_checksum(body, frames[2:])
+        return frames
+    for _ in range(rng.randint(1, 3)):
+        i = min(rng.randrange(len(frames)), rng.randrange(len(frames)))
+        kind = rng.randrange(8)
+        if kind == 0 and len(frames) > 1:
+            del frames[i]
+        elif kind == 1:
+            frames.insert(i, frames[rng.randrange(len(frames))])
+        elif kind == 2:
+            j = rng.randrange(len(frames))
+            frames[i], frames[j] = frames[j], frames[i]
+        else:
+            frames[i] = (mutate_bytes if i else mutate_control)(rng, frames[i])
+    return frames
+
+
+class Answers(NoSocket):
+    """Stands in for the receiver's socket: keeps the answers."""
+
+    def __init__(self) -> None:
+        self.kept: list[wire.Message] = []
+
+    def send(self, frames: Sequence[wire.Frame]) -> int:
+        self.kept.append(wire.decode_control(frames[1]))
+        return 0
+
+
+class AnswersSockets:
+    """`Sockets` with this router."""
+
+    def __init__(self, socket: Answers):
+        self._socket = socket
+
+    def router(self, address: str, on_message: OnMessage, **options: object) -> Answers:
+        return self._socket
+
+    async def close(self) -> None:
+        pass
+
+
+class AnswersWorld(RealWorld):
+    def __init__(self, socket: Answers):
+        self._socket = socket
+
+    def sockets(self) -> Any:
+        return AnswersSockets(self._socket)
+
+
+class Bytes:
+    """Stands in for a frame of ZeroMQ: only its `bytes` are used, of the identity."""
+
+    def __init__(self, data: bytes):
+        self.bytes = data
+
+
+async def fuzz_receiver(count: int, seed: int) -> Report:
+    """Raises `AssertionError` for a message that was mistaken for another trajectory, or answered without a reason."""
+    rng = random.Random(seed)
+    originals = [specimen(0, (9, 40)), specimen(1, (130,)), specimen(2, (3, 4, 5, 64))]
+    encoded = [[bytes(f) for f in wire.encode_trajectory(t)] for t in originals]
+    by_id = {t.trajectory_id: t for t in originals}
+    fits = False
+    socket = Answers()
+
+    def take(trajectory: Trajectory, nbytes: int) -> None:
+        if fits:  # Past the checksum it may be another trajectory, but a valid one.
+            assert wire.decode_trajectory(wire.encode_trajectory(trajectory)) is not None
+        else:
+            assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
+        receiver.release(trajectory.trajectory_id)
+        receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
+
+    settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
+    receiver = Receiver("run", settings, take, keys=new_keys()[0], window=0, world=AnswersWorld(socket))
+    await receiver.start()
+    failures: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("r3async").addHandler(handler)
+    hello = wire.encode_control(wire.Hello("s", "raw", "run", SCHEMA.fingerprint))
+    watch = Watch(count)
+    try:
+        for _ in range(count):
+            i = rng.randrange(len(originals))
+            original = originals[i]
+            name, group = original.trajectory_id, original.group_index
+            deliver = [wire.encode_control(wire.Deliver("s", name, group, 100_000)), *encoded[i]]
+            receiver._on_message([Bytes(b"raw"), hello])
+            socket.kept.clear()
+            alone = rng.random() < 0.1
+            message = [mutate_control(rng, hello)] if alone else mutate_frames(rng, deliver)
+            fits = len(message) > 1 and _has_checksum(message)
+            with watch.one():
+                receiver._on_message([Bytes(b"raw"), *message])
+                while len(receiver._intake):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                if receiver._acks:
+                    receiver._acknowledge()
+            watch.outcomes[_judge(socket.kept)] += 1
+            assert receiver.bytes_held == 0, "memory was lost"
+        assert not failures, failures[0]
+    finally:
+        await receiver.close()
+        logging.getLogger("r3async").removeHandler(handler)
+    return watch.report()
+
+
+def _has_checksum(message: list[bytes]) -> bool:
+    try:
+        header = wire.read_header(message[1])
+        return wire.checksum([header.packed, *message[2:]]) == header.checksum
+    except wire.WireError:
+        return False
+
+
+def _judge(answers: list[wire.Message]) -> str:
+    for answer in answers:
+        if isinstance(answer, wire.Reject | wire.Refusal):
+            assert answer.reason, "refused without a reason"
+            return "refused with a reason"
+        if isinstance(answer, wire.Ack):
+            return "taken, equal"
+    return "a valid control message, or one of an earlier session"
+
+
+async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
+    """Raises `AssertionError` for a file that gave what was not written, or lost something without a report."""
+    rng = random.Random(seed)
+    written = [specimen(5, (9, 40)), specimen(10, (130,)), specimen(15, (3, 4, 64))]
+    path = directory / f"{0:09d}-0000.spool"
+    ends = {0}
+    for trajectory in written:
+        offset, length = SPOOL.append(path, wire.encode_trajectory(trajectory), fsync=False)
+        ends.add(offset + length)
+    whole = path.read_bytes()
+    spool = Spool(directory, BufferConfig(durability="disk"))
+    watch = Watch(count)
+    for _ in range(count):
+        data = whole
+        for _ in range(rng.randint(1, 2)):
+            data = mutate_bytes(rng, data)
+        path.write_bytes(data)
+        with watch.one():
+            found, _, damage = spool._scan()
+        assert all(kept.trajectory in written for kept in found), "read what was not written"
+        assert all(d.reason for d in damage), "damage without a reason"
+        # Cut where a record ends is a file to which nothing more was written.
+        assert damage or len(found) == len(written) or len(data) in ends, "lost without a report"
+        watch.outcomes["refused with a reason" if damage else "read, equal"] += 1
+        watch.outcomes["trajectories that were saved from damaged files"] += len(found) if damage else 0
+    await spool.close()
+    return watch.report()

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import Place
 from r3async.config import Config
 from r3async.data.model_shape import moe_geometry
-from r3async.learner.backend import ALONE, Finish, LearnerBackend, Visit
+from r3async.learner.backend import ALONE, Finish, LearnerBackend
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.minibatch import recorded_load
 from r3async.learner.optimizer import MasterAdamW, Update
@@ -101,14 +101,7 @@ class ScriptedLearner(LearnerBackend):
         return cls(config, source, json.loads(read_file(source / "config.json", files=files)), files)
 
     def feed(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        rows: Sequence[np.ndarray],
-        finish: Finish | None,
-        *,
-        replay: bool = True,
-        visit: Visit | None = None,
-        backward: bool = False,
+        self, micro_batches: Sequence[MicroBatch], rows: Sequence[np.ndarray], finish: Finish | None, **_: Any
     ) -> None:
         """What the next step trains. Routers choose what is recorded: nothing for a token without routes."""
         self.optimizer.feed(micro_batches)
@@ -119,14 +112,7 @@ class ScriptedLearner(LearnerBackend):
         counts.agreed += recorded
         counts.compared += recorded
 
-    def logprobs(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        replay: bool = True,
-        reference: bool = False,
-        trained: bool = False,
-    ) -> list[np.ndarray]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch], **_: Any) -> list[np.ndarray]:
         """float32 `[N]` for each micro-batch, as recorded; 0 where nothing finite is."""
         found = [m.table["rollout_logprobs"].astype(np.float32) for m in micro_batches]
         return [np.where(np.isfinite(values), values, np.float32(0)) for values in found]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,22 +213,15 @@ class _Work:
         if self.ranks == 1:
             return [sorted(bins, key=self.of, reverse=True)]
         packed = self.in_rounds(bins)
-        found = [self.under(least) for least in self.all_levels(len(packed))]
+        found = [self.under(self.levels(len(packed), slack)) for slack in SLACK if packed]
         # Of equals the first: one under levels is even where first-fit leaves ranks empty.
         return self.dealt(min([r for r in found if r is not None] + [packed], key=self.waited))
 
-    def all_levels(self, count: int) -> Iterator[list[float]]:
-        if not count:
-            return
-        for slack in SLACK:
-            yield levels(
-                self.sorted,
-                max_tokens=self.max_tokens,
-                ranks=self.ranks,
-                count=count,
-                cost=self.cost,
-                work=self.total * (1 + slack),
-            ).tolist()
+    def levels(self, count: int, slack: float) -> list[float]:
+        work = self.total * (1 + slack)
+        return levels(
+            self.sorted, max_tokens=self.max_tokens, ranks=self.ranks, count=count, cost=self.cost, work=work
+        ).tolist()
 
     def of(self, members: Bin) -> float:
         return sum(self.costs[s] for s in members)

@@ -17,8 +17,8 @@ nothing to train and are compared with nobody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -117,11 +117,8 @@ class _Episode:
     """int32 `[N]`: which turn sampled a token, or -1."""
     to_go: np.ndarray
     """float64 `[N]`: sum of the column `rewards`, and of penalties, from a token to the end."""
-    advantages: np.ndarray = field(init=False)
-    """float64 `[N]`."""
-
-    def __post_init__(self) -> None:
-        self.advantages = np.zeros(len(self.turn))
+    advantages: np.ndarray
+    """float64 `[N]`, 0 until `_credit`."""
 
     @staticmethod
     def of(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _Episode:
@@ -139,7 +136,7 @@ class _Episode:
         order = _in_order(turn, [len(t) for t in tables])
         to_go = np.zeros(len(rewards))
         to_go[order] = np.cumsum(rewards[order][::-1])[::-1]
-        return _Episode(trajectory, turns, penalties, turn, to_go)
+        return _Episode(trajectory, turns, penalties, turn, to_go, np.zeros(len(turn)))
 
     def reward(self, turn: int) -> float:
         """Of one turn, with its penalty."""
@@ -167,27 +164,30 @@ def _credit(group: Sequence[_Episode], config: AlgorithmConfig) -> bool:
     indices = {e.trajectory.group_index for e in group}
     if len(indices) > 1:
         raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
-    if config.credit == "trajectory":
-        played = [e for e in group if e.turns]
-        scores = [float(sum(e.reward(i) for i in e.turns)) for e in played]
-        baselines, scale = baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
-        for episode, score, baseline in zip(played, scores, baselines.tolist(), strict=True):
-            episode.advantages[episode.turn >= 0] = scale * (score - baseline)
-        return has_contrast(scores)
     differs = False
-    for index in sorted({i for e in group for i in e.turns}):
-        tokens = [(e, np.flatnonzero(e.turn == index)) for e in group if index in e.turns]
-        if config.credit == "token":
-            tokens = [(e, at) for e, at in tokens if len(at)]
-            scores = [float(e.to_go[at[0]]) for e, at in tokens]
-        else:
-            scores = [e.reward(index) for e, _ in tokens]
+    for compared in _comparisons(group, config.credit):
+        scores = [score for *_, score in compared]
         baselines, scale = baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
-        for (episode, at), score, baseline in zip(tokens, scores, baselines.tolist(), strict=True):
-            earned = episode.to_go[at] if config.credit == "token" else score
+        for (episode, at, earned, _), baseline in zip(compared, baselines.tolist(), strict=True):
             episode.advantages[at] = scale * (earned - baseline)
         differs |= has_contrast(scores)
     return differs
+
+
+def _comparisons(
+    group: Sequence[_Episode], credit: str
+) -> Iterator[list[tuple[_Episode, np.ndarray, np.ndarray | float, float]]]:
+    """What is compared with each other in a group: of each episode its tokens, what each of them earned, and the score."""
+    if credit == "trajectory":
+        totals = [(e, float(sum(e.reward(i) for i in e.turns))) for e in group if e.turns]
+        yield [(e, e.turn >= 0, total, total) for e, total in totals]
+        return
+    for index in sorted({i for e in group for i in e.turns}):
+        tokens = [(e, np.flatnonzero(e.turn == index)) for e in group if index in e.turns]
+        if credit == "token":
+            yield [(e, at, e.to_go[at], float(e.to_go[at[0]])) for e, at in tokens if len(at)]
+        else:
+            yield [(e, at, e.reward(index), e.reward(index)) for e, at in tokens]
 
 
 # -- from scores to advantages ------------------------------------------------------------------------------------------

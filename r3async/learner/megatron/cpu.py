@@ -7,12 +7,11 @@ machine it only supplies the names that Megatron leaves unbound without Transfor
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-_prepared = False
 
 
 class _Stream:
@@ -36,15 +35,12 @@ class _NoFp8:
         return False
 
 
+@cache
 def prepare() -> None:
     """Make Megatron usable on this machine. Call before building a model; calling again does nothing."""
-    global _prepared
-    if _prepared:
-        return
     _bind_names_of_transformer_engine()
     if not torch.cuda.is_available():
         _stand_in_for_cuda()
-    _prepared = True
 
 
 def _bind_names_of_transformer_engine() -> None:

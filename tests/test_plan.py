@@ -12,9 +12,17 @@ import pytest
 from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
 from r3async.data.model_shape import read_shape
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.tools.memory import CHUNK_ELEMENTS, GIB, layer_values, rank_memory
+from r3async.tools.memory import (
+    CHUNK_ELEMENTS,
+    GIB,
+    INIT_VOCABULARY,
+    PUBLISHED,
+    check_trained,
+    layer_values,
+    rank_memory,
+    shape_of,
+)
 from r3async.tools.plan import describe, make_plan, wire_bytes
-from r3async.tools.shapes import INIT_VOCABULARY, PUBLISHED, check_trained, shape_of
 from r3async.transport.wire import encode_trajectory
 
 MOE = read_shape(PUBLISHED["Qwen3-30B-A3B"], "Qwen3-30B-A3B")

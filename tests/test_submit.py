@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.tools.cluster import check_fit, describe_fit, read_nodes
-from r3async.tools.plan import make_plan
+from r3async.tools.plan import check_fit, describe_fit, make_plan, read_nodes
 from r3async.tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
 from r3async.tools.submit.launch import command_of
 from tests.helpers_cli import typed

@@ -1,4 +1,4 @@
-"""Whether the disk has free bytes for a run, said before anything starts."""
+"""Whether the disk has free bytes for a run, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def full_disk_is_named(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors has an error of its own, whose text alone tells.
+        # safetensors has an error of its own, recognized by its text alone.
         if getattr(error, "errno", None) in FULL or "No space left on device" in str(error):
             raise _full(directory, NEEDED_BYTES) from error
         raise

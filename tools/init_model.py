@@ -88,7 +88,7 @@ def random_model(init: InitConfig, tokenizer: Any) -> Any:
 
 
 _Row = tuple[list[int], list[bool]]
-"""Token ids, and which of them the oracle said."""
+"""Token ids, and which of them are the oracle's."""
 
 
 class OracleData:
@@ -101,15 +101,17 @@ class OracleData:
                 f"{type(env).__name__} has no oracle() to warm a new model up with: give a trained one with model.path"
             )
         self._factory, self._renderer = factory, renderer
-        self._chance = random.Random(f"warm-up {seed}")
+        self._rng = random.Random(f"warm-up {seed}")
 
     async def _episode(self) -> tuple[list[_Row], list[tuple[list[int], Environment, int]]]:
         env: Any = self._factory()
-        talk = Conversation(self._renderer, await env.reset(self._chance.getrandbits(63)), getattr(env, "tools", ()))
+        conversation = Conversation(
+            self._renderer, await env.reset(self._rng.getrandbits(63)), getattr(env, "tools", ())
+        )
         rows: list[_Row] = [([], [])]
         turns = []
         while True:
-            prompt = talk.prompt()
+            prompt = conversation.prompt()
             ids, mask = rows[-1]
             if (
                 prompt[: len(ids)] != ids
@@ -123,11 +125,11 @@ class OracleData:
             turns.append((list(ids), copy.deepcopy(env), len(encoded)))
             ids += encoded
             mask += [True] * len(encoded)
-            talk.answered(encoded)
+            conversation.answered(encoded)
             result = await env.step(Action(answer))
             if result.done:
                 return rows, turns
-            (talk.rewrite if result.rewrites else talk.observe)(result.messages)
+            (conversation.rewrite if result.rewrites else conversation.observe)(result.messages)
 
     def batch(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int64 `[N, T]` (right-padded) and the mask of answer tokens, bool `[N, T]`, of `size` episodes: a row each,

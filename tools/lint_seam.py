@@ -1,6 +1,6 @@
 """`python -m r3async.tools.lint_seam`: the rooms that also run in a simulation touch the outside through their `World` alone.
 
-Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and chance, with file and line. It reads the
+Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and rngs, with file and line. It reads the
 source, so what it cannot know from that it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's.
 Who calls what would take the real world by default hands on its own.
 """

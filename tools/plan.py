@@ -1,9 +1,11 @@
-"""`r3async train … --dry-run`: everything that can be known of a run before it starts, and whether that fits together."""
+"""`r3async train … --dry-run`: everything that can be known of a run before it starts, and whether that fits together; and
+`r3async cluster`: what a run needs beside what a Ray cluster has."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,8 +16,16 @@ from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.records import SCHEMA
 from r3async.schedule.admission import age_bound, slots_of
 from r3async.schedule.groups import HEADER_BYTES, largest_buffer
-from r3async.tools.memory import GIB, WIDTH, EngineMemory, RankMemory, engine_memory, rank_memory
-from r3async.tools.shapes import check_trained, shape_of
+from r3async.tools.memory import (
+    GIB,
+    WIDTH,
+    EngineMemory,
+    RankMemory,
+    check_trained,
+    engine_memory,
+    rank_memory,
+    shape_of,
+)
 
 GPU_PARAMETERS = 10**9
 """A model of more parameters is planned for GPUs."""
@@ -171,7 +181,7 @@ def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None
     if free <= plan.engine.kv_per_token * episode.max_total_tokens:
         raise ConfigError(
             f"an engine's weights take {plan.engine.weights / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g} and leave no room for one episode: raise "
+            f"{config.cluster.gpu_gib:g} and have no free bytes for one episode: raise "
             "`generator.engine_args.tensor_parallel_size`"
         )
 
@@ -192,11 +202,11 @@ def _notes(config: Config, shape: ModelShape, engine: EngineMemory, world: int, 
             f"the slots allow {episodes} episodes at once, and generators could play {generator.count * generator.concurrency}: "
             "some of generator.concurrency will not be used"
         )
-    room = _kv_bytes(config, engine) if on_gpus else generator.kv_cache_gib * GIB
-    if engine.kv_needed > room:
+    free = _kv_bytes(config, engine) if on_gpus else generator.kv_cache_gib * GIB
+    if engine.kv_needed > free:
         notes.append(
             f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would need "
-            f"{size(engine.kv_needed)} of KV cache, and there are {size(room)}: when all are long, the engine preempts some"
+            f"{size(engine.kv_needed)} of KV cache, and there are {size(free)}: when all are long, the engine preempts some"
         )
     if on_gpus and world > 1:
         notes.append(f"the learner's {world} ranks meet on 127.0.0.1: they need one host with {world} GPUs")
@@ -265,3 +275,112 @@ def print_plan(config: Config, as_object: bool = False) -> None:
     """Validate, and print the plan to stdout. Raises as `make_plan` does."""
     plan = make_plan(config)
     print(json.dumps(as_json(plan)) if as_object else describe(plan, config))
+
+
+# -- a cluster ---------------------------------------------------------------------------------------------------------
+
+QUERY_SECONDS = 15
+
+GPU_GIB = {
+    **{"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100-40G": 40, "A100-80G": 80},
+    **{"H20": 96, "H100": 80, "H200": 141, "B200": 180, "GB200": 186, "B300": 288, "GB300": 288},
+}
+"""By Ray's `accelerator_type`: GiB of one device, from NVIDIA's data sheets. A plain A100 may be either."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One alive machine of the cluster and its resources, free or not."""
+
+    name: str
+    cpus: float
+    gpus: float
+    memory: float
+    accelerator: str = ""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """`problems`: why the run cannot start there; none, and it can."""
+
+    nodes: list[Node]
+    problems: list[str]
+
+
+def read_nodes(states: Sequence[Any]) -> list[Node]:
+    """Nodes from Ray's state API (`ray.util.state.list_nodes`)."""
+    out = []
+    for state in states:
+        if state.state != "ALIVE":
+            continue
+        total = state.resources_total or {}
+        kinds = [key.removeprefix("accelerator_type:") for key in total if key.startswith("accelerator_type:")]
+        out.append(
+            Node(
+                state.node_name or state.node_ip,
+                float(total.get("CPU", 0)),
+                float(total.get("GPU", 0)),
+                float(total.get("memory", 0)),
+                kinds[0] if kinds else "",
+            )
+        )
+    return out
+
+
+def ask_cluster(address: str) -> list[Node]:
+    """The nodes of the cluster whose dashboard is at `address` (http). Raises what Ray raises."""
+    from ray.util.state import list_nodes
+
+    return read_nodes(list_nodes(address=address, detail=True, timeout=QUERY_SECONDS))
+
+
+def check_fit(plan: Plan, config: Config, nodes: Sequence[Node]) -> Fit:
+    """Whether every process finds a place. Counts what the cluster has, not what is free: other jobs come and go."""
+    problems = []
+    cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
+    if plan.cpus > cpus:
+        problems.append(
+            f"the run needs {plan.cpus} CPUs, and the cluster has {cpus:g}: lower `generator.count`, or add nodes"
+        )
+    if plan.gpus > gpus:
+        problems.append(
+            f"the run needs {plan.gpus} GPUs, and the cluster has {gpus:g}: lower `generator.count` or `learner.parallel`, or "
+            "add nodes"
+        )
+    widest = max((n.gpus for n in nodes), default=0.0)
+    for process in plan.processes:
+        if process.gpus > max(widest, 1):
+            problems.append(
+                f"one {process.role} needs {process.gpus} GPUs on one node, and the largest has {widest:g}: lower "
+                "`generator.engine_args.tensor_parallel_size`"
+            )
+    ranks = config.learner.parallel.world
+    if plan.gpus and ranks > widest:
+        problems.append(
+            f"the learner's {ranks} ranks meet on one host, and the largest has {widest:g} GPUs: lower `learner.parallel`"
+        )
+    problems += [p for n in nodes if plan.gpus and (p := _too_small(n, plan, config))]
+    if not plan.gpus:
+        wanted = plan.rank.total * config.learner.parallel.world + config.generator.count * plan.engine.weights
+        memory = sum(n.memory for n in nodes)
+        if nodes and wanted > memory:
+            problems.append(f"the run needs {wanted / GIB:.1f} GiB of memory, and the cluster has {memory / GIB:.1f}")
+    return Fit(list(nodes), problems)
+
+
+def _too_small(node: Node, plan: Plan, config: Config) -> str:
+    has = GPU_GIB.get(node.accelerator)
+    if not node.gpus or has is None or has >= config.cluster.gpu_gib or has * GIB >= plan.rank.total:
+        return ""
+    return (
+        f"{node.name} has GPUs of {has} GiB ({node.accelerator}), and the plan is for `cluster.gpu_gib` = "
+        f"{config.cluster.gpu_gib:g}: set that to {has}, and the plan will say what to change"
+    )
+
+
+def describe_fit(fit: Fit, plan: Plan) -> str:
+    """Needs and possessions as text."""
+    lines = [f"needs   {plan.cpus} CPUs, {plan.gpus} GPUs"]
+    for node in fit.nodes:
+        kind = f" ({node.accelerator})" if node.accelerator else ""
+        lines.append(f"has     {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{kind}, {node.memory / GIB:.1f} GiB")
+    lines += [f"does not fit: {problem}" for problem in fit.problems] or ["it fits"]
+    return "\n".join(lines)

@@ -25,7 +25,7 @@ from r3async.schedule.failures import EpisodeEnd
 from r3async.weights.publish import Publication, TensorEntry, WeightManifest
 from r3async.world import ActorRef, World
 
-TELL_SECONDS = 0.25
+REPORT_SECONDS = 0.25
 """Between two messages of a process of generators to the learner, at least."""
 PAUSE_SECONDS = 0.05
 
@@ -76,7 +76,7 @@ class Counts(msgspec.Struct):
 
 
 class _Engine:
-    """Says what an engine says of itself."""
+    """Its statistics alone."""
 
     def __init__(self, player: _Player):
         self._player, self.tokens = player, 0
@@ -145,12 +145,12 @@ class _Counted:
 
 
 class _Generator:
-    """In the place of `GeneratorActor`. `tell(group)`: an episode of it is over."""
+    """In the place of `GeneratorActor`. `report(group)`: an episode of it is over."""
 
     def __init__(
-        self, world: World, config: Config, load: Load, name: str, tell: Callable[[int], None], counts: Counts
+        self, world: World, config: Config, load: Load, name: str, report: Callable[[int], None], counts: Counts
     ):
-        self._world, self._config, self._name, self._tell, self._counts = world, config, name, tell, counts
+        self._world, self._config, self._name, self._report, self._counts = world, config, name, report, counts
         clock = world.clock.monotonic
         self.player = _Player(load, random.Random(name), clock, self._over)
         self._engine, self._ended = _Engine(self.player), list[EpisodeEnd]()
@@ -177,7 +177,7 @@ class _Generator:
     def _over(self, end: EpisodeEnd) -> None:
         self._engine.tokens += 1000
         self._ended.append(end)
-        self._tell(end.group_index)
+        self._report(end.group_index)
         self._wake()
 
     def _load(self) -> dict[str, float]:
@@ -204,7 +204,7 @@ class _Generator:
 
 
 class Host:
-    """An actor: the generators of one process. It tells the learner of episodes, as their trajectories would."""
+    """An actor: the generators of one process. It reports episodes to the learner, as their trajectories would."""
 
     def __init__(self, world: World, config: dict[str, Any], load: Load, names: Sequence[str], learner: ActorRef):
         self._learner, self._counts = learner, Counts()
@@ -213,7 +213,7 @@ class Host:
         self._generators = {
             name: _Generator(world, made, load, name, self._episode_over, self._counts) for name in names
         }
-        self._telling: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
 
     async def ask(self, name: str, method: str, *args: Any) -> Any:
         """Call a generator's method."""
@@ -231,12 +231,12 @@ class Host:
 
     def _episode_over(self, group: int) -> None:
         self._ended[group] += 1
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell())
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.create_task(self._send())
 
-    async def _tell(self) -> None:
+    async def _send(self) -> None:
         while self._ended:
-            await asyncio.sleep(TELL_SECONDS)
+            await asyncio.sleep(REPORT_SECONDS)
             ended, self._ended = self._ended, Counter()
             await self._learner.call("arrived", dict(ended))
 

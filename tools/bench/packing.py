@@ -18,7 +18,7 @@ import numpy as np
 from r3async.config import ConfigError
 from r3async.learner.batch.planner import Cost, cost_model, levels, plan
 from r3async.tools.bench.jobs import table
-from r3async.tools.shapes import PUBLISHED
+from r3async.tools.memory import PUBLISHED
 
 CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768}
 SAMPLES = (256, 1024, 8192)

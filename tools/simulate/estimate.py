@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from r3async.config import Config
+from r3async.tools.memory import shape_of
 from r3async.tools.plan import wire_bytes
-from r3async.tools.shapes import shape_of
 from r3async.tools.simulate.model import Distribution, EngineSpeed, LearnerSpeed, Model
 
 BYTES = 2

@@ -58,7 +58,7 @@ def leaves(base_url, api_key, task_seed):
     sys.exit("enough")
 
 
-def goes_on_and_on(base_url, api_key, task_seed):
+def never_ends(base_url, api_key, task_seed):
     """Until it is refused, which it does not expect."""
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         while True:
@@ -79,8 +79,8 @@ class CalculatorFormat:
     """The game of docs/examples/calculator_agent.py as an environment with an oracle: to warm a new model up for it."""
 
     async def reset(self, task_seed):
-        chance = random.Random(task_seed)
-        self.a, self.b, self.turn = chance.randint(1, 9), chance.randint(1, 9), 0
+        rng = random.Random(task_seed)
+        self.a, self.b, self.turn = rng.randint(1, 9), rng.randint(1, 9), 0
         return [Message("user", f"{self.a}+{self.b}")]
 
     def oracle(self):

@@ -36,7 +36,7 @@ def renderer(template: str | None = None) -> ChatRenderer:
     return ChatRenderer(tokenizer)
 
 
-def said(chat: ChatRenderer, *texts: str, end: bool = True) -> list[list[int]]:
+def answer_ids(chat: ChatRenderer, *texts: str, end: bool = True) -> list[list[int]]:
     """Answers for a script."""
     return [[*chat.encode(text), *([chat.end_id] if end else [])] for text in texts]
 
@@ -63,7 +63,7 @@ async def talking(script, template=None, settings=SETTINGS, options=None, **valu
     """`server, session, client` of one episode; `script` may be texts."""
     chat = renderer(template)
     if not callable(script) and script and isinstance(script[0], str):
-        script = said(chat, *script)
+        script = answer_ids(chat, *script)
     engine = await ready(script, **(options or {}))
     async with serving(engine, chat, settings, **values) as server:
         session = server.open(TASK)

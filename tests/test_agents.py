@@ -13,7 +13,7 @@ from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
-from tests.helpers_serving import ready, renderer, said, until
+from tests.helpers_serving import answer_ids, ready, renderer, until
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
 SETTINGS = EpisodeConfig(
@@ -32,7 +32,7 @@ def program(code, **args):
 
 async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
     chat = renderer()
-    engine = await ready(said(chat, *answers))
+    engine = await ready(answer_ids(chat, *answers))
     async with agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
         return await player(task)
 
@@ -68,13 +68,13 @@ async def test_a_function_that_knows_nothing_of_us_plays_and_is_rewarded(env, re
         ("leaves", "ended with SystemExit"),
     ],
 )
-async def test_what_an_agent_does_wrong_is_said(name, message):
+async def test_what_an_agent_does_wrong_is_reported(name, message):
     with pytest.raises((EpisodeError, RuntimeError), match=message):
         await play(function(name))
 
 
 async def test_an_agent_that_fails_when_it_is_refused_more_has_played_its_episode_if_it_was_rewarded():
-    trajectory = await play(function("goes_on_and_on"))
+    trajectory = await play(function("never_ends"))
     assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turns)) == ("turns", 3, 3)
 
 
@@ -97,7 +97,7 @@ async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_
 
 async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
     chat, delivered, reports = renderer(), [], []
-    engine = await ready(said(chat, "ab"))
+    engine = await ready(answer_ids(chat, "ab"))
 
     async def deliver(trajectory):
         delivered.append((trajectory.trajectory_id, trajectory.reward))
@@ -143,8 +143,8 @@ async def test_the_example_plays_with_its_own_command():
     call = '<tool_call>{"name":"add","arguments":{"a":%d,"b":%d}}</tool_call>'
     import random
 
-    chance = random.Random(11)
-    a, b = chance.randint(1, 9), chance.randint(1, 9)
+    rng = random.Random(11)
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
     env = EnvConfig(
         name="agent-command",
         args={"command": ["python", "docs/examples/calculator_agent.py"], "directory": HERE},
@@ -203,7 +203,7 @@ async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_
     import stat
 
     chat = renderer()
-    engine = await ready(said(chat, "ab"))
+    engine = await ready(answer_ids(chat, "ab"))
     serving = ServingConfig(enabled=True)
     async with agent_player(
         EnvConfig(name="agent-outside"), engine, chat, SETTINGS, serving, generator_id="g0", directory=tmp_path

@@ -29,7 +29,7 @@ def user(text):
     return Message("user", text)
 
 
-def said(chat, text, end=True):
+def answer_ids(chat, text, end=True):
     return [*chat.encode(text), *([chat.end_id] if end else [])]
 
 
@@ -39,8 +39,8 @@ def talk(chat, answers, asked, end=True):
     prompts, seen = [], []
     for answer, words in zip(answers, asked[1:], strict=True):
         prompts.append(conversation.prompt())
-        seen.append(prompts[-1] + said(chat, answer, end))
-        conversation.answered(said(chat, answer, end))
+        seen.append(prompts[-1] + answer_ids(chat, answer, end))
+        conversation.answered(answer_ids(chat, answer, end))
         conversation.observe([user(words)])
     return prompts, seen, conversation.prompt(), conversation
 
@@ -105,7 +105,7 @@ def test_a_template_that_strips_thoughts_breaks_where_it_strips_and_not_before(f
 def test_thoughts_between_tool_calls_stay_until_the_user_speaks_again():
     chat = renderer(QWEN3)
     conversation = Conversation(chat, [user("add")])
-    seen = conversation.prompt() + said(chat, "<think>\nhm\n</think>\n\ncall")
+    seen = conversation.prompt() + answer_ids(chat, "<think>\nhm\n</think>\n\ncall")
     conversation.answered(seen[len(conversation.prompt()) :])
     conversation.observe([Message("tool", "7")])
     assert conversation.prompt()[: len(seen)] == seen
@@ -122,8 +122,8 @@ def test_variables_of_the_template_are_passed_on_and_may_break_the_prefix():
 def test_a_late_system_message_that_is_merged_into_the_last_question_breaks():
     chat = renderer(MISTRAL)
     conversation = Conversation(chat, [Message("system", "be brief"), user("one")])
-    seen = conversation.prompt() + said(chat, "1")
-    conversation.answered(said(chat, "1"))
+    seen = conversation.prompt() + answer_ids(chat, "1")
+    conversation.answered(answer_ids(chat, "1"))
     conversation.observe([user("two")])
     assert conversation.prompt()[: len(seen)] != seen
     assert chat.decode(conversation.prompt()).count("be brief") == 1
@@ -141,7 +141,7 @@ def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
     conversation.answered(odd)
     conversation.observe([user("three")])
     conversation.prompt()
-    conversation.answered(said(chat, "no"))
+    conversation.answered(answer_ids(chat, "no"))
     conversation.rewrite(
         [user("in short"), Message("assistant", "ab"), user("four"), Message("assistant", "other"), user("x")]
     )

@@ -102,15 +102,15 @@ async def test_textarena_games_that_play_at_once_keep_their_own_rng():
     """Games use the process's random numbers; whether others are played beside one must not change it."""
 
     async def game(env, beside=None):
-        said = [await env.reset(9)]
+        seen = [await env.reset(9)]
         for move in "04826":
             if beside is not None:
                 await beside.reset(int(move))
             result = await env.step(Action(f"[{move}]"))
-            said.append(result)
+            seen.append(result)
             if result.done:
                 break
-        return said
+        return seen
 
     factory = make("textarena:TicTacToe-v0")
     assert await game(factory()) == await game(factory(), beside=factory())
@@ -204,7 +204,7 @@ async def test_an_error_inside_verifiers_fails_the_episode_with_its_traceback():
         await say(env, "burn")
 
 
-async def test_a_verifiers_episode_that_is_given_up_leaves_nothing_running():
+async def test_a_verifiers_episode_that_is_abandoned_leaves_nothing_running():
     env = make("verifiers:vf_coached_sums", {"tasks": 1})()
     await env.reset(1)
     before = asyncio.all_tasks() - {asyncio.current_task()}

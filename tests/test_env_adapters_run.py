@@ -101,5 +101,5 @@ def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
     steps = read_objects(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[-1]["episode/turns_mean"] > 1
-    said = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
-    assert "Guess The Number" in json.dumps(said)
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert "Guess The Number" in json.dumps(episodes)

@@ -17,13 +17,13 @@ ORACLE = {"guess": 0.9}  # 1 - noise / 2: its reward is noisy on purpose
 
 
 async def play(env, seed, answers):
-    """What was said and paid, for the oracle's answers where `answers` run out."""
-    said, answers = [await env.reset(seed)], list(answers)
+    """Messages and results, for the oracle's answers where `answers` run out."""
+    replies, answers = [await env.reset(seed)], list(answers)
     while True:
         result = await env.step(Action(answers.pop(0) if answers else env.oracle()))
-        said.append(result)
+        replies.append(result)
         if result.done:
-            return said
+            return replies
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -78,12 +78,12 @@ async def test_sorting_asks_for_the_letters_of_earlier_turns_too():
     assert (await env.step(Action("zzz"))).reward < 1 / 3
 
 
-async def test_guessing_is_told_where_to_look_and_an_answer_that_is_no_number_costs_a_turn():
+async def test_guessing_is_answered_by_where_to_look_and_an_answer_that_is_no_number_costs_a_turn():
     env = environment_factory(EnvConfig(name="guess", args={"highest": 8, "turns": 3, "noise": 0.0}))()
     await env.reset(2)
     env._secret = secret = 5
-    said = [(await env.step(Action(text))).messages[0].content for text in ("one", str(secret - 1))]
-    assert said == ["a number", "higher"]
+    replies = [(await env.step(Action(text))).messages[0].content for text in ("one", str(secret - 1))]
+    assert replies == ["a number", "higher"]
     assert await env.step(Action(str(secret))) == StepResult(1.0, done=True)
     lost = environment_factory(EnvConfig(name="guess", args={"turns": 1, "noise": 0.0}))()
     await lost.reset(2)
@@ -117,7 +117,7 @@ async def test_countdown_wants_the_target_from_the_given_numbers(expression, rew
     ("expression", "value", "numbers"),
     [("1/3+2", Fraction(7, 3), [1, 3, 2]), ("-(2-5)*4", 12, [2, 5, 4]), ("7", 7, [7])],
 )
-def test_arithmetic_is_exact_and_tells_what_it_used(expression, value, numbers):
+def test_arithmetic_is_exact_and_returns_what_it_used(expression, value, numbers):
     assert evaluate(expression) == (value, numbers)
 
 
@@ -148,7 +148,7 @@ CALL = '{"tool": "calculate", "args": {"expression": "2*3"}}'
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "replies"),
     [
         (CALL, "6"),
         ('{"tool": "calculate", "args": {"expression": "7/2"}}', "7/2"),
@@ -161,13 +161,13 @@ CALL = '{"tool": "calculate", "args": {"expression": "2*3"}}'
         ("six", "error: not JSON"),
     ],
 )
-async def test_the_calculator_answers_a_call_and_says_what_is_wrong_with_another(answer, said):
+async def test_the_calculator_answers_a_call_and_names_what_is_wrong_with_another(answer, replies):
     env = environment_factory(EnvConfig(name="tool-calculator"))()
     await env.reset(1)
     result = await env.step(Action(answer))
     assert (result.reward, result.done) == (0.0, False)
     (message,) = result.messages
-    assert (message.role, message.name, message.content) == ("tool", "calculate", said)
+    assert (message.role, message.name, message.content) == ("tool", "calculate", replies)
 
 
 @pytest.mark.parametrize(("before", "reward"), [([], 1.0), ([CALL], 1.0), (["six"], 0.9), (["six", CALL, "?"], 0.8)])

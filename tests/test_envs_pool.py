@@ -97,7 +97,7 @@ async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_
     assert (await again.step(Action("1"))).reward == 0.5
 
 
-async def test_the_event_loop_goes_on_while_a_call_hangs(make):
+async def test_the_event_loop_continues_while_a_call_hangs(make):
     env = make(step_timeout=2.0)()
     await env.reset(1)
     hanging, beats = asyncio.create_task(env.step(Action("hang"))), 0
@@ -110,7 +110,7 @@ async def test_the_event_loop_goes_on_while_a_call_hangs(make):
 
 
 @pytest.mark.parametrize(("answer", "code"), [("crash", "-9"), ("exit", "7")])
-async def test_a_process_that_dies_is_told_with_its_exit_code_and_replaced(make, answer, code):
+async def test_a_lost_process_is_reported_with_its_exit_code_and_replaced(make, answer, code):
     factory = make()
     env = factory()
     await env.reset(1)

@@ -53,17 +53,17 @@ calls = st.builds(
 
 def answer(call: Call, prompt: int, routes_from: int, seed: int) -> Generation:
     """Every call chooses other experts, so that a prefill always disagrees with what is known."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     first = 0 if call.known_too else routes_from
     fed = prompt + call.sampled - 1 if call.sampled else prompt
     count = max(0, fed - first - call.missing)
     high = 200 if call.narrow else SHAPE.num_experts
-    picks = [chance.permutation(high)[: SHAPE.top_k] for _ in range(count * SHAPE.layers)]
+    picks = [rng.permutation(high)[: SHAPE.top_k] for _ in range(count * SHAPE.layers)]
     rows = np.asarray(picks).reshape(count, SHAPE.layers, SHAPE.top_k)
     dtype = "uint8" if call.narrow and call.dtype == "uint16" else call.dtype
     return Generation(
-        token_ids=chance.integers(0, 250, call.sampled).astype(np.int32),
-        logprobs=-chance.random(call.sampled, np.float32) - 0.1,
+        token_ids=rng.integers(0, 250, call.sampled).astype(np.int32),
+        logprobs=-rng.random(call.sampled, np.float32) - 0.1,
         version_spans=[VersionSpan(seed, 0, call.sampled)] if call.sampled else [],
         routed_experts={"rows": rows.astype(dtype), "none": None, "empty": np.empty((0, 1), np.float64)}[call.returned],
         routes_from=first,
@@ -73,7 +73,7 @@ def answer(call: Call, prompt: int, routes_from: int, seed: int) -> Generation:
 
 @dataclass
 class Reference:
-    """One row of training, position by position: what the first of its calls that fed a position said of it, if anything. Every
+    """One sample, position by position: what the first of its calls that fed a position recorded of it, if anything. Every
     call has weights of its own, so a branch has nothing of the row that it left."""
 
     tokens: list[int] = field(default_factory=list)

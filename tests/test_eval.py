@@ -31,7 +31,7 @@ from r3async.schedule.tasks import evaluation_seed, training_seed
 from r3async.tools.eval import Target, check_target, describe, find_target, run_evaluation
 from r3async.transport.keys import new_keys
 from r3async.world.real import REAL
-from tests.helpers_serving import ready, renderer, said
+from tests.helpers_serving import answer_ids, ready, renderer
 from tests.helpers_world import StandIn
 
 EPISODE = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, retries=0)
@@ -87,7 +87,7 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
         async def step(self, action):
             return await self.env.step(action)
 
-    engine = await ready(said(chat, "zzzz"))
+    engine = await ready(answer_ids(chat, "zzzz"))
     values = {"episodes": 5, "seed": 1, "trained": REVERSE, "concurrency": 2, "progress": said_so_far.append}
     result = await evaluate(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), **values)
     assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
@@ -152,7 +152,7 @@ def test_a_runs_newest_model_is_evaluated_as_the_run_played(tmp_path):
         ("run", None, ["env.nam=x"], r"did you mean `env\.name`"),
     ],
 )
-def test_what_can_not_be_evaluated_is_named(tmp_path, monkeypatch, name, env, overrides, message):
+def test_what_cannot_be_evaluated_is_named(tmp_path, monkeypatch, name, env, overrides, message):
     make_run(tmp_path, "runs/run", model=1)
     make_run(tmp_path, "runs/empty")
     monkeypatch.chdir(tmp_path / "runs")
@@ -172,7 +172,7 @@ def test_what_can_not_be_evaluated_is_named(tmp_path, monkeypatch, name, env, ov
         (["env.name=agent:tests.agents_for_tests:counts", "env.args={}"], "oracle", "is an agent, which asks a model"),
     ],
 )
-def test_what_can_not_be_played_is_refused_before_the_engine_starts(tmp_path, overrides, policy, message):
+def test_what_cannot_be_played_is_refused_before_the_engine_starts(tmp_path, overrides, policy, message):
     make_run(tmp_path, "run", model=1)
     with pytest.raises(ConfigError, match=message):
         check_target(find_target("run", None, None, overrides, tmp_path), policy)
@@ -181,7 +181,7 @@ def test_what_can_not_be_played_is_refused_before_the_engine_starts(tmp_path, ov
 async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_model, monkeypatch):
     config = load_config("quickstart", ["episode.retries=0"])
     chat = renderer()
-    engine = await ready(said(chat, "abcd"))
+    engine = await ready(answer_ids(chat, "abcd"))
     monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
     target = Target(tiny_model, config)
     phases, outcomes = [], []
@@ -225,7 +225,7 @@ def make_dataset_run(tmp_path, evaluation=""):
 async def played(target, monkeypatch, **values):
     """The prompts that `r3async eval` posed, and what it told the maker of its engine."""
     chat, told = renderer(), []
-    engine = await ready(said(chat, "yes"))
+    engine = await ready(answer_ids(chat, "yes"))
     monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
 
     def make(config, model, seed):
@@ -305,10 +305,10 @@ def test_evaluation_poses_each_of_a_number_of_tasks_once_before_any_again(size, 
 
 class Events:
     def __init__(self):
-        self.said = []
+        self.reported = []
 
     def __getattr__(self, level):
-        return lambda event, **fields: self.said.append((event, fields))
+        return lambda event, **fields: self.reported.append((event, fields))
 
 
 def evaluator(tmp_path, answer, dead=False, **settings):
@@ -374,7 +374,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     it.after(2)
     await settle(it)
     assert asked == ["a", "b", "c"]
-    assert [(e, f["generator"]) for e, f in events.said] == [
+    assert [(e, f["generator"]) for e, f in events.reported] == [
         ("evaluation_moved", "a"),
         ("evaluation_moved", "b"),
         ("evaluation_finished", "c"),
@@ -383,7 +383,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     fleet["c"].health.lost()
     it.after(4)
     await settle(it)
-    assert events.said[-1] == ("evaluation_failed", {"step": 4, "error": "a, b did not answer"})
+    assert events.reported[-1] == ("evaluation_failed", {"step": 4, "error": "a, b did not answer"})
 
 
 async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
@@ -394,12 +394,12 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     it.after(2)
     await settle(it)
     await it.finish(2, lambda: False)
-    assert [(e, f["step"]) for e, f in events.said] == [("evaluation_failed", 2)]
-    assert "the environment is away" in events.said[0][1]["error"]
+    assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
+    assert "the environment is away" in events.reported[0][1]["error"]
     it, events = evaluator(tmp_path, answer, dead=True)
     it.after(2)
     await settle(it)
-    assert events.said[0][1]["error"] == "no generator is healthy"
+    assert events.reported[0][1]["error"] == "no generator is healthy"
     assert lines(tmp_path) == []
 
 
@@ -410,11 +410,11 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
     it, events = evaluator(tmp_path, answer)
     it.after(2)
     it.after(4)
-    assert events.said == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
+    assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
     await asyncio.wait_for(it.finish(4, lambda: True), 3)
-    assert events.said[-1][0] == "evaluation_abandoned"
+    assert events.reported[-1][0] == "evaluation_abandoned"
     await it.finish(4, lambda: True)
-    assert len(events.said) == 2
+    assert len(events.reported) == 2
 
 
 async def test_a_run_without_evaluations_asks_for_none(tmp_path):
@@ -423,7 +423,7 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
         it.after(step)
     await it.finish(4, lambda: False)
     await it.cancel()
-    assert (events.said, it._task) == ([], None)
+    assert (events.reported, it._task) == ([], None)
 
 
 class Learner:

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from r3async.config import TransportConfig, config_from_dict, is_loopback
-from tests.helpers_serving import ready, renderer, said, serving
+from tests.helpers_serving import answer_ids, ready, renderer, serving
 from tests.helpers_transport import LIMIT, Inbox, make_trajectory, receiving, send_all, sending
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +65,7 @@ async def test_trajectories_arrive_over_ipv6(host):
 @needs_ipv6
 async def test_the_endpoint_listens_on_bracketed_ipv6():
     chat = renderer()
-    async with serving(await ready(said(chat, "hi")), chat, host="[::1]", enabled=True) as server:
+    async with serving(await ready(answer_ids(chat, "hi")), chat, host="[::1]", enabled=True) as server:
         assert server.base_url.startswith("http://[::1]:")
         headers = {"Authorization": f"Bearer {server.token}"}
         async with aiohttp.ClientSession() as http, http.get(f"{server.base_url}/models", headers=headers) as answer:

@@ -11,13 +11,13 @@ EXTRA = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner=("widt
 
 
 def make_table(length, *, seed=0, layers=2, top_k=2, wide=False, schema=SCHEMA):
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     columns = {}
     for name, column in schema.columns.items():
         dtype = column.dtypes[-1 if wide else 0]
         inner = {"layers": layers, "top_k": top_k, "width": 3}
         shape = (length, *(inner[d] for d in column.inner))
-        columns[name] = chance.integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
+        columns[name] = rng.integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
     return TokenTable(columns, schema)
 
 
@@ -93,6 +93,6 @@ def test_the_fingerprint_changes_with_the_declaration():
     assert EXTRA.fingerprint == SCHEMA.with_column(EXTRA.columns["made_up"]).fingerprint
 
 
-def test_a_column_can_not_be_declared_twice():
+def test_a_column_cannot_be_declared_twice():
     with pytest.raises(SchemaError, match="declared twice"):
         SCHEMA.with_column(Column("token_ids", ("int32",), 0))

@@ -11,8 +11,8 @@ LAYERS, TOP_K, EXPERTS = 3, 2, 8
 
 
 def rows(n, seed=0, experts=EXPERTS):
-    chance = np.random.default_rng(seed)
-    picks = [chance.permutation(experts)[:TOP_K] for _ in range(n * LAYERS)]
+    rng = np.random.default_rng(seed)
+    picks = [rng.permutation(experts)[:TOP_K] for _ in range(n * LAYERS)]
     return np.asarray(picks).reshape(n, LAYERS, TOP_K).astype(route_dtype(experts))
 
 
@@ -82,7 +82,7 @@ def test_a_position_fed_without_a_row_is_never_filled_by_a_later_prefill():
         (rows(2).astype(np.int16) - 9, "outside"),
     ],
 )
-def test_rows_that_can_not_be_choices_are_refused_with_the_reason(bad, message):
+def test_rows_that_cannot_be_choices_are_refused_with_the_reason(bad, message):
     with pytest.raises(RoutingError, match=message):
         validate_rows(bad, layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS)
 
@@ -162,7 +162,7 @@ def test_invalid_rows_change_nothing():
     assert routes.materialise(3)[1].all()
 
 
-def test_a_branch_shares_rows_and_records_the_rewritten_part_afresh():
+def test_a_branch_shares_rows_and_records_the_rewritten_part_again():
     old, new = rows(9), rows(5, seed=1)
     routes = trace()
     routes.record(0, old[:6], fed=6)

@@ -27,12 +27,12 @@ LIMITS = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, 
 def generation(
     prompt_length: int, sampled: list[int], routes_from: int, seed: int, rows: bool = True, version: int | None = None
 ) -> Generation:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     count = prompt_length + len(sampled) - 1 - routes_from
-    scores = chance.random((count, SHAPE.layers, SHAPE.num_experts))
+    scores = rng.random((count, SHAPE.layers, SHAPE.num_experts))
     return Generation(
         token_ids=np.asarray(sampled, np.int32),
-        logprobs=-chance.random(len(sampled), np.float32) - 0.1,
+        logprobs=-rng.random(len(sampled), np.float32) - 0.1,
         version_spans=[VersionSpan(seed if version is None else version, 0, len(sampled))],
         routed_experts=scores.argsort(-1)[..., : SHAPE.top_k].astype(np.uint16) if rows else None,
         routes_from=routes_from,
@@ -218,8 +218,8 @@ def test_a_tokenizer_that_does_not_tokenise_its_own_text_back_is_trained_on_what
     tokenizer.add_tokens(["ab", "abab", "ba"])
     chat = ChatRenderer(tokenizer)
     a, b = (tokenizer.convert_tokens_to_ids(c) for c in "ab")
-    chance = random.Random(0)
-    sampled = [[chance.choice([a, b]) for _ in range(12)] + [chat.end_id] for _ in range(10)]
+    rng = random.Random(0)
+    sampled = [[rng.choice([a, b]) for _ in range(12)] + [chat.end_id] for _ in range(10)]
     engine = Says(sampled)
     trajectory = play(Told([("say", [Message("user", "go on")])] * 9), engine, chat)
     check(trajectory, engine)

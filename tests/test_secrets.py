@@ -33,7 +33,7 @@ from r3async.tools.eval import find_target
 from r3async.tools.submit.jobs import make_package
 from r3async.weights.publish import VersionFolder, WeightError
 from r3async.world.real import REAL
-from tests.helpers_serving import TASK, client_of, ready, renderer, said, serving, user
+from tests.helpers_serving import TASK, answer_ids, client_of, ready, renderer, serving, user
 
 PLANTED = "planted-5b1d0c7fa2e94863"
 
@@ -197,7 +197,7 @@ async def test_an_agents_program_has_its_own_secrets_and_none_of_ours(monkeypatc
     script = f"import json, os; open({str(report)!r}, 'w').write(json.dumps(dict(os.environ)))"
     args = {"command": [sys.executable, "-c", script], "environment": {"API_KEY": "$R3_TEST_OWN", "PLAIN": "text"}}
     agent, chat = make_agent(EnvConfig(name="agent-command", args=args)), renderer()
-    async with serving(await ready(said(chat, "x")), chat) as server:
+    async with serving(await ready(answer_ids(chat, "x")), chat) as server:
         session = server.open(TASK)
         await agent(server, session)
         seen = json.loads(report.read_text())
@@ -207,7 +207,7 @@ async def test_an_agents_program_has_its_own_secrets_and_none_of_ours(monkeypatc
 
 async def test_a_key_opens_its_own_episode_and_no_other():
     chat = renderer()
-    async with serving(await ready(said(chat, "a", "b")), chat) as server:
+    async with serving(await ready(answer_ids(chat, "a", "b")), chat) as server:
         mine, other = server.open(TASK), server.open(EpisodeTask(9, 1, 5))
         assert mine.key != other.key
         async with client_of(server, mine.key) as me, client_of(server, other.key) as you:

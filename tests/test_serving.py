@@ -11,7 +11,7 @@ from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, co
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodeError
 from tests.helpers_scripted import scripted_logprob, scripted_routes
-from tests.helpers_serving import ADD, HERMES, client_of, ready, renderer, said, serving, talking, until, user
+from tests.helpers_serving import ADD, HERMES, answer_ids, client_of, ready, renderer, serving, talking, until, user
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
 
@@ -36,7 +36,7 @@ async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_rout
         trajectory = session.trajectory("stop")
     (sample,) = trajectory.samples
     table, chat = sample.table, session.renderer
-    assert sampled(table) == [t for answer in said(chat, "one", "two") for t in answer]
+    assert sampled(table) == [t for answer in answer_ids(chat, "one", "two") for t in answer]
     assert (
         chat.decode(table["token_ids"].tolist()) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
     )
@@ -74,7 +74,9 @@ async def test_a_tool_call_that_comes_back_parsed_keeps_the_tokens_that_were_sam
         session.reward(1)
         session.close()
         (sample,) = session.trajectory("stop").samples
-    assert sampled(sample.table) == [t for a in said(session.renderer, f"Let me see. {CALL}", "It is 7.") for t in a]
+    assert sampled(sample.table) == [
+        t for a in answer_ids(session.renderer, f"Let me see. {CALL}", "It is 7.") for t in a
+    ]
     assert f"{CALL}<|end|><|tool|>7" in session.renderer.decode(sample.table["token_ids"].tolist())
 
 
@@ -91,7 +93,7 @@ async def test_a_template_that_insists_on_the_call_gets_it_and_the_row_branches(
         session.reward(1)
         session.close()
         samples = session.trajectory("stop").samples
-    assert [sampled(s.table) for s in samples] == said(session.renderer, CALL, "7")
+    assert [sampled(s.table) for s in samples] == answer_ids(session.renderer, CALL, "7")
 
 
 async def test_streams_are_the_same_answers_in_pieces():
@@ -108,7 +110,7 @@ async def test_streams_are_the_same_answers_in_pieces():
         assert session.turns == 2
 
 
-async def test_the_logprob_of_each_sampled_token_is_told():
+async def test_the_logprob_of_each_sampled_token_is_returned():
     async with talking(["hi"]) as (_, _, client):
         content = (await ask(client, [user("a")], logprobs=True, top_logprobs=3)).choices[0].logprobs.content
     chat = renderer()
@@ -133,8 +135,8 @@ async def test_completions_keep_the_tokens_of_a_text_that_is_continued():
         rows = session.trajectory("stop").samples
     # The first answer's stop token is not part of the text that goes on: a branch. The third extends the second exactly.
     assert [sampled(r.table) for r in rows] == [
-        said(session.renderer, "bcd ")[0],
-        [*session.renderer.encode("gh"), *said(session.renderer, "x")[0]],
+        answer_ids(session.renderer, "bcd ")[0],
+        [*session.renderer.encode("gh"), *answer_ids(session.renderer, "x")[0]],
     ]
 
 
@@ -152,7 +154,7 @@ async def test_completions_keep_the_tokens_of_a_text_that_is_continued():
         ({"extra_body": {"top_k": 5}}, "top_k = 5"),
     ],
 )
-async def test_what_would_change_the_sampling_and_can_not_be_granted_is_refused(values, message):
+async def test_what_would_change_the_sampling_and_cannot_be_granted_is_refused(values, message):
     async with talking(["a"]) as (_, session, client):
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(client, [user("a")], **values)
@@ -233,7 +235,7 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
     assert sample.table["routing_recorded"][:-1].all()
 
 
-async def test_an_engine_that_fails_is_told_once_and_remembered():
+async def test_an_engine_failure_is_reported_once_and_remembered():
     async with talking(["a"]) as (server, session, _):
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=2) as client:
             await server._engine.stop()
@@ -242,7 +244,7 @@ async def test_an_engine_that_fails_is_told_once_and_remembered():
     assert "not running" in str(session.failure)
 
 
-async def test_rewards_add_up_are_credited_where_they_belong_and_can_be_said_again():
+async def test_rewards_add_up_are_credited_where_they_belong_and_can_be_replaced():
     async with talking(["a", "b", "c"]) as (_, session, client):
         path = "/r3async/reward"
         first = await ask(client, [user("1")])
@@ -315,7 +317,7 @@ async def test_ill_formed_requests_and_unknown_paths_are_errors_in_the_same_shap
 
 async def test_beginning_a_session_takes_the_token_and_the_endpoint_is_on_loopback():
     chat = renderer()
-    async with serving(await ready(said(chat, "a")), chat, enabled=True, max_sessions=1) as server:
+    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True, max_sessions=1) as server:
         assert server.base_url.startswith("http://127.0.0.1:")
         async with client_of(server, "guess") as stranger:
             with pytest.raises(openai.AuthenticationError, match=r"serving\.token"):
@@ -335,7 +337,7 @@ async def test_beginning_a_session_takes_the_token_and_the_endpoint_is_on_loopba
             assert (done["turns"], done["reward"]) == (1, 1)
         async with client_of(server, server.token) as owner:
             await owner.post("/r3async/sessions", body={"task_seed": 5}, cast_to=object)
-    async with serving(await ready(said(chat, "a")), chat) as server, client_of(server, server.token) as owner:
+    async with serving(await ready(answer_ids(chat, "a")), chat) as server, client_of(server, server.token) as owner:
         with pytest.raises(openai.AuthenticationError, match=r"serving\.enabled is false"):
             await owner.post("/r3async/sessions", body={"task_seed": 4}, cast_to=object)
 

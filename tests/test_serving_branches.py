@@ -129,10 +129,10 @@ async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
     spelled = [[chat.encode(c)[0] for c in text] + [chat.end_id] for text in ("abab", "ba", "b")]
     engine = await ready(spelled)
     session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
-    said = [Message("user", "one"), Message("assistant", "abab"), Message("user", "two"), Message("assistant", "ba")]
-    await session.chat(said[:1])
-    await session.chat(said[:3])
-    summary = [Message("user", "so far"), *said[1:], Message("user", "go on")]
+    history = [Message("user", "one"), Message("assistant", "abab"), Message("user", "two"), Message("assistant", "ba")]
+    await session.chat(history[:1])
+    await session.chat(history[:3])
+    summary = [Message("user", "so far"), *history[1:], Message("user", "go on")]
     await session.chat(summary)
     tokens = engine.calls[2].prompt_ids.tolist()
     text = chat.decode(tokens)

@@ -11,7 +11,7 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.agents.session import Session
-from tests.helpers_serving import SETTINGS, TASK, client_of, ready, renderer, said, serving, talking, user
+from tests.helpers_serving import SETTINGS, TASK, answer_ids, client_of, ready, renderer, serving, talking, user
 
 LIMIT = 10.0
 
@@ -122,11 +122,11 @@ async def connect(server):
 
 async def ended(reader) -> bytes:
     """What comes until the other end closes the connection."""
-    said = b""
+    received = b""
     with contextlib.suppress(ConnectionError):
         while data := await asyncio.wait_for(reader.read(65536), LIMIT):
-            said += data
-    return said
+            received += data
+    return received
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nA: "])
@@ -164,13 +164,13 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
         reader, writer = await connect(server)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
         writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        said = await ended(reader)
-        assert said.startswith(b"HTTP/1.1 408")
-        assert b"serving.read_timeout = 0.3 s" in said
+        received = await ended(reader)
+        assert received.startswith(b"HTTP/1.1 408")
+        assert b"serving.read_timeout = 0.3 s" in received
         writer.close()
 
 
-async def test_connections_beyond_the_limit_are_closed_and_leave_room_when_others_go():
+async def test_connections_beyond_the_limit_are_closed_and_leave_capacity_when_others_close():
     async with talking(["ok"], max_connections=3) as (server, session, _):
         held = [await connect(server) for _ in range(3)]
         reader, writer = await connect(server)
@@ -203,7 +203,7 @@ async def test_headers_have_limits(headers):
 async def test_overlapping_requests_of_one_session_are_tokenised_in_order():
     chat = renderer()
     settings = SETTINGS
-    async with serving(await ready(said(chat, *"abcdef")), chat, settings) as server:
+    async with serving(await ready(answer_ids(chat, *"abcdef")), chat, settings) as server:
         session = server.open(TASK)
         async with client_of(server, session.key) as client:
             asked = [client.chat.completions.create(model="m", messages=[user(f"q{i}")]) for i in range(6)]
@@ -214,7 +214,7 @@ async def test_overlapping_requests_of_one_session_are_tokenised_in_order():
 
 async def test_an_answer_counts_once_also_before_its_caller_has_it():
     chat = renderer()
-    engine = await ready(said(chat, "a", "b"))
+    engine = await ready(answer_ids(chat, "a", "b"))
     answered, generate = asyncio.Event(), engine.generate
 
     async def answer(request):

@@ -152,7 +152,7 @@ def test_close_removes_everything(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_publishers_share_a_directory_and_the_dead_are_cleared_away(tmp_path):
+def test_publishers_share_a_directory_and_lost_ones_are_cleared_away(tmp_path):
     killed = (
         "import os, signal, sys, torch; from pathlib import Path; from r3async.weights.publish import Publisher\n"
         "Publisher(Path(sys.argv[1])).publish(0, {'x': torch.zeros(4)}, torch.float32); os.kill(os.getpid(), 9)"

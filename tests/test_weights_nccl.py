@@ -90,7 +90,7 @@ class Machine:
         return name
 
 
-def test_nobody_is_told_to_begin_before_everybody_is_there():
+def test_nobody_begins_before_everybody_is_there():
     machine = Machine()
     machine.ready(0, 1)
     (name,) = machine.names
@@ -117,7 +117,7 @@ def test_workers_that_ask_before_the_process_is_up_wait_for_it():
     assert [type(m) for _, m in machine.take()] == [Offer, Offer, Send]
 
 
-def test_a_generator_that_dies_in_the_middle_costs_only_its_own_process():
+def test_a_generator_lost_in_the_middle_costs_only_its_own_process():
     machine = Machine()
     well = machine.deliver(0, generator="g1")
     for rank in (0, 1):
@@ -135,7 +135,7 @@ def test_a_generator_that_dies_in_the_middle_costs_only_its_own_process():
     assert len(machine.links) == 2
 
 
-def test_a_generator_that_starts_anew_gets_a_new_group_at_once():
+def test_a_generator_that_restarts_gets_a_new_group_at_once():
     machine = Machine()
     machine.ready(0, 0)
     (old,) = machine.names
@@ -180,7 +180,7 @@ def test_the_next_version_waits_until_the_one_before_it_is_known_to_have_arrived
     assert len(machine.names) == 1
 
 
-def test_workers_hear_that_the_process_has_ended_that_too_few_came_and_that_a_version_is_gone():
+def test_workers_get_the_reason_that_the_process_ended_that_too_few_came_and_that_a_version_is_lost():
     machine = Machine()
     machine.ready(0, 0)
     machine.processes[machine.names[0]].code = 3
@@ -353,7 +353,7 @@ def test_a_group_without_nccl_would_send_nothing_and_is_refused(sender, wire, le
     assert worker.r3_link == ""
 
 
-def test_the_learner_goes_on_publishing_while_a_generator_hangs(sender, wire, hang, left_out):
+def test_the_learner_continues_publishing_while_a_generator_hangs(sender, wire, hang, left_out):
     hang.add(0)
     manifest = fetched(sender, 0, NcclReceiver("g0"))
     assert isinstance(ask(manifest, 0, 1), Offer)  # and this worker dies in the middle
@@ -365,7 +365,7 @@ def test_the_learner_goes_on_publishing_while_a_generator_hangs(sender, wire, ha
     assert time.monotonic() - before < 10
 
 
-def test_a_learner_that_is_gone_is_not_waited_for(sender, tmp_path):
+def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
     manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=0.3)
     sender.close()
     with pytest.raises(WeightError, match=r"no answer from the learner at tcp://127.* within 0\.3 s"):
@@ -373,7 +373,7 @@ def test_a_learner_that_is_gone_is_not_waited_for(sender, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_without_cuda_the_real_process_ends_and_the_worker_hears_of_it(tmp_path):
+def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
         nccl_carrier()
     sender = NcclSender(tmp_path, "127.0.0.1", 64, 100.0)
@@ -385,7 +385,7 @@ def test_without_cuda_the_real_process_ends_and_the_worker_hears_of_it(tmp_path)
         sender.close()
 
 
-def test_what_vllm_can_not_pack_is_refused(sender):
+def test_what_vllm_cannot_pack_is_refused(sender):
     with pytest.raises(WeightError, match="'scale' is a scalar"):
         sender.send(0, {"scale": torch.tensor(1.0)}, torch.bfloat16)
     with pytest.raises(WeightError, match="'w' and 'ids' have elements of different sizes"):
@@ -403,7 +403,7 @@ def test_the_way_is_no_part_of_the_contents_and_there_is_no_file_to_verify(sende
         _verify(elsewhere, {"b"})
 
 
-def test_the_backend_is_refused_where_it_can_not_work():
+def test_the_backend_is_refused_where_it_cannot_work():
     def chosen(learner, engines, *overrides, hosts=("a",)):
         return choose_backend(load_config("quickstart", list(overrides)), set(hosts), learner, engines)
 

@@ -155,7 +155,7 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
 
 
-async def test_a_version_that_can_not_be_written_raises_and_holds_nothing_up(learner):
+async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(learner):
     learner.model.backend.failure = OSError("no space left")
     await learner.train_step()
     learner.model.backend.may_write.release()

@@ -183,7 +183,7 @@ async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
     )
     await player.play(GroupLease(0, 9, (0,)))
     await player.play(GroupLease(0, 9, (1, 2)))
-    assert reports == ["episode_failed", "episode_failed", "episode_given_up"]
+    assert reports == ["episode_failed", "episode_failed", "episode_abandoned"]
     assert [t.stop_reason for t in delivered] == ["error", "env_done", "env_done"]
     assert [(e.group_index, e.episode_index, e.task_seed) for e in ends] == [(0, i, 9) for i in range(3)]
     assert [e.failed_by for e in ends] == ["environment", None, None]
@@ -274,7 +274,7 @@ async def test_an_episode_is_given_up_by_the_budget_that_is_spent(engine):
     unwell = Unwell(engine, engine_fails=2)
     ending, reports = await unwell.play(retries=9, engine_retries=1)
     assert ending == "error"
-    assert reports[-1] == ("episode_given_up", "engine")
+    assert reports[-1] == ("episode_abandoned", "engine")
     assert [e.failed_by for e in unwell.ends] == ["engine"]
 
 

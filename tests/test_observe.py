@@ -216,7 +216,7 @@ def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> Non
         events.info("conductor_started", pid=life)
         for number in range(2 - life):
             events.warning("generator_lost", generator=f"generator-{number}")  # the run may end before it is back
-        events.warning("episode_given_up", episode="g0e0")
+        events.warning("episode_abandoned", episode="g0e0")
         events.error("trajectory_refused", trajectory_id="g1e0")
         if life == 1:
             events.info("run_finished", steps=4, stopped=True)  # and somebody resumed it

@@ -119,7 +119,7 @@ class GroupPlayer:
                     if isinstance(error, PromptTooLong):
                         raise
                     raise EpisodeError(_final_failure(task, who, self._retries[who], tries[who], error)) from error
-                self._report("episode_given_up", episode=task.trajectory_id, by=who, error=repr(error))
+                self._report("episode_abandoned", episode=task.trajectory_id, by=who, error=repr(error))
                 self._ended(task, who, _final_failure(task, who, self._retries[who], tries[who], error))
                 return failed_trajectory(
                     task,

@@ -55,7 +55,7 @@ class History:
                 self._ended = True
             case "generator_lost":
                 self.generators_lost += 1
-            case "episode_given_up":
+            case "episode_abandoned":
                 self.failed_episodes += 1
             case "trajectory_refused":
                 self.refused += 1

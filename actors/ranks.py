@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,6 +233,15 @@ class RankCalls:
             self._actors.kill(rank)
 
 
+def on_all(name: str) -> Callable[..., Any]:
+    """The method `name` of `LocalLearner`, made on every rank: the first one's answer is that of all."""
+
+    def method(self: RankedLearner, *args: Any) -> Any:
+        return self.calls.on_all("call", name, *args)[0]
+
+    return method
+
+
 class RankedLearner:
     """The same calls as `LocalLearner`, made on all ranks at once: actors on this node. The first answers for all of them.
 
@@ -240,7 +249,7 @@ class RankedLearner:
     """
 
     def __init__(self, config: Config, calls: RankCalls, vocab_size: int, pids: Sequence[int]):
-        self._config, self._calls = config, calls
+        self._config, self.calls = config, calls
         self.vocab_size, self.pids = vocab_size, pids
 
     @classmethod
@@ -266,20 +275,20 @@ class RankedLearner:
         loaded = calls.on_all("load", port, timeout=learner.start_timeout)
         return cls(config, calls, loaded[0][0], [pid for _, pid in loaded])
 
-    def _all(self, name: str, *args: Any) -> Any:
-        """What the first rank answers; all are asked."""
-        return self._calls.on_all("call", name, *args)[0]
+    gpus, updates, score = on_all("gpus"), on_all("updates"), on_all("score")
+    publish_through, snapshot, hold = on_all("publish_through"), on_all("snapshot"), on_all("hold")
+    restore, save = on_all("restore"), on_all("save")
 
     def train(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
         """See `trainer.Ranks.train`."""
         p = self._config.learner.parallel
-        given = [self._calls.share([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
+        given = [self.calls.share([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
         # Megatron's order of ranks: tp varies fastest, then dp, then pp.
-        answers: list[list[MinibatchResult]] = self._calls.wait(
+        answers: list[list[MinibatchResult]] = self.calls.wait(
             [
-                self._calls.begin(rank, "call", "train", given[rank // p.tp % p.dp], version=version, trace=trace)
+                self.calls.begin(rank, "call", "train", given[rank // p.tp % p.dp], version=version, trace=trace)
                 for rank in range(p.world)
             ]
         )
@@ -288,52 +297,20 @@ class RankedLearner:
             for results in zip(*answers, strict=True)
         ]
 
-    def gpus(self) -> list[str]:
-        """See `LocalLearner.gpus`: the first rank sends."""
-        return self._all("gpus")
-
-    def updates(self) -> int:
-        """See `LocalLearner.updates`."""
-        return self._all("updates")
-
-    def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """See `LearnerBackend.score`."""
-        return self._all("score", token_ids, temperature)
-
-    def publish_through(self, backend: str) -> None:
-        """See `LocalLearner.publish_through`."""
-        self._all("publish_through", backend)
-
-    def snapshot(self, version: int) -> None:
-        """See `LocalLearner.snapshot`."""
-        self._all("snapshot", version)
-
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: the first rank does it, on this host."""
-        writing = self._calls.begin(0, "call", "write", reading, lane=WRITE)
-        return self._calls.wait([writing], self._config.weights.write_timeout)[0]
-
-    def hold(self) -> None:
-        """See `LocalLearner.hold`."""
-        self._all("hold")
+        writing = self.calls.begin(0, "call", "write", reading, lane=WRITE)
+        return self.calls.wait([writing], self._config.weights.write_timeout)[0]
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """See `LocalLearner.write_state`: each rank writes its own file."""
         timeout = self._config.checkpoint.write_timeout
         return [
             r
-            for records in self._calls.on_all("call", "write_state", directory, lane=CHECKPOINT, timeout=timeout)
+            for records in self.calls.on_all("call", "write_state", directory, lane=CHECKPOINT, timeout=timeout)
             for r in records
         ]
 
-    def restore(self, checkpoint: Path) -> None:
-        """See `LocalLearner.restore`."""
-        self._all("restore", checkpoint)
-
-    def save(self, directory: Path) -> None:
-        """See `LearnerBackend.save`."""
-        self._all("save", directory)
-
     def close(self) -> None:
         """End the ranks' processes."""
-        self._calls.kill()
+        self.calls.kill()

@@ -12,7 +12,7 @@ from r3async.world.real import REAL, RealWorld
 
 
 class Clock:
-    """Stands still until `now` is set; in seconds."""
+    """Paused until `now` is set; in seconds."""
 
     now = 0.0
 

@@ -118,20 +118,20 @@ async def loaded(handles):
     return Installer(config, fleet.events, fleet, Way("tcp://learner", "shared_memory"), tokens, published(0), clock)
 
 
-@pytest.mark.parametrize("death", [ActorLost("it died"), NotLoaded("generator-1 died")])
-async def test_one_that_dies_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, death):
+@pytest.mark.parametrize("loss", [ActorLost("it was killed"), NotLoaded("generator-1 was lost")])
+async def test_one_that_is_lost_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, loss):
     installer = await loaded(handles)
     fleet = installer.fleet
-    handles["generator-1"].wrong["install"] = death
+    handles["generator-1"].wrong["install"] = loss
     await installer.begin()
     assert [g.state.value for g in fleet] == ["healthy", "lost"]
     assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
 
 
-async def test_if_all_die_before_they_have_weights_it_is_a_death():
+async def test_if_all_are_lost_before_they_have_weights_the_run_restarts():
     handles = {"generator-0": Generator()}
     installer = await loaded(handles)
-    handles["generator-0"].wrong["install"] = NotLoaded("it died")
+    handles["generator-0"].wrong["install"] = NotLoaded("it was killed")
     with pytest.raises(ProcessLost, match="every generator was lost"):
         await installer.begin()
 
@@ -205,11 +205,11 @@ async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others
     assert generator.version == 1
 
 
-async def test_a_generator_that_dies_in_a_delivery_is_left_to_its_supervisor(installer, fleet, handles):
-    handles["generator-0"].wrong["install"] = ActorLost("it died")
+async def test_a_generator_that_is_lost_in_a_delivery_is_left_to_its_supervisor(installer, fleet, handles):
+    handles["generator-0"].wrong["install"] = ActorLost("it was killed")
     assert await deliver(installer, 1) is not None
     assert fleet["generator-0"].state == "lost"
-    handles["generator-1"].wrong["score"] = ActorLost("it died")
+    handles["generator-1"].wrong["score"] = ActorLost("it was killed")
     assert await deliver(installer, 3) is None
 
 
@@ -331,7 +331,7 @@ async def until(condition):
 
 
 async def fall_silent(fleet, name):
-    """All but `name` are heard for as long as makes one suspect."""
+    """All but `name` answer for as long as makes one suspect."""
     for generator in fleet:
         generator.health._clock.now += 11 / len(fleet.generators)
     for generator in fleet:
@@ -391,9 +391,7 @@ async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(ins
         await installer.deliver()
 
 
-async def test_a_stopped_generator_is_not_given_up_by_the_clock_and_one_that_is_heard_is(
-    installer, fleet, handles, monkeypatch
-):
+async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(installer, fleet, handles, monkeypatch):
     monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
     handles["generator-0"].may_install.clear()
     await fall_silent(fleet, "generator-0")
@@ -413,7 +411,9 @@ async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
     assert [g.state.value for g in fleet] == ["healthy", "suspect"]
 
 
-async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends_the_run(installer, fleet, handles):
+async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_and_then_ends_the_run(
+    installer, fleet, handles
+):
     generator = fleet["generator-0"]
     for _ in range(2):
         generator.health.lost()
@@ -425,7 +425,7 @@ async def test_a_generator_that_keeps_dying_waits_longer_each_time_and_then_ends
         await installer._revive(generator)
 
 
-async def test_weights_that_a_generator_confirmed_before_it_died_are_not_its_successors(installer, fleet, handles):
+async def test_weights_that_a_generator_confirmed_before_it_was_lost_are_not_its_successors(installer, fleet, handles):
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 1))
@@ -452,7 +452,7 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     assert await leases() == 1
     generator.health._clock.now += 11
     fleet.tick()
-    assert await leases() == 1  # by asking, it was heard
+    assert await leases() == 1  # by asking, it answered
     generator.health.lost()
     assert await leases() == 0
     generator.health.restarting()

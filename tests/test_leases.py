@@ -95,7 +95,7 @@ async def test_a_later_call_ends_an_earlier_one_which_leases_nothing(conductor):
     assert conductor.admission.leases("b") == [1]
 
 
-async def test_what_returns_from_the_dead_goes_to_who_waits_and_not_to_the_dead_ones_own_call(conductor):
+async def test_what_returns_from_a_lost_one_goes_to_who_waits_and_not_to_its_own_call(conductor):
     assert (await lease(conductor, "a"))[0] == [0]
     of_the_dead, b = await waiting(conductor, "a"), await waiting(conductor, "b")
     await conductor._lose(conductor.fleet["a"])
@@ -104,7 +104,7 @@ async def test_what_returns_from_the_dead_goes_to_who_waits_and_not_to_the_dead_
     assert (conductor.admission.leases("a"), conductor.admission.leases("b")) == ([], [0])
 
 
-async def test_who_waits_hears_of_the_end(conductor):
+async def test_who_waits_is_answered_at_the_end(conductor):
     await lease(conductor, "a")
     b = await waiting(conductor, "b")
     await conductor.stop()
@@ -255,7 +255,7 @@ async def report(g: Playing, answering: int) -> None:
     await reporting
 
 
-async def test_a_heartbeat_says_what_room_there_is_and_overtakes_the_call_that_waits():
+async def test_a_heartbeat_has_the_free_places_and_overtakes_the_call_that_waits():
     g = Playing("schedule.samples_per_group=4")
     running = asyncio.create_task(g.leasing.run(lambda: False))
     await g.looks()

@@ -54,18 +54,18 @@ class Stub:
 
 
 def test_a_run_restarts_as_often_as_it_may_and_then_fails(untrained, tmp_path):
-    class Dies(Stub):
+    class Lost(Stub):
         made: ClassVar[list[Stub]] = []
 
         async def finished(self, timeout):
             return True
 
         def result(self):
-            raise ProcessLost("the learner's process died")
+            raise ProcessLost("the learner's process was lost")
 
-    said, error = run(untrained, tmp_path, Dies, "supervise.max_run_restarts=2")
-    assert len(Dies.made) == 3
-    assert all(pipeline.ended for pipeline in Dies.made)
+    said, error = run(untrained, tmp_path, Lost, "supervise.max_run_restarts=2")
+    assert len(Lost.made) == 3
+    assert all(pipeline.ended for pipeline in Lost.made)
     assert "(2 of 2, supervise.max_run_restarts)" in said
     assert isinstance(error, ProcessLost)
 
@@ -87,7 +87,7 @@ def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untraine
 
     _, error = run(untrained, tmp_path, NeverEnds, "supervise.stop_grace_seconds=0.05")
     assert "4 x supervise.stop_grace_seconds" in str(error)
-    assert not isinstance(error, ProcessLost)  # it was told to stop: no restart
+    assert not isinstance(error, ProcessLost)  # it was to stop: no restart
     assert [pipeline.ended for pipeline in NeverEnds.made] == [True]
 
 

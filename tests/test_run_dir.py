@@ -136,7 +136,7 @@ def crashed(root, model, said, *overrides):
     return run.path
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_name(tmp_path, model, said):
+def test_a_run_that_was_lost_before_its_first_checkpoint_starts_again_under_its_name(tmp_path, model, said):
     path = crashed(tmp_path, model, said)
     (path / "spool").mkdir()
     (path / "spool" / "000000000-0000.spool").write_bytes(b"kept")
@@ -163,7 +163,7 @@ def test_the_start_model_that_a_run_made_is_not_made_again(tmp_path, said):
     assert again.model_path(config) == run.path / "init"
 
 
-def test_a_run_that_began_elsewhere_and_has_no_checkpoint_goes_on_only_from_there(tmp_path, model, said):
+def test_a_run_that_began_elsewhere_and_has_no_checkpoint_resumes_only_from_there(tmp_path, model, said):
     """Or lineages of two runs would have one number."""
     other = made(tmp_path, model, said, 10, lineage=Lineage(3))
     path = crashed(tmp_path, model, said, "name=b", f"resume={other}")
@@ -177,7 +177,7 @@ def test_a_run_that_began_elsewhere_and_has_no_checkpoint_goes_on_only_from_ther
         open_run(configured(model, "name=c", f"resume={other}"), "quickstart", said.append, tmp_path)
 
 
-def test_one_with_checkpoints_goes_on_from_the_newest_and_forgets_what_came_later(tmp_path, model, said):
+def test_one_with_checkpoints_resumes_from_the_newest_and_forgets_what_came_later(tmp_path, model, said):
     path = made(tmp_path, model, said, 10, 20)
     run = open_run(configured(model, "learner.lr=3e-5"), "quickstart", said.append, tmp_path)
     assert run.path == path
@@ -251,7 +251,7 @@ def test_another_runs_checkpoint_is_not_mixed_into_one_that_has_its_own(tmp_path
     assert Checkpoints(tmp_path / "b" / "checkpoints").steps() == [20]
 
 
-def test_to_begin_anew_keeps_the_old_one_under_another_name(tmp_path, model, said):
+def test_to_start_again_keeps_the_old_one_under_another_name(tmp_path, model, said):
     for number in (1, 2):
         made(tmp_path, model, said, 10)
         run = open_run(configured(model, "resume=none"), "quickstart", said.append, tmp_path)
@@ -280,7 +280,7 @@ def test_a_run_that_still_writes_is_not_moved_aside(tmp_path, model, said, monke
         (["resume=/nowhere"], CheckpointError, "/nowhere is neither a checkpoint nor a run"),
     ],
 )
-def test_what_can_not_go_on_is_refused_and_changes_nothing(tmp_path, model, said, overrides, error, message):
+def test_what_cannot_resume_is_refused_and_changes_nothing(tmp_path, model, said, overrides, error, message):
     path = made(tmp_path, model, said, 10, 20)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     with pytest.raises(error, match=message):
@@ -324,7 +324,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_it_taken(tmp_pat
     assert found == [("checkpoint_bad", 20)]
 
 
-def test_after_a_death_the_run_begins_again_also_without_a_checkpoint(tmp_path, model, said):
+def test_after_a_loss_the_run_starts_again_also_without_a_checkpoint(tmp_path, model, said):
     run = open_run(configured(model), "quickstart", said.append, tmp_path)
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     again = asyncio.run(restart_run(configured(model), run, said.append))
@@ -346,7 +346,7 @@ time.sleep(60)
 """
 
 
-def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_dies(tmp_path):
+def test_a_directory_that_a_process_still_writes_to_waits_for_it_however_it_ends(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "held\n"

@@ -1,4 +1,4 @@
-"""A run's driver: what it does about a conductor that ends, dies, does not answer, or is to stop. The conductor is a stand-in."""
+"""A run's driver: what it does if a conductor ends, is lost, does not answer, or is to stop. Its actors are stand-ins."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_run_without_an_update_is_not_trained(follow):
         await follow(Person(), conductor)
 
 
-async def test_a_stop_is_handed_on_once_and_the_end_tells_how_to_go_on(follow, world):
+async def test_a_stop_is_handed_on_once_and_the_end_says_how_to_resume(follow, world):
     conductor = Conductor()
     person = Person()
 
@@ -148,9 +148,9 @@ async def test_a_stop_is_handed_on_once_and_the_end_tells_how_to_go_on(follow, w
     assert world.disconnected == 1
 
 
-@pytest.mark.parametrize("death", [ActorLost("it died"), ProcessLost("the learner's process died")])
-async def test_a_loss_begins_the_run_again_and_a_failure_does_not(follow, world, death):
-    first, second = Conductor(death), Conductor()
+@pytest.mark.parametrize("loss", [ActorLost("it was killed"), ProcessLost("the learner's process was lost")])
+async def test_a_loss_restarts_the_run_and_a_failure_does_not(follow, world, loss):
+    first, second = Conductor(loss), Conductor()
     first.ends.set()
     second.ends.set()
     person = Person()
@@ -209,7 +209,7 @@ async def test_a_driver_that_was_stopped_itself_blames_nobody(follow, clock):
     assert not any("has not answered" in line for line in person.said)
 
 
-async def test_actors_that_do_not_end_are_given_up(follow, clock, world):
+async def test_actors_that_do_not_end_are_ended(follow, clock, world):
     conductor = Conductor()
 
     async def stop():

@@ -26,7 +26,7 @@ LIMITS = {"training": 1000.0, "publishing": 230.0, "installing": 165.0}
 
 
 class Actor(StandIn):
-    """Answers `dump_stacks`, and `status` with what it is told; nothing at all while it is `deaf`."""
+    """Answers `dump_stacks`, and `status` with `says`; nothing at all while it is `deaf`."""
 
     def __init__(self):
         self.deaf, self.reasons = False, []
@@ -207,7 +207,7 @@ async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_ha
     assert (again.group_index, again.episode_indices) == (0, (1, 3))
 
 
-async def test_one_that_is_heard_while_the_learner_is_asked_keeps_its_groups(tmp_path):
+async def test_one_that_answers_while_the_learner_is_asked_keeps_its_groups(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
     assert run.admission.lease("generator-0", version=0, free=4)
     run.clock.now += 25
@@ -246,7 +246,7 @@ async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
     assert all(actor.reasons == ["training did nothing for 123 s"] for actor in (run.learner, *run.handles))
 
 
-async def test_a_stalled_generator_is_restarted_by_its_death(run):
+async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
     run.world.actors.kill = lambda *args, **kwargs: (run.world.kill(*args, **kwargs), run.first.health.lost())
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True)]
@@ -267,7 +267,7 @@ async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once
     assert [facts["stage"] for event, facts in run.events if event == "stalled"] == [stages[0], stages[2]]
 
 
-async def test_one_that_does_not_hear_is_killed_as_a_process(run, monkeypatch):
+async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch):
     monkeypatch.setattr("r3async.actors.watch.KILL_SECONDS", -1)
     await run.watch._act(stall("playing/generator-0"))
     assert run.world.killed == [(run.handles[0], True), (21, "far")]
@@ -283,7 +283,7 @@ async def test_one_that_does_not_hear_is_killed_as_a_process(run, monkeypatch):
         ("restart", "run", r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"),
     ],
 )
-async def test_what_can_not_be_restarted_ends_the_run_and_is_named(tmp_path, action, stage, message):
+async def test_what_cannot_be_restarted_ends_the_run_and_is_named(tmp_path, action, stage, message):
     run = Run(tmp_path, f"supervise.on_stall={action}")
     with pytest.raises(RunFailed, match=message):
         await run.watch._act(stall(stage))

@@ -165,21 +165,18 @@ def chaos(
 ) -> None:
     """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
     _needs_checkout("chaos")
-    from r3async.tools.chaos.run import chaos_command
+    import msgspec
 
-    raise typer.Exit(
-        chaos_command(
-            preset,
-            overrides or [],
-            scenario=scenario,
-            kills=kills,
-            seed=seed,
-            engine=engine,
-            fault=fault,
-            root=runs,
-            json=json,
-        )
+    from r3async.tools.chaos.run import chaos as rehearse
+    from r3async.tools.chaos.run import describe
+
+    rehearsed = rehearse(
+        preset, overrides or [], scenario=scenario, kills=kills, seed=seed, engine=engine, fault=fault, root=runs
     )
+    typer.echo(describe(rehearsed), err=json)
+    if json:
+        typer.echo(msgspec.json.encode(rehearsed))
+    raise typer.Exit(1 if rehearsed.problems else 0)
 
 
 @app.command()

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from r3async.tools.chaos.relay import Noise
 from r3async.tools.chaos.scenario import Role, Scenario
 from r3async.tools.chaos.scenarios import SCENARIOS
 
+ENGINES = ("scripted", "vllm")
 SHOWN = 10
 """Problems, at most."""
 
@@ -121,8 +122,13 @@ def chaos(
     """One run. `kills`: faults that the scenario makes, if it can make more or fewer. `roles`: whom to hit, in order, in place of
     what the seed draws.
 
-    Raises what `train` raises, where the run does not end well.
+    Raises `ConfigError`, and what `train` raises where the run does not end well.
     """
+    from r3async.tools.chaos.actors import FAULTS
+
+    check_choice("--scenario", scenario, SCENARIOS)
+    check_choice("--engine", engine, ENGINES)
+    check_choice("--fault", fault, ("", *FAULTS))
     kind = SCENARIOS[scenario]
     name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
     chosen = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *overrides]
@@ -241,35 +247,10 @@ def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
         yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.groups_per_step + slots)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def chaos_command(
-    preset: str,
-    overrides: Sequence[str],
-    *,
-    scenario: str,
-    kills: int,
-    seed: int,
-    engine: str,
-    fault: str,
-    root: Path,
-    json: bool,
-) -> int:
-    """Returns the exit status. Raises `ConfigError`, and what `train` raises where the run does not end well."""
-    from r3async.tools.chaos.actors import FAULTS
-
-    if scenario not in SCENARIOS:
-        raise ConfigError(f"--scenario {scenario!r} must be one of {', '.join(SCENARIOS)}")
-    if engine not in ("scripted", "vllm"):
-        raise ConfigError(f"--engine {engine!r} must be scripted or vllm")
-    if fault and fault not in FAULTS:
-        raise ConfigError(f"--fault {fault!r} must be one of {', '.join(FAULTS)}")
-    report = chaos(preset, overrides, scenario=scenario, kills=kills, seed=seed, engine=engine, fault=fault, root=root)
-    print(describe(report), file=sys.stderr if json else sys.stdout)
-    if json:
-        print(msgspec.json.encode(report).decode())
-    return 1 if report.problems else 0
+def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    """Raises `ConfigError`."""
+    if value not in choices:
+        raise ConfigError(f"{option} {value!r} must be one of {', '.join(filter(None, choices))}")
 
 
 def describe(report: Report) -> str:

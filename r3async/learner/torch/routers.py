@@ -29,7 +29,24 @@ def _is_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
     return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
 
 
-class RouterSearch(TorchFunctionMode):
+class _Choices(TorchFunctionMode):
+    """While in force, the caller of a top-k gets what `seen` makes of its result."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return self.seen(args[0] if args else (kwargs or {})["input"], result) if func in _TOPK else result
+
+    def seen(self, scores: Tensor, result: Any) -> Any:
+        raise NotImplementedError
+
+
+class RouterSearch(_Choices):
     """While in force, notes which module of which layer chooses experts.
 
     `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped`: those that chose
@@ -64,17 +81,9 @@ class RouterSearch(TorchFunctionMode):
     def _ends(self, *_: Any) -> None:
         self._running.pop()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in _TOPK or not self._running:
+    def seen(self, scores: Tensor, result: Any) -> Any:
+        if not self._running:
             return result
-        scores = args[0] if args else (kwargs or {})["input"]
         index, module = self._running[-1]
         if not _is_choice(scores, result.indices, self._shape):
             self.grouped.add(module)
@@ -83,25 +92,15 @@ class RouterSearch(TorchFunctionMode):
         return _result(torch.full_like(result.values, torch.nan), result.indices) if module in self.grouped else result
 
 
-class _ReplayedChoice(TorchFunctionMode):
-    """While in force, scores and chosen experts are what `choose`, given the router's own, says."""
+class _ReplayedChoice(_Choices):
+    """While in force, scores and chosen experts are what `choose`, given the router's own, returns."""
 
     def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
         super().__init__()
         self.choices = 0
         self._shape, self._choose = shape, choose
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in _TOPK:
-            return result
-        scores = args[0] if args else (kwargs or {})["input"]
+    def seen(self, scores: Tensor, result: Any) -> Any:
         if not _is_choice(scores, result.indices, self._shape):
             return result
         self.choices += 1

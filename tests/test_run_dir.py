@@ -25,8 +25,7 @@ from r3async.config import BufferConfig, ConfigError, load_config, to_dict
 from r3async.data.versions import Lineage
 from r3async.record.reading import read_objects
 from r3async.schedule.spool import Spool
-from r3async.tools.capacity import full_disk_is_named
-from r3async.tools.run_dir import open_run
+from r3async.tools.run_dir import full_disk_is_named, open_run
 from r3async.tools.train import train
 from r3async.transport.wire import encode_trajectory
 from r3async.world.appending import AppendFile

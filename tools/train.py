@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config, ConfigError, to_dict
-from r3async.tools.capacity import check_capacity, full_disk_is_named
-from r3async.tools.run_dir import open_run
+from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
 from r3async.tools.tail.live import LiveView
 from r3async.tools.terminal import Terminal
 from r3async.world.real import REAL

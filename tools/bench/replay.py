@@ -170,8 +170,8 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
     model = case.rollout_job.model or str(directory / "model")
     rollout_job = msgspec.structs.replace(case.rollout_job, model=model)
     learner_job = msgspec.structs.replace(case.learner_job, model=model)
-    rollouts = _sampled("sample", rollout_job, Rollouts, directory, say)
-    learner = _learned("compare_and_time", learner_job, LearnerDone, directory, say)
+    rollouts = _job("replay_rollouts:sample", rollout_job, Rollouts, directory, say)
+    learner = _job("replay_learner:compare_and_time", learner_job, LearnerDone, directory, say)
     measured = Case(
         label=case.label,
         varied=case.varied,
@@ -186,19 +186,14 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
 def measure_branches(rollout_job: RolloutJob, directory: Path, say: Say) -> Branches:
     """What a branch's inherited routes would cost."""
     rollout_job = msgspec.structs.replace(rollout_job, model=str(directory / "model"))
-    _sampled("branch", rollout_job, type(None), directory, say)
+    _job("replay_rollouts:branch", rollout_job, type(None), directory, say)
     learner_job = LearnerJob(model=str(directory / "moved"), seed=rollout_job.seed)
-    return _learned("score_branches", learner_job, Branches, directory, say)
+    return _job("replay_learner:score_branches", learner_job, Branches, directory, say)
 
 
-def _sampled(function: str, job: RolloutJob, answer: type[T], directory: Path, say: Say) -> T:
-    target = f"r3async.tools.bench.replay_rollouts:{function}"
-    return run_job(target, job, answer, directory, timeout=ROLLOUT_TIMEOUT, say=say)
-
-
-def _learned(function: str, job: LearnerJob, answer: type[T], directory: Path, say: Say) -> T:
-    target = f"r3async.tools.bench.replay_learner:{function}"
-    return run_job(target, job, answer, directory, timeout=LEARNER_TIMEOUT, say=say)
+def _job(target: str, job: RolloutJob | LearnerJob, answer: type[T], directory: Path, say: Say) -> T:
+    timeout = ROLLOUT_TIMEOUT if isinstance(job, RolloutJob) else LEARNER_TIMEOUT
+    return run_job(f"r3async.tools.bench.{target}", job, answer, directory, timeout=timeout, say=say)
 
 
 def summarize(cases: Sequence[Case], dtype: str) -> Summary:

@@ -170,8 +170,7 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
     warm-up and is not counted. Steps in which the time inside of the routes is taken come after all pairs.
     """
     variants = {"with": list(samples), "without": bare(samples)}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
-    wall: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[str, list[float]] = {f"{clock}_{name}": [] for clock in ("cpu", "wall") for name in variants}
     routes: dict[str, list[float]] = {name: [] for name in variants}
     with learner_of(job, dtype, "rollout") as learner:
 
@@ -182,26 +181,19 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
             progress(directory, f"steps in {dtype}: {f'pair {pair + 1} of {job.pairs}' if pair >= 0 else 'warm-up'}")
             for name in sorted(variants, reverse=pair % 2 == 0):
                 gc.collect()
-                cpu_start, wall_start = time.process_time(), time.perf_counter()
+                cpu, wall = time.process_time(), time.perf_counter()
                 step(name)
                 if pair >= 0:
-                    cpu[name].append(time.process_time() - cpu_start)
-                    wall[name].append(time.perf_counter() - wall_start)
+                    seconds[f"cpu_{name}"].append(time.process_time() - cpu)
+                    seconds[f"wall_{name}"].append(time.perf_counter() - wall)
         for name in [*variants] * INSIDE_STEPS:
             with time_in_routes() as spent:
                 step(name)
             routes[name].append(sum(spent))
     micro_batches = pack(samples, job.max_tokens_per_micro_batch)
-    return step_time(
-        dtype,
-        sum(m.tokens for m in micro_batches),
-        len(micro_batches),
-        cpu_with=cpu["with"],
-        cpu_without=cpu["without"],
-        wall_with=wall["with"],
-        wall_without=wall["without"],
-        route_seconds=float(np.median(routes["with"]) - np.median(routes["without"])),
-    )
+    tokens = sum(m.tokens for m in micro_batches)
+    route_seconds = float(np.median(routes["with"]) - np.median(routes["without"]))
+    return step_time(dtype, tokens, len(micro_batches), route_seconds=route_seconds, **seconds)
 
 
 @contextmanager

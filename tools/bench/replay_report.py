@@ -287,29 +287,17 @@ def relative_error(gradient: Sequence[np.ndarray], reference: Sequence[np.ndarra
     return ratio(difference, size) ** 0.5
 
 
-def step_time(
-    dtype: str,
-    tokens: int,
-    micro_batches: int,
-    *,
-    cpu_with: list[float],
-    cpu_without: list[float],
-    wall_with: list[float],
-    wall_without: list[float],
-    route_seconds: float,
-) -> StepTime:
-    """Element i of each list belongs to pair i."""
+def step_time(dtype: str, tokens: int, micro_batches: int, *, route_seconds: float, **seconds: list[float]) -> StepTime:
+    """`seconds`: `cpu_with`, `cpu_without`, `wall_with` and `wall_without`. Element i of each belongs to pair i."""
+    medians = {name: float(np.median(values)) for name, values in seconds.items()}
     return StepTime(
         dtype=dtype,
         tokens=tokens,
         micro_batches=micro_batches,
-        cpu_with=cpu_with,
-        cpu_without=cpu_without,
-        wall_with=wall_with,
-        wall_without=wall_without,
-        ratio=float(np.median(cpu_with) / np.median(cpu_without)),
-        wall_ratio=float(np.median(wall_with) / np.median(wall_without)),
-        ratio_interval=median_ratio_interval(cpu_with, cpu_without),
+        **seconds,
+        ratio=medians["cpu_with"] / medians["cpu_without"],
+        wall_ratio=medians["wall_with"] / medians["wall_without"],
+        ratio_interval=median_ratio_interval(seconds["cpu_with"], seconds["cpu_without"]),
         route_seconds=route_seconds,
     )
 

@@ -19,7 +19,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
 from r3async.schedule.spool import Spool
 from r3async.transport import Receiver, wire
-from r3async.transport.wire import PIECE, WireError, cut, joined
+from r3async.transport.codec import PIECE, WireError, cut, joined
 from tests.helpers_transport import (
     HELLO,
     LIMIT,

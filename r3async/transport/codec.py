@@ -1,4 +1,4 @@
-"""How columns become bytes: raw, or packed together where they are nearly constant; and the checksum. Pure.
+"""How columns become bytes: raw, or packed together where they are nearly constant; how frames travel; and the checksum. Pure.
 
 Bytes are little-endian. Packed columns come back bit by bit: they are compressed (LZ4), never rounded.
 """
@@ -12,6 +12,15 @@ from typing import Any
 import lz4.block
 import numpy as np
 import xxhash
+
+from r3async.world import MAX_FRAME
+
+PIECE = MAX_FRAME
+"""Bytes of a frame as it travels. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken
+and no more: ZeroMQ has one limit for both, from the first byte of a connection."""
+
+Frame = Any
+"""Contiguous bytes: `bytes`, `memoryview`, or a `world.Frame`."""
 
 
 class WireError(ValueError):
@@ -92,3 +101,35 @@ def checksum(buffers: Iterable[Any]) -> int:
     for buffer in buffers:
         digest.update(buffer)
     return digest.intdigest()
+
+
+def cut(frames: Sequence[Frame]) -> list[Frame]:
+    """Frames as they travel: consecutive views of `PIECE` bytes each, and then a shorter one, which may be empty, as its end."""
+    pieces: list[Frame] = []
+    for frame in frames:
+        view = view_of(frame)
+        pieces += [view[at : at + PIECE] for at in range(0, len(view) + 1, PIECE)]
+    return pieces
+
+
+def joined(pieces: Sequence[Frame]) -> list[Frame]:
+    """The frames that `cut` made these of, read-only; one that was cut is copied, another is not. Raises `WireError`."""
+    frames: list[Frame] = []
+    parts: list[memoryview] = []
+    for piece in pieces:
+        parts.append(view_of(piece))
+        if len(parts[-1]) < PIECE:
+            frames.append(piece if len(parts) == 1 else b"".join(parts))
+            parts.clear()
+    if parts:
+        raise WireError("the last frame has no end")
+    return frames
+
+
+def view_of(frame: Frame) -> memoryview:
+    try:
+        view = memoryview(frame)
+        # An empty view cannot be cast.
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a frame is contiguous bytes, not {type(frame).__name__}: {error}") from error

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from r3async.data.records import Trajectory
 from r3async.transport.accepted import Capacity, Ledger
+from r3async.transport.codec import Frame, WireError, joined
 from r3async.transport.sockets import off_loop
-from r3async.transport.wire import Frame, NotAcceptable, WireError, decode_trajectory, decoded_bytes, joined
+from r3async.transport.wire import NotAcceptable, decode_trajectory, decoded_bytes
 from r3async.world import TURN_SECONDS, World
 from r3async.world.real import REAL
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from r3async.config import TransportConfig
 from r3async.data.records import SCHEMA, Trajectory
+from r3async.transport.codec import cut
 from r3async.transport.keys import ClientKeys
 from r3async.transport.outbox import Outbox, Pending
 from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportError, TransportRefused, Turns
@@ -23,7 +24,6 @@ from r3async.transport.wire import (
     Reject,
     Welcome,
     WireError,
-    cut,
     decode_control,
     decoded_bytes,
     encode_control,

@@ -23,36 +23,28 @@ from msgspec import Meta
 
 from r3async.data.records import SCHEMA, Column, Schema, TokenTable, Trajectory, dtype_name
 from r3async.transport.codec import (
-    WireError as WireError,
-)
-from r3async.transport.codec import (
-    checksum as checksum,
-)
-from r3async.transport.codec import (
+    PIECE,
+    Frame,
+    WireError,
+    checksum,
     compress,
     decompress,
     little_endian,
     pack,
     raw_bytes,
     unpack,
+    view_of,
 )
-from r3async.world import MAX_FRAME
 
 WIRE_VERSION = 6
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
-PIECE = MAX_FRAME
-"""Bytes of a frame as it travels. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken
-and no more: ZeroMQ has one limit for both, from the first byte of a connection."""
 MAX_CONTROL = PIECE
 CRC_BYTES = 4
 MAX_ID = 100
 MAX_DIM = 2**24
 """Size of one dimension of a column."""
-
-Frame = Any
-"""Contiguous bytes: `bytes`, `memoryview`, or a `world.Frame`."""
 
 T = TypeVar("T")
 
@@ -103,7 +95,7 @@ class _Versioned(msgspec.Struct):
 
 def read_header(frame: Frame) -> Header:
     """Raises `WireError` for what is no header, or one of another version, which may have other fields."""
-    view = _view(frame)
+    view = view_of(frame)
     version = _decode(view, _Versioned, "header").wire
     if version != WIRE_VERSION:
         raise WireError(f"wire version {version}, expected {WIRE_VERSION}")
@@ -158,7 +150,7 @@ def decode_trajectory(frames: Sequence[Frame], schema: Schema = SCHEMA) -> Traje
     Raises `WireError`, and nothing else, for whatever bytes are not exactly one valid trajectory of `schema`. A
     log-prob that is not finite is valid here: dropping that token is the learner's decision.
     """
-    views = [_view(frame) for frame in frames]
+    views = [view_of(frame) for frame in frames]
     if not views:
         raise WireError("a trajectory has at least a header frame")
     header = read_header(views[0])
@@ -246,29 +238,6 @@ def _check_bool(buffer: memoryview, name: str) -> None:
         raise WireError(f"bool column {name!r} has a byte that is neither 0 nor 1")
 
 
-def cut(frames: Sequence[Frame]) -> list[Frame]:
-    """Frames as they travel: consecutive views of `PIECE` bytes each, and then a shorter one, which may be empty, as its end."""
-    pieces: list[Frame] = []
-    for frame in frames:
-        view = _view(frame)
-        pieces += [view[at : at + PIECE] for at in range(0, len(view) + 1, PIECE)]
-    return pieces
-
-
-def joined(pieces: Sequence[Frame]) -> list[Frame]:
-    """The frames that `cut` made these of, read-only; one that was cut is copied, another is not. Raises `WireError`."""
-    frames: list[Frame] = []
-    parts: list[memoryview] = []
-    for piece in pieces:
-        parts.append(_view(piece))
-        if len(parts[-1]) < PIECE:
-            frames.append(piece if len(parts) == 1 else b"".join(parts))
-            parts.clear()
-    if parts:
-        raise WireError("the last frame has no end")
-    return frames
-
-
 def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
     """What a trajectory takes in memory while its raw columns are views of `frames`: those, and what was unpacked."""
     unpacked = read_header(frames[0]).nbytes
@@ -304,15 +273,6 @@ def _check_values(trajectory: Trajectory) -> None:
 def _check_finite(value: float, what: str) -> None:
     if not math.isfinite(value):
         raise WireError(f"{what} is not finite")
-
-
-def _view(frame: Frame) -> memoryview:
-    try:
-        view = memoryview(frame)
-        # An empty view cannot be cast.
-        return view.cast("B") if view.nbytes else memoryview(b"")
-    except (TypeError, ValueError) as error:
-        raise WireError(f"a frame is contiguous bytes, not {type(frame).__name__}: {error}") from error
 
 
 def _decode(data: Any, kind: type[T], what: str, hook: Callable[[type, Any], Any] | None = None) -> T:
@@ -410,7 +370,7 @@ def sign_control(body: bytes) -> bytes:
 
 def decode_control(frame: Frame) -> Message:
     """A control message. Raises `WireError`, and nothing else, for any other bytes."""
-    view = _view(frame)
+    view = view_of(frame)
     if len(view) > MAX_CONTROL:
         raise WireError(f"a control message of {len(view)} bytes, more than {MAX_CONTROL}")
     body, crc = view[:-CRC_BYTES], view[-CRC_BYTES:]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_che
 
 if TYPE_CHECKING:
     from r3async.world.appending import Keeper
+    from r3async.world.disk import Stat
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -120,17 +121,6 @@ class File(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-@dataclass(frozen=True)
-class Stat:
-    """What `Files.stat` says. `size` in bytes. `modified`: a number that orders files by when they were last written. `mode`: its
-    permissions."""
-
-    size: int
-    modified: int
-    directory: bool
-    mode: int
-
-
 class Files(Protocol):
     """The file systems of this host. Every method may raise `OSError`. What is not synced may be lost with the machine."""
 
@@ -183,14 +173,6 @@ MAX_FRAME = 128 * 2**10
 """Bytes. A peer that sends a larger one is disconnected: a stranger can have this much taken, and no more."""
 TURN_SECONDS = 0.0005
 """How long one socket, or one kind of work, may keep the event loop before others have their turn."""
-
-# Why a router does not let a peer in.
-NO_KEY = "no key shown"
-OTHER_LEARNER = "the key of another learner"
-UNKNOWN_KEY = "a key that is not known here"
-BROKEN = "a broken handshake"
-DENIED = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
-"""Why a dealer is not let in, in what it says of itself."""
 
 
 class Frame(Protocol):

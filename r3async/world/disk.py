@@ -11,15 +11,27 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from r3async.world import Buffer, Stat
+from r3async.world import Buffer
 
 PIECES = 512
 """Of one call of `writev`; the system's own limit is 1,024."""
 
 LOCK_SECONDS = 0.001
 """Between two tries to lock a file that another one holds."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What `Files.stat` says. `size` in bytes. `modified`: a number that orders files by when they were last written. `mode`: its
+    permissions."""
+
+    size: int
+    modified: int
+    directory: bool
+    mode: int
 
 
 class DiskFile:

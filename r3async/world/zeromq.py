@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from r3async.world import (
-    BROKEN,
-    DENIED,
     MAX_FRAME,
-    NO_KEY,
-    OTHER_LEARNER,
     TURN_SECONDS,
-    UNKNOWN_KEY,
     Buffer,
     OnMessage,
 )
 
 if TYPE_CHECKING:
     from r3async.transport.keys import ClientKeys, ServerKeys
+
+# Why a router does not let a peer in.
+NO_KEY = "no key shown"
+OTHER_LEARNER = "the key of another learner"
+UNKNOWN_KEY = "a key that is not known here"
+BROKEN = "a broken handshake"
+DENIED = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
+"""Why a dealer is not let in, in what it says of itself."""
 
 COPIED = 2**16
 """Smaller frames are copied when they are sent: that is faster than to keep track of them."""

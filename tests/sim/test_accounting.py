@@ -16,7 +16,8 @@ from r3async.config import load_config
 from r3async.tools.chaos.accounting import Acknowledged
 from r3async.tools.chaos.actors import FAULTS, Recorder, chaos_directory
 from r3async.tools.chaos.run import Rehearsal, look_into
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, joined
+from r3async.transport.codec import joined
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
 from r3async.world.simulated.world import EPOCH
 from tests.sim.whole import SMALL, Simulated
 

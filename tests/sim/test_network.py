@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from r3async.transport.keys import new_keys
-from r3async.world import MAX_FRAME, OTHER_LEARNER, UNKNOWN_KEY, Sockets
+from r3async.world import MAX_FRAME, Sockets
 from r3async.world.simulated.loop import Process, VirtualLoop
 from r3async.world.simulated.network import SimulatedNetwork
-from r3async.world.zeromq import ZeroMqSockets
+from r3async.world.zeromq import OTHER_LEARNER, UNKNOWN_KEY, ZeroMqSockets
 from tests.helpers_transport import CLIENT_KEYS, SERVER_KEYS, until
 
 LOOPBACK = "tcp://127.0.0.1:*"

@@ -5,10 +5,8 @@ of it."""
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
@@ -36,17 +34,15 @@ from r3async.tools.simulate.history import (
     PowerFailed,
     Published,
     Refused,
-    Saved,
     Sent,
     Slots,
-    Stored,
     Taken,
     Trained,
-    Unlinked,
 )
 from r3async.tools.simulate.invariants import Checker, Violated
+from r3async.tools.simulate.observe_files import WatchedFiles
 from r3async.transport.accepted import OPEN
-from r3async.transport.codec import WireError
+from r3async.transport.codec import WireError, joined
 from r3async.transport.wire import (
     Ack,
     Deliver,
@@ -55,9 +51,8 @@ from r3async.transport.wire import (
     decode_control,
     decode_trajectory,
     decoded_bytes,
-    joined,
 )
-from r3async.world import File, Files, Lane, Placement, Stat
+from r3async.world import Files, Lane, Placement
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
 from r3async.world.simulated.disk import SimulatedDisk
 from r3async.world.simulated.processes import HostProcess, SimulatedThreads
@@ -65,10 +60,6 @@ from r3async.world.simulated.world import Host, SimulatedWorld, Simulation
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-MEMORY = Path("/memory")
-_SPOOL = re.compile(r"(\d{9})-\d+\.spool")
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 class Watched(Simulation):
@@ -243,84 +234,6 @@ class WatchedLane:
 
     async def close(self) -> None:
         await self._lane.close()
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-class WatchedFiles:
-    """See `world.Files`: two file systems, a disk and one in memory. Tells of the spool, and of checkpoints that are safe."""
-
-    def __init__(self, files: Files, memory: Files, simulation: Watched):
-        self._disk, self._memory, self._simulation = files, memory, simulation
-
-    def _of(self, path: Path) -> Files:
-        return self._memory if path.is_relative_to(MEMORY) else self._disk
-
-    def open(self, path: Path, *, create: bool = False, new: bool = False, mode: int = 0o644) -> File:
-        file = self._of(path).open(path, create=create, new=new, mode=mode)
-        spooled = _spooled(path) if create or new else None
-        return WatchedFile(file, self._simulation, int(spooled[1]), path.name) if spooled else file
-
-    def stat(self, path: Path) -> Stat | None:
-        return self._of(path).stat(path)
-
-    def list(self, directory: Path) -> list[str]:
-        return self._of(directory).list(directory)
-
-    def make(self, directory: Path, mode: int = 0o777) -> None:
-        self._of(directory).make(directory, mode)
-
-    def claim(self, directory: Path) -> None:
-        self._of(directory).claim(directory)
-
-    def rename(self, path: Path, to: Path) -> None:
-        self._of(path).rename(path, to)
-
-    def remove(self, path: Path) -> None:
-        spooled = _spooled(path)
-        there = spooled and self._disk.stat(path)
-        self._of(path).remove(path)
-        if spooled and there:
-            self._simulation.see(Unlinked, int(spooled[1]), path.name)
-
-    def remove_tree(self, path: Path) -> None:
-        self._of(path).remove_tree(path)
-
-    def free(self, path: Path) -> int:
-        return self._of(path).free(path)
-
-    def sync_directory(self, directory: Path) -> None:
-        self._of(directory).sync_directory(directory)
-        if directory.name == "checkpoints":
-            steps = [int(found[1]) for name in self._disk.list(directory) if (found := _STEP.fullmatch(name))]
-            if steps and max(steps) > self._simulation.checker.known.safe:
-                self._simulation.see(Saved, max(steps))
-
-
-def _spooled(path: Path) -> re.Match[str] | None:
-    return _SPOOL.fullmatch(path.name) if path.parent.name == "spool" else None
-
-
-class WatchedFile:
-    """A file of the spool."""
-
-    def __init__(self, file: File, simulation: Watched, group: int, name: str):
-        self._file, self._simulation, self._group, self._name = file, simulation, group, name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def append(self, pieces: Sequence[Any]) -> int:
-        written = self._file.append(pieces)
-        self._simulation.see(Stored, self._group, self._name, self._file.size())
-        return written
-
-    def __enter__(self) -> WatchedFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
 
 
 # -- actors ------------------------------------------------------------------------------------------------------------

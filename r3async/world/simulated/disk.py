@@ -10,7 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from r3async.world import Buffer, Files, Stat
+from r3async.world import Buffer, Files
+from r3async.world.disk import Stat
 from r3async.world.simulated.tree import DirectoryNode, Entry, FileNode, Node, Tree, error
 
 READING = frozenset({"open", "size", "read", "map", "stat", "list", "free", "lock"})

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
@@ -26,7 +27,7 @@ from typing import Any
 
 from r3async.world import OnMessage
 from r3async.world.simulated.loop import Process, Timer, VirtualLoop
-from r3async.world.simulated.sockets import ANY, Connection, Dealer, Observe, Router, SimulatedSocket, failure, parse
+from r3async.world.simulated.sockets import ANY, Connection, Dealer, Observe, Router, SimulatedSocket, parse
 
 FIRST_PORT = 49152
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -124,9 +125,9 @@ class SimulatedNetwork:
         """Raises `OSError`."""
         name, port = parse(address)
         if name not in (*LOOPBACK, *WILDCARD, router.host):
-            raise failure(errno.EADDRNOTAVAIL)
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
         if port and (router.host, port) in self._bound:
-            raise failure(errno.EADDRINUSE)
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         router.port = port or next(p for p in self._ports if (router.host, p) not in self._bound)
         router.local = name in LOOPBACK
         self._bound[router.host, router.port] = router

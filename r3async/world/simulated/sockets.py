@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils import z85
 
-from r3async.world import DENIED, MAX_FRAME, NO_KEY, OTHER_LEARNER, UNKNOWN_KEY, Buffer, OnMessage
+from r3async.world import MAX_FRAME, Buffer, OnMessage
 from r3async.world.simulated.loop import Process, Timer
+from r3async.world.zeromq import DENIED, NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
 
 if TYPE_CHECKING:
     from r3async.transport.keys import ClientKeys, ServerKeys
@@ -371,12 +372,8 @@ def parse(endpoint: str) -> tuple[str, int]:
     scheme, _, rest = endpoint.partition("://")
     name, _, port = rest.rpartition(":")
     if scheme != "tcp" or not name or not (port == "*" or port.isdigit()):
-        raise failure(errno.EINVAL)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return name, 0 if port == "*" else int(port)
-
-
-def failure(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 public_key = lru_cache(maxsize=4096)(zmq.curve_public)

@@ -1,0 +1,232 @@
+"""Planted defects of leases, slots, steps, lineages and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from r3async.actors import reception
+from r3async.actors.delivery import Publishing
+from r3async.actors.installer import Installer
+from r3async.actors.learner import LearnerActor
+from r3async.actors.ranks import LocalLearner
+from r3async.data.versions import Lineage
+from r3async.schedule.admission import Admission, GroupLease
+from r3async.schedule.groups import GroupBuffer
+from r3async.tools.simulate.planting import mutant, plant
+
+# -- leases and slots --------------------------------------------------------------------------------------------------
+
+
+@mutant(Admission, "trained")
+def slot_freed_early(trained: Any) -> Any:
+    """The slots of a step's groups are free when it is made, not when its weights are installed."""
+
+    def early(self: Admission, version: int, groups: Any) -> None:
+        trained(self, version, groups)
+        self._uninstalled[version] = 0
+
+    return early
+
+
+def _whoever(lease: Any) -> Any:
+    def whoever(self: Admission, owner: str, *, version: int, **facts: Any) -> Any:
+        return lease(self, owner, version=max(version, self.version), **facts)
+
+    return whoever
+
+
+def _first_is_enough(give: Any) -> Any:
+    def first(self: Installer, version: int, reports: Any) -> Any:
+        awaited = give(self, version, reports)
+        return [] if any(generator.version >= version for generator in self.fleet) else awaited[:1]
+
+    return first
+
+
+plant(
+    "stale_generator_leased",
+    "A version counts as installed when one engine has it, and the others are leased work all the same.",
+    (Admission, "lease", _whoever),
+    (Installer, "_give", _first_is_enough),
+)
+
+
+@mutant(Admission, "lose")
+def lease_lost_with_its_generator(lose: Any) -> Any:
+    """What a generator that ended was leased is leased to nobody again."""
+
+    def forget(self: Admission, owner: str, missing: Any) -> list[int]:
+        return lose(self, owner, lambda group: ())
+
+    return forget
+
+
+@mutant(Admission, "lose")
+def missing_not_subtracted(lose: Any) -> Any:
+    """All that a generator was leased returns, also what has arrived."""
+
+    def everything(self: Admission, owner: str, missing: Any) -> list[int]:
+        return lose(self, owner, lambda group: range(self.samples_per_group))
+
+    return everything
+
+
+@mutant(Admission, "adopt")
+def kept_is_not_adopted(adopt: Any) -> Any:
+    """A start without a checkpoint plays everything again, also what its spool kept."""
+
+    def nothing(self: Admission, newest: int, missing: Any) -> list[int]:
+        return adopt(self, newest, missing) if self.version or self._next_group else []
+
+    return nothing
+
+
+@mutant(Admission, "adopt")
+def resume_leases_what_was_kept(adopt: Any) -> Any:
+    """A resumed run leases its groups whole, also what the spool kept of them."""
+
+    def whole(self: Admission, newest: int, missing: Any) -> list[int]:
+        return adopt(self, newest, lambda group: range(self.samples_per_group) if missing(group) else ())
+
+    return whole
+
+
+@mutant(Admission, "lease")
+def group_passed_over(lease: Any) -> Any:
+    """Now and then a group is never leased."""
+
+    def skip(self: Admission, owner: str, **facts: Any) -> GroupLease | None:
+        if self._next_group == 5 and not self._waiting:
+            self._next_group = 6
+        return lease(self, owner, **facts)
+
+    return skip
+
+
+@mutant(Admission, "lease")
+def leased_twice(lease: Any) -> Any:
+    """A part of a group that is split is leased to two generators."""
+
+    def twice(self: Admission, owner: str, **facts: Any) -> GroupLease | None:
+        found = lease(self, owner, **facts)
+        if found is not None and found.group_index in self._waiting:
+            rest = {*self._waiting[found.group_index], found.episode_indices[0]}
+            self._waiting[found.group_index] = tuple(sorted(rest))
+        return found
+
+    return twice
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@mutant(GroupBuffer, "batch")
+def younger_groups_first(batch: Any) -> Any:
+    """A step takes the youngest complete groups of the window."""
+
+    def youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
+        window = [g for g in self._taken.within() if not self.missing(g)]
+        return sorted(window[-at_least:]) if len(window) >= at_least else batch(self, at_least, at_most, tokens)
+
+    return youngest
+
+
+@mutant(GroupBuffer, "__init__")
+def window_one_wider(init: Any) -> Any:
+    """The learner's window is one group wider than the schedule says."""
+
+    def wider(self: GroupBuffer, samples_per_group: int, window: int = 1, **facts: Any) -> None:
+        init(self, samples_per_group, window + 1, **facts)
+
+    return wider
+
+
+@mutant(GroupBuffer, "__init__")
+def resume_forgets_what_was_trained(init: Any) -> Any:
+    """A resumed learner takes groups for untrained that its checkpoint has trained beyond the oldest."""
+
+    def forget(self: GroupBuffer, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
+        init(self, samples_per_group, window, head=head)
+
+    return forget
+
+
+plant(
+    "no_dedupe",
+    "A resumed learner does not know what was trained, and takes it again.",
+    (GroupBuffer, "__init__", lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window)),
+)
+
+
+@mutant(LearnerActor, "train_step")
+def version_counted_twice(train_step: Any) -> Any:
+    """A publication counts for two versions."""
+
+    async def twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
+        result = await train_step(self, *args, **facts)
+        if result is not None and result["new_weights"]:
+            self.model.counts.version += 1
+        return result
+
+    return twice
+
+
+@mutant(LocalLearner, "snapshot")
+def old_weights_under_a_new_number(snapshot: Any) -> Any:
+    """The third version that a learner publishes has the weights of the one before."""
+
+    def old(self: Any, version: int) -> None:
+        before = getattr(self, "copies", [])
+        snapshot(self, version)
+        self.copies = [*before, self._snapshot[1]]
+        if len(self.copies) == 3:
+            self._snapshot = version, self.copies[1]
+
+    return old
+
+
+# -- lineages and weights ----------------------------------------------------------------------------------------------
+
+
+def _unless_kept(validate: Any) -> Any:
+    return lambda trajectory, **facts: None if facts.get("kept") else validate(trajectory, **facts)
+
+
+plant(
+    "lineage_ignored",
+    "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
+    (Lineage, "refusal", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
+    (reception, "validate_trajectory", _unless_kept),
+)
+
+
+@mutant(Lineage, "child")
+def lineage_used_again(child: Any) -> Any:
+    """A start does not look at the numbers that were taken before."""
+
+    def again(self: Lineage, starts: Any, *args: Any) -> Any:
+        return child(self, (), *args)
+
+    return again
+
+
+@mutant(Publishing, "write")
+def another_lineage_published(write: Any) -> Any:
+    """A resumed learner names its weights after the first lineage."""
+
+    async def first(self: Publishing, reading: Any = ()) -> Any:
+        published = await write(self, reading)
+        manifest = msgspec.structs.replace(published.publication.manifest, lineage=1)
+        return msgspec.structs.replace(
+            published, publication=msgspec.structs.replace(published.publication, manifest=manifest)
+        )
+
+    return first
+
+
+@mutant(LocalLearner, "restore")
+def checkpoint_not_loaded(restore: Any) -> Any:
+    """A resumed learner begins with the start model's weights."""
+    return lambda self, path: None

@@ -152,8 +152,7 @@ class Conductor:
             self.rows.restart_clock()
             delivering = asyncio.create_task(self._deliver_forever(installer))
             watching = asyncio.create_task(self._watch(installer).run())
-            background += [delivering, watching, asyncio.create_task(self.tasks.watch())]
-            background += self._supervise(installer)
+            background += [delivering, watching, asyncio.create_task(self.tasks.watch()), *self._supervise(installer)]
             self.evaluator.after(self.made)
             await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
@@ -227,14 +226,14 @@ class Conductor:
         way = Way(listening["endpoint"], backend, listening["keys"])
         await self.fleet.connect(way)
         if self._state is not None or listening["newest_group"] >= 0:
-            await self._resume(self._state, listening["newest_group"])
+            await self._resume(listening["newest_group"])
         self.tasks.resumed(self.admission.groups_leased)
         return await self._deliver_first(way, tokens)
 
-    async def _resume(self, state: RunState | None, newest: int) -> None:
+    async def _resume(self, newest: int) -> None:
         """Where the checkpoint left off, or without one at the beginning: what the learner has of groups that were not trained is
         not played again."""
-        if state is not None:
+        if (state := self._state) is not None:
             restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
         groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest + 1))
         missing = await self.learner.call("missing", list(groups))
@@ -243,8 +242,8 @@ class Conductor:
             self.rows.restore(state.pending_rows, state.generated_tokens)
         self.events.warning(
             "resumed",
-            step=state.steps if state else 0,
-            version=state.version if state else 0,
+            step=self.made,
+            version=self.version,
             lineage=self.lineage.number,
             checkpoint=state is not None,
             groups_played_again=again,
@@ -253,8 +252,7 @@ class Conductor:
     async def _deliver_first(self, way: Way, tokens: list[int] | None) -> Installer:
         self._phase = "delivering weights"
         published = await self.learner.call("publish")
-        clock = self.world.clock.monotonic
-        put = self.world.actors.put
+        clock, put = self.world.clock.monotonic, self.world.actors.put
         installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self._wake, put)
         await installer.begin()
         self.admission.installed(published.version)
@@ -363,9 +361,9 @@ class Conductor:
         self._phase = "saving the model"
         config, model, failure = self.config, str(self.run_dir / "model"), "the model was not saved"
         updates = await ask(config, "learner.start_timeout", self.learner, "save", model, failure=failure)
-        self._phase, failure = "writing a checkpoint", "the last checkpoint was not written"
-        setting, method = "checkpoint.write_timeout", "finish_checkpoint"
-        await ask(config, setting, self.learner, method, failure=failure, grace=RPC_SECONDS)
+        self._phase, setting = "writing a checkpoint", "checkpoint.write_timeout"
+        failure, grace = "the last checkpoint was not written", RPC_SECONDS
+        await ask(config, setting, self.learner, "finish_checkpoint", failure=failure, grace=grace)
         return updates
 
     def _supervise(self, installer: Installer) -> list[asyncio.Task[None]]:

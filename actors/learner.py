@@ -29,8 +29,8 @@ from r3async.record.steps import TRAINED, episode_metrics, previews, trained_ste
 from r3async.record.timeline import LagMeter, Timeline
 from r3async.record.tracing import StepTracer
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
-from r3async.schedule.age import age_metrics, check_ages
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.validation import age_metrics, check_ages
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.files import read_file

@@ -18,7 +18,7 @@ from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import Config, to_dict
 from r3async.data.versions import Lineage
 from r3async.record.events import open_events
-from r3async.schedule.watchdog import Watchdog
+from r3async.schedule.health import Watchdog
 from r3async.world import ActorLost, ActorRef, Placement, World
 from r3async.world.appending import Report
 

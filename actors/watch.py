@@ -18,8 +18,7 @@ from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import RPC_SECONDS, ProcessLost, Question, RunFailed
 from r3async.config import Config
 from r3async.schedule.admission import Admission
-from r3async.schedule.health import HealthState
-from r3async.schedule.watchdog import Stall, Watchdog
+from r3async.schedule.health import HealthState, Stall, Watchdog
 from r3async.world import ActorRef, World
 
 LOOK_SECONDS = 2.0

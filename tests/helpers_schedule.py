@@ -10,9 +10,9 @@ import numpy as np
 from r3async.config import ScheduleConfig
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.schedule.admission import Admission, most_groups, oldest_age
-from r3async.schedule.age import check_ages, token_ages
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import Cursor
+from r3async.schedule.validation import check_ages, token_ages
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.episode import EngineAborted, EpisodeError, EpisodeTask, failed_trajectory
 from r3async.rollout.group import GroupPlayer, engine_failed
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.age import age_metrics, check_ages
 from r3async.schedule.failures import FEWEST, RECENT, EpisodeEnd, FailedTask, TaskFailures
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import Cursor
-from r3async.schedule.validation import validate_trajectory
+from r3async.schedule.validation import age_metrics, check_ages, validate_trajectory
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from r3async.weights.publish import WeightManifest

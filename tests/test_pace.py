@@ -7,8 +7,7 @@ import pytest
 
 from r3async.config import ScheduleConfig
 from r3async.record.timeline import LAG_SAMPLES, LagMeter
-from r3async.schedule.concurrency import Concurrency
-from r3async.schedule.pace import IdleShare, Pace, StepPace, useful_places
+from r3async.schedule.pace import Concurrency, IdleShare, Pace, StepPace, useful_places
 from r3async.schedule.tasks import Cursor
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.schedule.admission import oldest_age
-from r3async.schedule.age import AgeError, age_metrics, check_ages
+from r3async.schedule.validation import AgeError, age_metrics, check_ages
 from tests.helpers_schedule import Run, Shape, episode
 
 

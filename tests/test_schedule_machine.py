@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from r3async.data.window import Consumed
 from r3async.schedule.admission import Admission
-from r3async.schedule.age import AgeError
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.validation import AgeError
 from tests.helpers_schedule import Run, Shape
 
 PLAYERS = ["p0", "p1", "p2"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.transport import Ledger
-from r3async.transport.accepted import OPEN, Capacity
+from r3async.transport.intake import OPEN, Capacity
 from r3async.transport.outbox import DAMAGED_TIMES, MOST, Outbox, Pending
 from tests.helpers_transport import make_trajectory
 

@@ -17,7 +17,7 @@ from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.watch import Watch
 from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.admission import Admission
-from r3async.schedule.watchdog import Stall
+from r3async.schedule.health import Stall
 from r3async.world.real import REAL
 from tests.helpers_world import Clock, Outside, StandIn
 

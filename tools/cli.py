@@ -15,8 +15,8 @@ from r3async.tools.inspect.command import app as inspect
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.terminal import Terminal
-from r3async.world.printable import printable
 from r3async.world.processes import find_user_modules
+from r3async.world.streams import printable
 
 UNTRAINED = 4
 """Exit code of a run that made all its steps, and none of them an update."""

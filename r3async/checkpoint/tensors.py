@@ -22,7 +22,7 @@ from torch import Tensor
 
 from r3async.checkpoint.manifest import CheckpointError, FileRecord
 from r3async.checkpoint.state import TrustRegionState
-from r3async.data.tensorfile import CODES, encode_header, tensor_bytes
+from r3async.data.container import CODES, encode_header, tensor_bytes
 from r3async.world import Files
 from r3async.world.real import REAL
 

@@ -4,21 +4,30 @@
 
 all little-endian; each frame is padded to 8 bytes, so that arrays that are mapped from the file are aligned. What is in the
 frames, and their checksum, is for whoever writes them.
+
+Below: safetensors files as series of bytes, the header and then each tensor's own, so that no file has to be in memory at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from r3async.world import Buffer, Files
 from r3async.world.real import REAL
+
+if TYPE_CHECKING:
+    import torch
+
 
 HEAD = struct.Struct("<8sII")
 ALIGN = 8
@@ -116,3 +125,53 @@ def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: F
     """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
     with files.open(path) as file:
         return file.map(offset, length)
+
+
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls a dtype, by its name in torch."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `CODES`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The length of the header as a little-endian u64, then JSON, padded to 8 bytes.
+
+    `tensors`: name, dtype and shape, in the order in which their bytes follow. Raises `ValueError` for a dtype that safetensors
+    cannot hold.
+    """
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    at = 0
+    for name, dtype, shape in tensors:
+        if dtype_name(dtype) not in CODES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold")
+        end = at + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Those of a tensor in host memory, without a copy if it is contiguous."""
+    import torch
+
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

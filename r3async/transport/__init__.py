@@ -1,7 +1,6 @@
 """Trajectories from generators to the learner: at least once, trained once."""
 
-from r3async.transport.accepted import Ledger
-from r3async.transport.intake import Refuse, Store
+from r3async.transport.intake import Ledger, Refuse, Store
 from r3async.transport.receiver import Receiver
 from r3async.transport.sender import Sender
 from r3async.transport.sockets import TransportError, TransportRefused

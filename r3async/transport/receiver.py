@@ -13,8 +13,7 @@ from typing import Any
 
 from r3async.config import TransportConfig, in_url
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.transport.accepted import OPEN, Capacity, Ledger
-from r3async.transport.intake import Arrival, Intake, Outcome, Refuse, Store
+from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store
 from r3async.transport.keys import ServerKeys
 from r3async.transport.sockets import NoSocket, TransportError
 from r3async.transport.wire import (

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 import xxhash
 
-from r3async.data.tensorfile import dtype_name, encode_header, tensor_bytes
+from r3async.data.container import dtype_name, encode_header, tensor_bytes
 from r3async.world import Files, World
 from r3async.world.files import make_directory, write_aside
 from r3async.world.real import REAL

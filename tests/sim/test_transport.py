@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from r3async.transport import Ledger, Receiver
-from r3async.transport.accepted import Capacity
+from r3async.transport.intake import Capacity
 from r3async.transport.wire import Ack
 from tests.sim.delivery import GROUPS, SAMPLES, Delivery
 

@@ -18,7 +18,7 @@ from r3async.tools.simulate import mutants_schedule as mutants_schedule  # fills
 from r3async.tools.simulate.planting import MUTANTS as MUTANTS
 from r3async.tools.simulate.planting import mutant
 from r3async.transport import wire as wire_room
-from r3async.transport.accepted import Capacity
+from r3async.transport.intake import Capacity
 from r3async.transport.outbox import Outbox
 from r3async.transport.sender import Sender
 from r3async.world.simulated.disk import SimulatedFile, SimulatedFiles

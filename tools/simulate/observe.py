@@ -41,8 +41,8 @@ from r3async.tools.simulate.history import (
 )
 from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe_files import WatchedFiles
-from r3async.transport.accepted import OPEN
 from r3async.transport.codec import WireError, joined
+from r3async.transport.intake import OPEN
 from r3async.transport.wire import (
     Ack,
     Deliver,

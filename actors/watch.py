@@ -1,7 +1,7 @@
 """The conductor's watch over a run in which nothing fails and nothing moves.
 
 What each stage has done, and what waits for it, is gathered from where it is known: the generators' last reports, the
-learner's status, the fleet. `schedule.watchdog` judges. What does not move is named, every process's stacks are written, and
+learner's status, the fleet. `Watchdog` judges. What does not move is named, every process's stacks are written, and
 `supervise.on_stall` is done.
 """
 

@@ -160,9 +160,9 @@ class _Seen(msgspec.Struct):
 
 
 class Watchdog:
-    """A run that hangs says nothing by itself. Each stage (playing, sending, training, publishing, installing) reports how much it
-    has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One without work
-    is never blamed: it waits for another.
+    """A run that hangs says nothing by itself. Each stage (playing, sending, training, publishing, installing) reports how much
+    it has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One without
+    work is never blamed: it waits for another.
 
     `limits`: seconds that each stage may go without progress. A stage that is not named has `default`."""
 

@@ -198,13 +198,12 @@ class Spool:
     # What follows runs in the spool's thread.
 
     def _write(self, group: int, frames: Sequence[Frame]) -> tuple[Path, int, int]:
-        if group in self._new:
-            path, size = self._new[group]
-        else:
+        if group not in self._new:
             make_directory(self.directory, files=self._disk)
-            path, size = self._next(group), 0
+            self._new[group] = self._next(group), 0
+        path, size = self._new[group]  # what a failed write left there is cut off first
         offset, length = SPOOL.append(path, frames, fsync=self._settings.fsync, at=size, files=self._disk)
-        if group not in self._new and self._settings.fsync:
+        if not size and self._settings.fsync:
             self._disk.sync_directory(self.directory)
         self._new[group] = path, offset + length
         return path, offset, length

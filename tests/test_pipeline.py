@@ -10,6 +10,7 @@ import time
 import pytest
 from rich.console import Console
 
+import r3async
 from r3async.config import load_config
 from r3async.record.catalogue import METRICS
 from r3async.record.reading import read_objects
@@ -152,15 +153,17 @@ def routes_were_the_engines_own(run_dir, rows):
 
 @pytest.mark.short_run
 def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm_model, tmp_path):
-    run_dir, _ = run(
-        warm_model,
-        tmp_path,
-        "on-policy",
-        "schedule.max_staleness=0",
-        "schedule.window=3",
-        "routing.replay=off",
-        "steps=3",
+    run_dir = r3async.train(
+        "quickstart",
+        runs=tmp_path,
+        name="on-policy",
+        steps=3,
+        model={"path": str(warm_model)},
+        generator={"kv_cache_gib": 0.25},
+        schedule={"groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0, "window": 3},
+        routing={"replay": "off"},
     )
+    assert run_dir == tmp_path / "on-policy"
     for row in read_objects(run_dir / "metrics.jsonl"):
         assert row["staleness/max"] == 0
         assert row["rollout_kl/k3"] < 1e-6

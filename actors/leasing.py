@@ -51,7 +51,7 @@ class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """`more` is False when nothing will ever be left to lease."""
+    """`more` is False when nothing will ever be left to lease, or not to this process: another is in its place."""
 
     leases: list[GroupLease]
     more: bool

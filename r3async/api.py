@@ -21,9 +21,11 @@ def train(preset: str | Path | Config = "quickstart", *, runs: str | Path = "run
 
     Raises `ConfigError` for a wrong setting, `CheckpointError` for a checkpoint that cannot be resumed, `RunFailed` for a run
     that ended early, and `NotTrained`, which is one, if no step made an update. Ctrl-C ends the run in order, and it can resume.
+    Blocking, with an event loop of its own: `RuntimeError` within one that runs, as a notebook's does.
     """
     from r3async.tools.train import train as run
 
+    _refuse_running_loop()
     name = "config" if isinstance(preset, Config) else str(preset)
     return run(_config(preset, settings), name, root=Path(runs))
 
@@ -46,12 +48,26 @@ def evaluate(
     `policy`: the model, or for scale the environment's own `oracle` or `random` answers. `settings` go over the configuration.
 
     Raises `ConfigError` for a wrong setting, and `RunFailed` for what an episode or the engine failed with.
+    Blocking, as `train`.
     """
     from r3async.tools.eval import choose_target, run_evaluation
 
+    _refuse_running_loop()
     chosen = choose_target(None if target is None else str(target), preset, env, settings, policy, Path(runs))
     tasks = chosen.config.evaluation.seed if seed is None else seed
     return asyncio.run(run_evaluation(chosen, episodes=episodes, seed=tasks, policy=policy))
+
+
+def _refuse_running_loop() -> None:
+    """Before anything is made: later, `asyncio.run` would refuse it too, in words of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "r3async.train and r3async.evaluate run an event loop of their own, and one runs here already, as in a notebook: "
+        "await asyncio.to_thread(r3async.train, ...)"
+    )
 
 
 def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -77,6 +78,16 @@ def test_a_wrong_setting_of_train_and_evaluate_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nothing-of-that-name"):
         r3async.evaluate("nothing-of-that-name", runs=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_within_a_running_event_loop_both_say_how_to_be_called_and_make_nothing(tmp_path):
+    with pytest.raises(RuntimeError, match=r"asyncio\.to_thread"):
+        r3async.train("quickstart", runs=tmp_path)
+    with pytest.raises(RuntimeError, match=r"asyncio\.to_thread"):
+        r3async.evaluate(env="reverse-text", policy="oracle", runs=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    found = await asyncio.to_thread(r3async.evaluate, env="reverse-text", policy="oracle", episodes=2)
+    assert found.episodes == 2
 
 
 def test_evaluate_plays_the_tasks_of_an_environment():

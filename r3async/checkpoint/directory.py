@@ -187,7 +187,7 @@ class Checkpoints:
     def newest(self) -> Opened | None:
         """The newest checkpoint that is intact; None if there never was one. Those that are not are set aside and reported.
 
-        Raises `CheckpointError` if there are some and none is intact: to begin again would throw the run away in silence. Raises
+        Raises `CheckpointError` if there are some and none is intact: to start over would throw the run away in silence. Raises
         `Unreadable`, and sets nothing aside for it, if the disk does not give one.
         """
         reasons: list[str] = []
@@ -202,7 +202,7 @@ class Checkpoints:
             said = "; ".join(reasons) or "only those are left that could not be read before"
             raise CheckpointError(
                 f"no checkpoint in {self.directory} can be read ({said}); they are kept there as *.bad. Set "
-                'resume="none" to begin again'
+                'resume="none" to start over'
             )
         return found
 

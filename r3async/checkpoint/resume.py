@@ -73,7 +73,7 @@ def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[
         said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
         raise CheckpointError(
             f"the run cannot be resumed with other settings: {said}. Set them back, or set "
-            f'resume="none" to begin again. What may differ: {MAY_DIFFER}'
+            f'resume="none" to start over. What may differ: {MAY_DIFFER}'
         )
     return changed
 

@@ -45,8 +45,8 @@ def check_trajectory(trajectory: Trajectory) -> None:
         raise InvalidTrajectory(f"{name} has two samples of one name")
     for sample in trajectory.samples:
         _check_sample(sample, list(trajectory.samples[0].table))
-    check_rewards(trajectory)
-    check_turns(trajectory)
+    _check_rewards(trajectory)
+    _check_turns(trajectory)
 
 
 def _check_sample(sample: Sample, columns: list[str]) -> None:
@@ -64,7 +64,7 @@ def _check_sample(sample: Sample, columns: list[str]) -> None:
         raise InvalidTrajectory(f"sample {name} trains its first token, which nothing predicts")
 
 
-def check_rewards(trajectory: Trajectory) -> None:
+def _check_rewards(trajectory: Trajectory) -> None:
     """Rewards of turns, and of tokens, are finite and within `MAX_REWARD`. Raises `InvalidTrajectory`."""
     of_turns = sum(abs(turn.reward) for turn in trajectory.turns)
     with np.errstate(invalid="ignore"):
@@ -79,7 +79,7 @@ def check_rewards(trajectory: Trajectory) -> None:
             )
 
 
-def check_turns(trajectory: Trajectory) -> None:
+def _check_turns(trajectory: Trajectory) -> None:
     """The turns, and what the tokens say of them. Raises `InvalidTrajectory`."""
     name = trajectory.trajectory_id
     turns = {turn.index: turn for turn in trajectory.turns}

@@ -24,8 +24,8 @@ from r3async.record.events import open_events
 from r3async.record.steps import StepRows
 from r3async.record.timeline import LagMeter, Timeline
 from r3async.schedule.admission import Admission
+from r3async.schedule.health import Updates
 from r3async.schedule.pace import Pacing
-from r3async.schedule.updates import Updates
 from r3async.world import ActorLost, ActorRef, World
 
 LOADING_STOP_SECONDS = 5.0

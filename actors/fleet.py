@@ -11,12 +11,12 @@ import msgspec
 from r3async.actors.process import RunFailed, ask
 from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
-from r3async.rollout.engines.base import InstallReport
+from r3async.rollout.engines import InstallReport
 from r3async.schedule.groups import largest_buffer
 from r3async.schedule.health import Health, HealthState
-from r3async.transport.keys import ClientKeys
 from r3async.weights.probe import probe_text
 from r3async.world import ActorRef
+from r3async.world.keys import ClientKeys
 from r3async.world.real import REAL
 
 BACKOFF_MAX_SECONDS = 60.0

@@ -17,27 +17,27 @@ from r3async.actors.leasing import Leasing
 from r3async.actors.process import NotLoaded, begin, whereabouts
 from r3async.config import Config, EnvConfig, config_from_dict, to_dict
 from r3async.data.records import Trajectory
-from r3async.envs.base import EnvironmentFactory
+from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import environment_factory
 from r3async.record.events import open_events
+from r3async.record.routes import recording
 from r3async.record.timeline import LagMeter, Timeline, timed
-from r3async.record.tracing import recording
 from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Engine, InstallReport, build_engine, sample_probe
+from r3async.rollout.engines import Engine, InstallReport, build_engine, sample_probe
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.rollout.evaluation import Evaluation, count_tasks, evaluate, evaluated
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.failures import EpisodeEnd
+from r3async.schedule.tasks import EpisodeEnd
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
 from r3async.transport.intake import TOKEN_BYTES
-from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.sender import Sender
-from r3async.transport.sockets import TransportError, off_loop
+from r3async.transport.sockets import off_loop
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import Difference, Publication, WeightError, WeightManifest, WeightReceiver
 from r3async.world import ActorRef, World
+from r3async.world.keys import ClientKeys, TransportError, generator_keys
 
 CLOSE_SECONDS = 5.0
 STOP_SECONDS = 0.1

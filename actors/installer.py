@@ -15,7 +15,7 @@ from r3async.actors.delivery import Published, no_delivery
 from r3async.actors.fleet import Fleet, Generator, Way
 from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed
 from r3async.config import Config
-from r3async.rollout.engines.base import InstallReport
+from r3async.rollout.engines import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.weights.probe import compare_probe, compare_sampled, name_differences, probe_tolerance
 from r3async.world import ActorLost, ActorRef

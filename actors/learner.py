@@ -25,9 +25,9 @@ from r3async.data.records import Trajectory
 from r3async.data.versions import FIRST, Lineage
 from r3async.learner.batch.planner import Cost, cost_model
 from r3async.record.events import open_events
+from r3async.record.routes import StepTracer
 from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
 from r3async.record.timeline import LagMeter, Timeline
-from r3async.record.tracing import StepTracer
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import age_metrics, check_ages

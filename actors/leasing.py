@@ -18,11 +18,11 @@ import msgspec
 from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import wait_until
 from r3async.config import Config
-from r3async.rollout.engines.base import Engine
+from r3async.rollout.engines import Engine
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import Admission, GroupLease
-from r3async.schedule.failures import EpisodeEnd
 from r3async.schedule.pace import Concurrency, useful_places
+from r3async.schedule.tasks import EpisodeEnd
 from r3async.world import ActorRef
 
 LOOK_SECONDS = 1.0

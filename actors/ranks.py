@@ -14,7 +14,7 @@ from r3async.actors.delivery import sender
 from r3async.actors.process import NotLoaded, begin
 from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
-from r3async.learner.base import LearnerError, MinibatchResult
+from r3async.learner import LearnerError, MinibatchResult
 from r3async.learner.batch.packing import MicroBatch
 from r3async.weights.publish import Publication, WeightSender
 from r3async.world import ActorRef, Actors, Placement, World
@@ -65,7 +65,7 @@ class LocalLearner:
         import torch
 
         torch.set_num_threads(config.learner.threads)
-        from r3async.learner.base import build_learner
+        from r3async.learner import build_learner
 
         return cls(config, build_learner(config, model_path, world.files), world)
 

@@ -12,16 +12,16 @@ from r3async.config import Config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory, is_name_in
 from r3async.data.versions import Lineage
-from r3async.learner.base import LearnerError, Unsound
+from r3async.learner import LearnerError, Unsound
 from r3async.schedule.admission import age_bound, most_groups, slots_of
-from r3async.schedule.failures import By, EpisodeEnd, Quarantine, TaskFailures
 from r3async.schedule.groups import GroupBuffer, largest_trajectory
 from r3async.schedule.spool import Spool
+from r3async.schedule.tasks import By, EpisodeEnd, Quarantine, TaskFailures
 from r3async.schedule.validation import validate_trajectory
 from r3async.transport.intake import Ledger
-from r3async.transport.keys import learner_keys
 from r3async.transport.receiver import Receiver, Refuse
 from r3async.world import World
+from r3async.world.keys import learner_keys
 
 LOOK_SECONDS = 1.0
 """Between two looks, at most, at what has arrived."""

@@ -16,8 +16,7 @@ from r3async.checkpoint import (
     find_checkpoint,
     rewind,
 )
-from r3async.checkpoint.directory import silent
-from r3async.checkpoint.lock import RunLock
+from r3async.checkpoint.directory import RunLock, silent
 from r3async.checkpoint.resume import mark, origin_of, read_starts
 from r3async.checkpoint.state import RECORDS
 from r3async.config import Config, ConfigError, config_from_dict, to_dict, to_toml

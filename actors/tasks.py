@@ -14,8 +14,7 @@ from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.config import Config
 from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.schedule.admission import slots_of
-from r3async.schedule.failures import By, EpisodeEnd, FailedTask, TaskFailures
-from r3async.schedule.tasks import Cursor
+from r3async.schedule.tasks import By, Cursor, EpisodeEnd, FailedTask, TaskFailures
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL

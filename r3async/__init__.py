@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from r3async.data.records import TokenTable as TokenTable
     from r3async.data.records import Trajectory as Trajectory
     from r3async.data.records import Turn as Turn
-    from r3async.envs.base import Action as Action
-    from r3async.envs.base import BlockingEnvironment as BlockingEnvironment
-    from r3async.envs.base import Environment as Environment
-    from r3async.envs.base import EnvironmentFailed as EnvironmentFailed
-    from r3async.envs.base import Message as Message
-    from r3async.envs.base import StepResult as StepResult
+    from r3async.envs import Action as Action
+    from r3async.envs import BlockingEnvironment as BlockingEnvironment
+    from r3async.envs import Environment as Environment
+    from r3async.envs import EnvironmentFailed as EnvironmentFailed
+    from r3async.envs import Message as Message
+    from r3async.envs import StepResult as StepResult
     from r3async.learner.losses.policy_loss import LossInputs as LossInputs
     from r3async.learner.losses.policy_loss import PolicyLoss as PolicyLoss
     from r3async.learner.losses.policy_loss import by_token as by_token
@@ -46,7 +46,7 @@ _HOME = {
     "r3async.api": ("evaluate", "train"),
     "r3async.config": ("Config", "ConfigError", "load_config"),
     "r3async.data.records": ("SCHEMA", "Column", "Sample", "TokenTable", "Trajectory", "Turn"),
-    "r3async.envs.base": (
+    "r3async.envs": (
         "Action",
         "BlockingEnvironment",
         "Environment",

@@ -11,7 +11,7 @@ import time
 import openai
 
 from docs.examples.calculator_agent import CALL, alike
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 
 
 def _ask(base_url, api_key, text="hi"):

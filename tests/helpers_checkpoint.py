@@ -15,8 +15,8 @@ from r3async.checkpoint import Checkpoints, FileRecord, RunState
 from r3async.checkpoint.state import TrainingState
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
 from r3async.config import Config, config_from_dict
+from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.base import build_learner
 from r3async.learner.batch.packing import MicroBatch, pack
 from r3async.learner.trainer import train_minibatch
 

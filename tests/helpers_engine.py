@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.publish import Publisher, WeightManifest

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 
 
 class Echo:

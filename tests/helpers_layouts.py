@@ -18,7 +18,7 @@ from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
 from r3async.learner.figures import ObjectiveSums
 from r3async.learner.minibatch import agreed
 from r3async.learner.trainer import prepare
-from r3async.rollout.engines.base import Generation
+from r3async.rollout.engines import Generation
 from r3async.rollout.samples import EpisodeSamples
 
 VERSION = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from r3async.config import EnvConfig
-from r3async.envs.base import EnvironmentFactory
+from r3async.envs import EnvironmentFactory
 from r3async.rollout.evaluation import Policy, evaluate_without_model
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTr
 
 from r3async.config import Config, config_from_dict
 from r3async.data.records import Sample
-from r3async.learner.base import MinibatchResult
+from r3async.learner import MinibatchResult
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import Packed

@@ -17,7 +17,7 @@ from zmq.utils import z85
 from r3async.config import TransportConfig
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import Receiver, Sender, wire
-from r3async.transport.keys import ClientKeys, ServerKeys
+from r3async.world.keys import ClientKeys, ServerKeys
 from r3async.world.zeromq import apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 from r3async.rollout.agents.protocol import Refused
 from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest
+from r3async.rollout.engines import EngineError, Generation, GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.group import GroupPlayer

@@ -195,7 +195,7 @@ def test_a_log_on_a_full_disk_raises_from_no_print(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = """
 import logging, os, resource, sys
-from r3async.world.streams import survive_full_disk
+from r3async.world.processes import survive_full_disk
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1), os.dup2(log, 2)
 survive_full_disk()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3async.envs.base import Message
+from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
 from r3async.tools.init_model import byte_tokenizer
 from tests.helpers_templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from r3async.checkpoint import CheckpointError, Checkpoints, find_checkpoint, open_checkpoint
-from r3async.checkpoint.manifest import FileRecord, Manifest, decode_manifest
+from r3async.checkpoint.state import FileRecord, Manifest, decode_manifest
 from r3async.checkpoint.tensors import LearnerParts, Place, write_part
 from tests.helpers_checkpoint import run_state, tiny_state, write_checkpoint
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from r3async.checkpoint import CheckpointError, Checkpoints
 from r3async.config import to_dict
-from r3async.learner.base import build_learner
+from r3async.learner import build_learner
 from r3async.tools.cli import app
 from r3async.tools.export import export
 from tests import helpers_checkpoint as hc

@@ -11,7 +11,7 @@ import pytest
 
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.manifest import Unreadable
+from r3async.checkpoint.state import Unreadable
 from r3async.config import ConfigError
 from r3async.tools.cli import main
 from r3async.tools.train import StoppedWhileLoading, StopRequest, stop_signals

@@ -6,7 +6,7 @@ import pytest
 
 from r3async.config import ConfigError, load_config
 from r3async.config.generation import DEFAULTS, OWNED, check_engine_args, ours
-from r3async.rollout.engines.base import build_engine
+from r3async.rollout.engines import build_engine
 from r3async.rollout.engines.vllm import VllmEngine
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
+from r3async.envs import Action, EnvironmentFailed, Message
 from r3async.envs.adapters import random_opponent
-from r3async.envs.base import Action, EnvironmentFailed, Message
 from r3async.envs.factory import environment_factory
 from tests.helpers_rewards import mean_reward
 from tests.helpers_verifiers import tasksets_in

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, HasRandomAnswer, StepResult
+from r3async.envs import Action, HasRandomAnswer, StepResult
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.tasks import evaluate
 from tests.helpers_rewards import mean_reward

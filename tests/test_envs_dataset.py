@@ -5,7 +5,7 @@ import json
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, EnvironmentFailed, Message
+from r3async.envs import Action, EnvironmentFailed, Message
 from r3async.envs.factory import environment_factory
 from tests.helpers_rewards import mean_reward
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, EnvironmentFailed, HasOracle
+from r3async.envs import Action, EnvironmentFailed, HasOracle
 from r3async.envs.factory import environment_factory
 from tests.helpers_rewards import mean_reward
 
@@ -193,7 +193,7 @@ async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):
 OWNER = """
 import asyncio, sys
 from r3async.config import EnvConfig
-from r3async.envs.base import Action
+from r3async.envs import Action
 from r3async.envs.factory import environment_factory
 
 async def main():
@@ -226,7 +226,7 @@ def test_no_process_outlives_its_owner(doing):
 
 async def test_modules_found_here_are_found_there(make, tmp_path, monkeypatch):
     (tmp_path / "my_own_game.py").write_text(
-        "from r3async.envs.base import StepResult\n"
+        "from r3async.envs import StepResult\n"
         "class Game:\n"
         "    def reset(self, task_seed): return 'mine'\n"
         "    def step(self, action): return StepResult(1.0, done=True)\n"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLong
 from r3async.rollout.group import GroupPlayer

@@ -29,7 +29,7 @@ from r3async.rollout.evaluation import (
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import evaluation_seed, training_seed
 from r3async.tools.eval import Target, check_target, describe, find_target, run_evaluation
-from r3async.transport.keys import new_keys
+from r3async.world.keys import new_keys
 from r3async.world.real import REAL
 from tests.helpers_serving import answer_ids, ready, renderer
 from tests.helpers_world import StandIn

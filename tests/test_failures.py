@@ -9,19 +9,18 @@ from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 from r3async.learner.batch.packing import pack
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import prepare, train_minibatch
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import EngineError
+from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.episode import EngineAborted, EpisodeError, EpisodeTask, failed_trajectory
 from r3async.rollout.group import GroupPlayer, engine_failed
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.failures import FEWEST, RECENT, EpisodeEnd, FailedTask, TaskFailures
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.tasks import Cursor
+from r3async.schedule.tasks import FEWEST, RECENT, Cursor, EpisodeEnd, FailedTask, TaskFailures
 from r3async.schedule.validation import age_metrics, check_ages, validate_trajectory
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory

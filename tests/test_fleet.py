@@ -15,7 +15,7 @@ from r3async.actors.installer import Installer
 from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
-from r3async.rollout.engines.base import InstallReport
+from r3async.rollout.engines import InstallReport
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import Difference, Publication, WeightManifest
 from r3async.world import ActorLost

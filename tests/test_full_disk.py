@@ -12,7 +12,7 @@ from r3async.config import ConfigError
 from r3async.rollout.agents.agents import _write_private
 from r3async.tools.chaos.scenarios import FullDisk
 from r3async.world.real import REAL
-from r3async.world.stacks import dump_stacks
+from r3async.world.threads import dump_stacks
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, Leasing
 from r3async.config import load_config, to_dict
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.failures import EpisodeEnd
+from r3async.schedule.tasks import EpisodeEnd
 from r3async.world.real import REAL
 from tests.helpers_world import Clock, StandIn
 

@@ -21,7 +21,7 @@ from r3async.record.reading import read_objects
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.spool import Spool
 from r3async.transport import wire
-from r3async.transport.keys import ClientKeys
+from r3async.world.keys import ClientKeys
 from r3async.world.real import REAL
 from tests.helpers_transport import LIMIT, sending
 from tests.test_buffer import make_trajectory

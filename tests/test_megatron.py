@@ -11,8 +11,8 @@ import torch
 
 from r3async.config import Config
 from r3async.data.records import Sample
+from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import collate, pack
 from r3async.learner.figures import ObjectiveSums
 from r3async.learner.megatron.backend import MegatronLearner

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from r3async.learner import LearnerError
 from r3async.learner.attention import plan_buckets
-from r3async.learner.base import LearnerError
 from r3async.learner.logprobs import token_logprobs
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.megatron.hf import read_qwen3

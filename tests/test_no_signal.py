@@ -11,7 +11,7 @@ import pytest
 from r3async.actors.ranks import LocalLearner
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict
 from r3async.data.records import Sample
-from r3async.learner.base import build_learner
+from r3async.learner import build_learner
 from r3async.learner.batch.packing import MicroBatch, pack, pack_for_ranks
 from r3async.learner.figures import combined
 from r3async.learner.losses.advantages import assign_advantages, has_contrast

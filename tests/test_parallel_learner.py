@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from r3async.data.routes import RoutingError
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.batch.packing import collate, pack
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch

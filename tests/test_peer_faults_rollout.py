@@ -15,7 +15,7 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
 from r3async.learner.batch.packing import MicroBatch, pack
-from r3async.rollout.engines.base import Generation
+from r3async.rollout.engines import Generation
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.samples import SampleBuilder

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from r3async.actors.ranks import LocalLearner
 from r3async.config import ConfigError, config_from_dict
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.base import MinibatchResult, build_learner
+from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.batch.packing import pack_for_ranks
 from r3async.learner.figures import combined
 from r3async.learner.trainer import divide, prepare, train_minibatch

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from r3async.envs.base import EnvironmentFailed
+from r3async.envs import EnvironmentFailed
 from r3async.record.events import open_events
 from r3async.tools import cli
 from r3async.tools.submit import commands as submit_commands
@@ -28,7 +28,7 @@ from r3async.tools.tail.live import LiveView
 from r3async.tools.terminal import Terminal, safe
 from r3async.transport.wire import Welcome, encode_control
 from r3async.views.follow import FollowedRun
-from r3async.world.streams import printable, printable_log
+from r3async.world.processes import printable, printable_log
 from tests.test_tail import screen, write_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rdone\u202egnp.exe\x08\x7f\ud800"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from r3async.actors.ranks import WRITE, LocalLearner, RankActor, RankedLearner, placement
 from r3async.config import to_dict
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.weights.publish import verify
 from r3async.world.real import REAL
 from tests import helpers_models as hm

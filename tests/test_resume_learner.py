@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from r3async.checkpoint import CheckpointError
 from r3async.checkpoint.tensors import LearnerParts, write_part
-from r3async.learner.base import build_learner
+from r3async.learner import build_learner
 from tests import helpers_checkpoint as hc
 from tests import helpers_models as hm
 from tests.helpers_checkpoint import assert_same, begun, continued, fresh, on_ranks, paths, settings

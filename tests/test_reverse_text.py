@@ -3,7 +3,7 @@
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action
+from r3async.envs import Action
 from r3async.envs.factory import environment_factory
 from r3async.envs.tasks import ReverseText, position_reward
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3async.config import ConfigError, config_from_dict
-from r3async.learner.base import build_learner
+from r3async.learner import build_learner
 from r3async.learner.batch.packing import collate, pack
 from r3async.learner.trainer import train_minibatch
 from tests import helpers_models as hm

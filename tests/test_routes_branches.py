@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import VersionSpan
-from r3async.envs.base import Message
-from r3async.rollout.engines.base import Generation, GenerationRequest
+from r3async.envs import Message
+from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples
 from tests.helpers_templates import QWEN3, renderer

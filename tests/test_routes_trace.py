@@ -16,26 +16,28 @@ from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import RoutingError
 from r3async.envs.tasks import ReverseText
-from r3async.learner.base import MinibatchResult, RouteTrace
+from r3async.learner import MinibatchResult, RouteTrace
 from r3async.learner.batch.packing import aligned, pack
 from r3async.learner.replay import RoutingReplay
 from r3async.record.reading import read_objects
 from r3async.record.routes import (
+    LOAD_EVERY,
     EngineCall,
     RouteFile,
     RouteFileError,
     RouteIndex,
+    StepTracer,
     TracePlan,
     TrainedRoutes,
     load,
     merge_traces,
     parse_id,
+    recording,
     scan,
 )
-from r3async.record.tracing import LOAD_EVERY, StepTracer, recording
 from r3async.record.verify import verify_routes
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease

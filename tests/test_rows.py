@@ -12,9 +12,9 @@ from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory
 from r3async.data.versions import VersionSpan
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Generation, GenerationRequest
+from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, PrefixBroken, common_prefix
 from r3async.tools.init_model import byte_tokenizer

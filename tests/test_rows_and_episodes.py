@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.batch.packing import pack
 from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
 from r3async.learner.minibatch import agreed

@@ -19,7 +19,7 @@ from r3async.actors.ranks import RankActor
 from r3async.actors.run_dir import open_run as open_run_of
 from r3async.actors.run_dir import restart_run
 from r3async.checkpoint import CheckpointError, Checkpoints
-from r3async.checkpoint.lock import RunLock
+from r3async.checkpoint.directory import RunLock
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
 from r3async.config import BufferConfig, ConfigError, load_config, to_dict
 from r3async.data.versions import Lineage
@@ -338,7 +338,7 @@ def test_after_a_loss_the_run_starts_again_also_without_a_checkpoint(tmp_path, m
 HOLD = """
 import sys, time
 from pathlib import Path
-from r3async.checkpoint.lock import RunLock
+from r3async.checkpoint.directory import RunLock
 RunLock(Path(sys.argv[1])).shared()
 print("held", flush=True)
 time.sleep(60)

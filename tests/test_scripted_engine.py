@@ -12,7 +12,7 @@ from r3async.config import ConfigError, load_config
 from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import validate_rows
 from r3async.data.versions import expand
-from r3async.rollout.engines.base import Engine, EngineError, GenerationRequest, build_engine
+from r3async.rollout.engines import Engine, EngineError, GenerationRequest, build_engine
 from r3async.rollout.engines.scripted import LETTERS, SCRIPTED_ROUTING, ScriptedEngine
 from r3async.weights.publish import WeightManifest
 from tests.helpers_scripted import scripted_logprob, scripted_routes

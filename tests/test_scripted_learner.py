@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from r3async.actors.ranks import LocalLearner
 from r3async.checkpoint.tensors import LearnerParts, write_part
 from r3async.config import ConfigError, load_config
+from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.base import LearnerError, build_learner
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.trainer import train_minibatch
-from r3async.rollout.engines.base import sample_probe
+from r3async.rollout.engines import sample_probe
 from r3async.rollout.engines.scripted import DIGEST, ScriptedEngine
 from r3async.weights.probe import compare_probe, compare_sampled
 from tests import helpers_models as hm

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from r3async.config import EpisodeConfig
-from r3async.envs.base import Message
+from r3async.envs import Message
 from r3async.record.routes import EngineCall, TrainedRoutes, parse_id
 from r3async.record.verify import engine_rows
 from r3async.rollout.agents.protocol import Refused

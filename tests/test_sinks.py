@@ -14,8 +14,17 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, ObserveConfig, config_from_dict, load_config, to_toml
-from r3async.record.prometheus import metric_name, serve_metrics
-from r3async.record.sinks import BACKENDS, PACKAGES, Sink, SinkSet, check_sinks, missing_package, open_sinks
+from r3async.record.sinks import (
+    BACKENDS,
+    PACKAGES,
+    Sink,
+    SinkSet,
+    check_sinks,
+    metric_name,
+    missing_package,
+    open_sinks,
+    serve_metrics,
+)
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from r3async.config import load_config
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 from r3async.record.reading import read_objects
 from r3async.tools.train import train
 

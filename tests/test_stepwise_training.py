@@ -13,12 +13,12 @@ from r3async.config import Config, EpisodeConfig, config_from_dict, to_dict
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 from r3async.learner.batch.packing import MicroBatch, pack
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import prepare
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Generation, GenerationRequest
+from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.tools.init_model import byte_tokenizer
 from tests import helpers_torch as ht

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from r3async.record.timeline import Timeline, read_timeline, timed
-from r3async.rollout.engines.base import GenerationRequest
+from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.scripted import ScriptedEngine
 
 

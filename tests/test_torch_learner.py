@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from r3async.data.records import Sample
 from r3async.data.routes import RoutingError
+from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import aligned, collate, pack, padding_like
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.batch.packing import MicroBatch, collate, pack, padding_like
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch

@@ -12,7 +12,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from r3async.data.model_shape import RoutingShape
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.batch.packing import collate, pack
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch

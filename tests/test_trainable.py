@@ -16,7 +16,7 @@ from r3async.actors.generator import Connected, GeneratorActor, Loaded
 from r3async.config import config_from_dict, to_dict
 from r3async.data.records import Sample, Trajectory, Turn
 from r3async.learner.trainer import prepare, sound
-from r3async.schedule.failures import Quarantine
+from r3async.schedule.tasks import Quarantine
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
 from r3async.transport.wire import encode_trajectory
 from r3async.weights.publish import SharedMemoryReceiver

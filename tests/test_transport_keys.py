@@ -20,7 +20,7 @@ from r3async.config import TransportConfig, config_from_dict
 from r3async.data.records import SCHEMA
 from r3async.tools.cli import app
 from r3async.transport import TransportError, TransportRefused, wire
-from r3async.transport.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
+from r3async.world.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
 from r3async.world.simulated.world import Simulation
 from r3async.world.zeromq import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
 from tests.helpers_transport import (

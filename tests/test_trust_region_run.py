@@ -15,7 +15,7 @@ from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import LocalLearner
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.learner.base import build_learner
+from r3async.learner import build_learner
 from r3async.learner.batch.packing import MicroBatch, pack
 from r3async.learner.trainer import train_minibatch
 from r3async.record.reading import read_objects

@@ -12,7 +12,7 @@ from r3async.config import ConfigError
 from r3async.record.catalogue import METRICS
 from r3async.record.events import open_events
 from r3async.record.steps import MetricsWriter
-from r3async.schedule.updates import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
+from r3async.schedule.health import BROKEN, NO_CONTRAST, NOT_FINITE, Updates, why_no_update
 from r3async.tools import cli
 from r3async.tools.tail.live import describe_step
 from r3async.tools.tail.view import overview

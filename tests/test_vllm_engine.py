@@ -19,7 +19,7 @@ import torch
 
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import expand
-from r3async.rollout.engines.base import EngineError
+from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.weights.publish import Publisher
 from tests.helpers_engine import END, TOLERANCE, Reference, Weights, make_model, prompt, replay, request, same_sets

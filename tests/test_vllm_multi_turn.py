@@ -15,9 +15,9 @@ import pytest_asyncio
 
 from r3async.config import EpisodeConfig
 from r3async.data.versions import expand
-from r3async.envs.base import Message, StepResult
+from r3async.envs import Message, StepResult
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Generation
+from r3async.rollout.engines import Generation
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder

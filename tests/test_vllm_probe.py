@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3async.learner.torch.backend import TorchLearner
-from r3async.rollout.engines.base import sample_probe
+from r3async.rollout.engines import sample_probe
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.weights.probe import compare_probe, compare_sampled, probe_text
 from r3async.weights.publish import Publisher

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from r3async.data.versions import VersionSpan, expand
-from r3async.rollout.engines.base import EngineError
+from r3async.rollout.engines import EngineError
 from r3async.rollout.engines.vllm import VllmEngine
 from r3async.rollout.engines.vllm_requests import _confirm
 from r3async.weights.publish import Publisher, WeightManifest

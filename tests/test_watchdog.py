@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from r3async.schedule.health import Watchdog
-from r3async.world.stacks import dump_stacks
+from r3async.world.threads import dump_stacks
 
 
 class Clock:

@@ -20,7 +20,7 @@ from r3async.actors.learner import Counts, LearnerActor, Model, Work
 from r3async.actors.process import RunFailed
 from r3async.actors.ranks import LocalLearner
 from r3async.config import load_config, to_dict
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.batch.planner import Cost
 from r3async.learner.trainer import TrainedGroups, Trainer
 from r3async.record.reading import read_objects

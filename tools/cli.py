@@ -15,8 +15,7 @@ from r3async.tools.inspect.command import app as inspect
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.terminal import Terminal
-from r3async.world.processes import find_user_modules
-from r3async.world.streams import printable
+from r3async.world.processes import find_user_modules, printable
 
 UNTRAINED = 4
 """Exit code of a run that made all its steps, and none of them an update."""
@@ -69,7 +68,7 @@ def train(
         print_plan(config, json)
         return
     from r3async.tools.train import train as run
-    from r3async.world.streams import files_survive_full_disk
+    from r3async.world.processes import files_survive_full_disk
 
     files_survive_full_disk()
     run(config, preset, root=runs)

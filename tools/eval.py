@@ -17,7 +17,7 @@ from r3async.config.read import Overrides, nested, refuse_spoken, with_overrides
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.engines.base import Engine, build_engine
+from r3async.rollout.engines import Engine, build_engine
 from r3async.rollout.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model, evaluated
 from r3async.tools.terminal import Terminal
 

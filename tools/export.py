@@ -28,7 +28,7 @@ def export(run_or_checkpoint: Path, directory: Path, *, model: Path | None = Non
             "with --model"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a model that many devices trained need not fit on one
-    from r3async.learner.base import build_learner
+    from r3async.learner import build_learner
 
     learner = build_learner(_alone(opened), source)
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle
+from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.factory import environment_factory
 from r3async.rollout.chat import ChatRenderer, Conversation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from r3async.transport.keys import GENERATOR, LEARNER, create_keys
+from r3async.world.keys import GENERATOR, LEARNER, create_keys
 
 
 def make_keys(directory: Path, names: list[str], say: Callable[[str], None]) -> None:

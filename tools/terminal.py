@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 from typer.core import TyperGroup
 
-from r3async.world.streams import printable
+from r3async.world.processes import printable
 
 
 class Terminal(Console):

@@ -30,8 +30,7 @@ class Outlets:
     """Where the driver hands each step's row on to: sinks, and its own Prometheus endpoint. Never waits but at the end."""
 
     def __init__(self, config: Config, run_dir: Path, say: Callable[[str], object]):
-        from r3async.record.prometheus import serve_metrics
-        from r3async.record.sinks import open_sinks
+        from r3async.record.sinks import open_sinks, serve_metrics
 
         self._sinks = open_sinks(config.observe, run_dir, to_dict(config), say)
         self._run_dir = run_dir

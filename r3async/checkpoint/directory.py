@@ -1,4 +1,5 @@
-"""The directory of a run's checkpoints: written aside and renamed, verified when opened, pruned, never half there.
+"""The directory of a run's checkpoints: written aside and renamed, verified when opened, pruned, never half there. And who uses
+the run's directory: a run that is resumed must not begin while a process of its past still writes.
 
 `checkpoints/step-00000010/` is complete whenever it has that name. Everything else has a name that says so: `.partial` is
 being written, `.removing` is being removed (both are removed at the next start), `.bad` could not be read when it was the
@@ -15,19 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3async.checkpoint.manifest import (
+from r3async.checkpoint.state import (
     MANIFEST,
     SCHEMA,
     CheckpointError,
     FileRecord,
     Manifest,
+    RunState,
     Unreadable,
     check_file,
     decode_manifest,
+    decode_state,
+    encode_state,
     not_read,
     write_file,
 )
-from r3async.checkpoint.state import RunState, decode_state, encode_state
 from r3async.config import Config
 from r3async.world import Files
 from r3async.world.appending import Report
@@ -36,6 +39,8 @@ from r3async.world.real import REAL
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerParts
+import asyncio
+import errno
 
 STATE = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -272,3 +277,57 @@ def find_checkpoint(path: Path, *, files: Files = REAL.files) -> Opened:
     if reasons:
         raise CheckpointError(f"no checkpoint in {inside.directory} can be read ({'; '.join(reasons)})")
     raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints (checkpoints/step-*)")
+
+
+FILE = ".lock"
+POLL_SECONDS = 0.1
+
+
+class RunLock:
+    """`flock` on a file in the run's directory. The kernel lets go of it when the process ends, however it ends.
+
+    Whoever prepares the directory holds it alone; every process that writes the run's records then shares it.
+    """
+
+    def __init__(self, run_dir: Path, *, files: Files = REAL.files):
+        self._run_dir, self._file = run_dir, files.open(run_dir / FILE, create=True)
+
+    async def alone(
+        self,
+        timeout: float,
+        waiting: Callable[[], object] = lambda: None,
+        *,
+        clock: Callable[[], float] = REAL.clock.monotonic,
+    ) -> bool:
+        """Hold it alone, as soon as nobody else has it; False if that takes longer than `timeout` seconds.
+
+        `waiting` is called once if it is not free at once. One that was held beside others is given up for that.
+        """
+        deadline, reported = clock() + timeout, False
+        while True:
+            try:
+                self._file.lock()
+                return True
+            except BlockingIOError:
+                if clock() > deadline:
+                    return False
+                if not reported:
+                    waiting()
+                reported = True
+                await asyncio.sleep(POLL_SECONDS)
+
+    def shared(self) -> None:
+        """Hold it beside others, from now on; one that was held alone is given up for that.
+
+        Raises `BlockingIOError`, at once, if another process holds it alone: that one prepares the directory for another start,
+        to which the process that asks does not belong.
+        """
+        try:
+            self._file.lock(shared=True)
+        except BlockingIOError as error:
+            said = f"another process prepares {self._run_dir} for a start of its own"
+            raise BlockingIOError(errno.EWOULDBLOCK, said) from error
+
+    def close(self) -> None:
+        """Let go. Idempotent."""
+        self._file.close()

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from r3async.checkpoint.directory import STATE, Opened
-from r3async.checkpoint.manifest import CheckpointError
-from r3async.checkpoint.state import RunState
+from r3async.checkpoint.state import CheckpointError, RunState
 from r3async.config import HIDDEN, Config, flat, to_dict
 from r3async.data.versions import Lineage, Start
 from r3async.schedule.admission import Admission

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.checkpoint.manifest import CheckpointError, FileRecord
-from r3async.checkpoint.state import TrustRegionState
+from r3async.checkpoint.state import CheckpointError, FileRecord, TrustRegionState
 from r3async.data.container import CODES, encode_header, tensor_bytes
 from r3async.world import Files
 from r3async.world.real import REAL

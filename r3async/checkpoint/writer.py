@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from r3async.checkpoint.directory import Checkpoints
-from r3async.checkpoint.manifest import CheckpointError, FileRecord
 from r3async.checkpoint.resume import fingerprint_model
-from r3async.checkpoint.state import RunState, TrainingState
+from r3async.checkpoint.state import CheckpointError, FileRecord, RunState, TrainingState
 from r3async.config import CheckpointConfig, Config, to_dict
 from r3async.world import World
 from r3async.world.real import REAL

@@ -1,1 +1,99 @@
-"""Games and tasks that a policy plays."""
+"""What an environment is: something that talks in messages, and rewards answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One chat message, as chat templates take it. What is empty is left out of what the template sees."""
+
+    role: str
+    content: str
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str = ""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content, **msgspec.to_builtins(self)}
+
+
+class Action(msgspec.Struct, frozen=True):
+    """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut."""
+
+    text: str
+    stop_reason: str = "stop"
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment that raised, hung or was lost. The episode may be tried again, with a new environment."""
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """Reward of the answer just given, the messages that follow it (none when `done`), and whether the episode ends.
+
+    The rewards of an episode's turns add up to its reward. With `rewrites`, `messages` are the whole conversation from here
+    on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
+    Raises `EnvironmentFailed` for a reward that is not a finite number; numpy's are taken too.
+    """
+
+    reward: float
+    messages: list[Message] = []
+    done: bool = False
+    rewrites: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            reward = float(self.reward)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise EnvironmentFailed(f"a reward must be a finite number, not {self.reward!r}")
+        msgspec.structs.force_setattr(self, "reward", reward)
+
+
+class Environment(Protocol):
+    """One episode at a time. The G episodes of a group are reset with the same `task_seed` and must pose the same task.
+
+    One with an attribute `size` has so many tasks: its task seeds are `0 .. size - 1`, and each is posed once an epoch. Without
+    it, or where it is None, a task seed is any number of 63 bits, and there are no epochs.
+    """
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        """Begin an episode; the messages of its first prompt. Equal seeds pose equal tasks."""
+        ...
+
+    async def step(self, action: Action) -> StepResult: ...
+
+
+class BlockingEnvironment(Protocol):
+    """The same with plain functions, for a class that computes or waits: it is played in a process of a pool (`pool.py`).
+
+    `reset` may return a string, for one user message. A `close()`, if there is one, is called when the episode is over.
+    """
+
+    def reset(self, task_seed: int) -> list[Message] | str: ...
+
+    def step(self, action: Action) -> StepResult: ...
+
+
+@runtime_checkable
+class HasOracle(Protocol):
+    """An environment that knows the best answer to what it asked last; used to warm up a model and for scale."""
+
+    def oracle(self) -> str: ...
+
+
+@runtime_checkable
+class HasRandomAnswer(Protocol):
+    """An environment that can answer what it asked last as a policy would that knows the format and nothing else; for scale."""
+
+    def random_answer(self, rng: random.Random) -> str: ...
+
+
+EnvironmentFactory = Callable[[], Environment]

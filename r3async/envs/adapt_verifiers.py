@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.factory import optional_package
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig, did_you_mean
-from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.factory import class_factory, load, optional_package
 from r3async.envs.pool import pooled
 

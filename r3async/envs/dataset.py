@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig, did_you_mean
-from r3async.envs.base import Action, EnvironmentFactory, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, Message, StepResult
 from r3async.envs.factory import accept_arguments, load
 from r3async.envs.pool import pooled
 

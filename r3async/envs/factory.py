@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig, did_you_mean
-from r3async.envs.base import EnvironmentFactory
+from r3async.envs import EnvironmentFactory
 from r3async.envs.pool import pooled
 
 BUILT_IN = {

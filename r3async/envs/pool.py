@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import EnvConfig
-from r3async.envs.base import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.pool_worker import Call, Reply
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.

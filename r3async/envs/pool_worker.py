@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.envs.base import Action, Message, StepResult
-from r3async.world.streams import survive_full_disk
+from r3async.envs import Action, Message, StepResult
+from r3async.world.processes import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 
 MAX_CHARACTERS = 200
 MAX_DIGITS = 12

@@ -18,7 +18,7 @@ from r3async.checkpoint.tensors import LearnerParts, LearnerState
 from r3async.config import Config
 from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import route_dtype
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.batch.packing import MicroBatch, aligned, collate
 from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.learner.base import MinibatchResult
+from r3async.learner import MinibatchResult
 from r3async.learner.losses.drift import k2, k3
 from r3async.learner.losses.policy_loss import bounded_exp, episode_sums
 from r3async.learner.optimizer import Update

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from r3async.config import Config
+from r3async.learner import LearnerError, RouteTrace
 from r3async.learner.backend import ALONE, Ranks
-from r3async.learner.base import LearnerError, RouteTrace
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.figures import ObjectiveSums
 from r3async.learner.losses.objective import TokenBatch, objective, takes_episodes

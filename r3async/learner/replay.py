@@ -21,7 +21,7 @@ from torch import Tensor
 
 from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import RoutingError, validate_rows
-from r3async.learner.base import RouteTrace
+from r3async.learner import RouteTrace
 from r3async.learner.batch.packing import MicroBatch
 
 

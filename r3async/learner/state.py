@@ -22,7 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.nn import Parameter
 
-from r3async.checkpoint.manifest import CheckpointError
+from r3async.checkpoint.state import CheckpointError
 from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place
 from r3async.learner.optimizer import local
 from r3async.world.files import make_directory, replace_directory

@@ -35,7 +35,7 @@ import numpy as np
 
 from r3async.config import Config
 from r3async.data.records import Sample, Trajectory
-from r3async.learner.base import MinibatchResult, Unsound
+from r3async.learner import MinibatchResult, Unsound
 from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
 from r3async.learner.batch.planner import Cost
 from r3async.learner.figures import MEASURED_DRIFT, ObjectiveSums, combined, result_of

@@ -16,7 +16,7 @@ import msgspec
 
 from r3async.record.reading import converted, read_objects
 from r3async.record.routes import RouteId, parse_id
-from r3async.rollout.engines.base import Engine, Generation, GenerationRequest
+from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.world import Files, Processes, World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from r3async.envs.base import Message
+from r3async.envs import Message
 
 
 class TemplateError(ValueError):

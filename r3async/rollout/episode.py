@@ -14,9 +14,9 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
-from r3async.envs.base import Action, Environment
+from r3async.envs import Action, Environment
 from r3async.rollout.chat import ChatRenderer, Conversation
-from r3async.rollout.engines.base import Engine, EngineError, Generation, GenerationRequest
+from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.world.real import REAL
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, ServingConfig, check_kept, secret_settings
 from r3async.data.records import Trajectory
-from r3async.envs.base import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer
+from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer
 from r3async.envs.dataset import find
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, agent_player, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Engine
+from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask, close_environment
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.tasks import Cursor, evaluation_seed

@@ -9,9 +9,9 @@ from typing import Any
 
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
-from r3async.envs.base import EnvironmentFactory
+from r3async.envs import EnvironmentFactory
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Engine, EngineError
+from r3async.rollout.engines import Engine, EngineError
 from r3async.rollout.episode import (
     EngineAborted,
     EpisodeError,
@@ -21,7 +21,7 @@ from r3async.rollout.episode import (
     failed_trajectory,
 )
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.failures import By, EpisodeEnd
+from r3async.schedule.tasks import By, EpisodeEnd
 from r3async.world.real import REAL
 
 TRACEBACK_CHARACTERS = 3000

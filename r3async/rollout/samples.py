@@ -12,7 +12,7 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.records import SCHEMA, Sample, TokenTable, Turn
 from r3async.data.routes import RoutingTrace
 from r3async.data.versions import expand
-from r3async.rollout.engines.base import Generation
+from r3async.rollout.engines import Generation
 
 
 class PrefixBroken(ValueError):

@@ -1,12 +1,29 @@
-"""Which task a group poses: the data cursor. Pure: a group's index, and from where tasks are quarantined, say everything."""
+"""Which task a group poses, how many of a run's tasks may fail before it stops, and which task is posed no more. Pure.
+
+The data cursor: a group's index, and from where tasks are quarantined, say everything. All episodes of a group play one task, so
+they fail together: what is judged is the share of tasks, not of episodes. A task of which some episodes fail counts for their
+share.
+
+And trajectories that will never be trained, kept aside to be inspected (`r3async inspect runs/NAME/quarantine`).
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
+
+from r3async.data.records import Trajectory
+from r3async.schedule.spool import SPOOL
+from r3async.transport.wire import Frame, WireError, encode_trajectory
+from r3async.world import Files
+from r3async.world.files import make_directory
+from r3async.world.real import REAL
 
 
 class Cursor:
@@ -70,3 +87,128 @@ def training_seed(seed: int, group_index: int) -> int:
 def evaluation_seed(seed: int, index: int) -> int:
     """Seed of the task of an evaluation's episode `index`; `seed` is `evaluation.seed`."""
     return random.Random(f"evaluation/{seed}/{index}").getrandbits(63) | 1
+
+
+RECENT = 100
+"""Tasks that the share is taken over, at least; fewer at the beginning count as `FEWEST`."""
+FEWEST = 20
+
+By = Literal["environment", "engine", "learner"]
+
+
+class EpisodeEnd(msgspec.Struct, frozen=True):
+    """An episode is over. `failed_by`: who failed, after all retries, or refused it (`learner`); None if nobody did. `error`:
+    for the user, with a traceback where there is one."""
+
+    group_index: int
+    episode_index: int
+    task_seed: int
+    failed_by: By | None = None
+    error: str = ""
+
+
+class FailedTask(msgspec.Struct, frozen=True):
+    """Every episode of group `group_index` failed, and not by the engine. `error`: of the last one."""
+
+    task_seed: int
+    group_index: int
+    failed_by: By
+    error: str
+
+
+class TaskFailures:
+    """Counts failed episodes by group, whichever generators play its parts, and however often one is played.
+
+    `limit`: share of the last tasks that may fail, for each of environment, engine and learner. An environment that always
+    fails is over it with its third task (at 0.1); one bad task among many never is. `in_flight`: groups that may begin between
+    the first and the last end of one group's episodes. The last `RECENT`, or that many, are remembered: a group that is forgotten
+    while it is played would never be known to have failed whole.
+    """
+
+    def __init__(self, limit: float, samples_per_group: int, in_flight: int = 0):
+        if not 0 <= limit <= 1:
+            raise ValueError(f"a share of failed tasks is in 0..1, got {limit}")
+        self.limit, self._samples = limit, samples_per_group
+        self._remembered = max(RECENT, in_flight + 1)
+        self._recent: dict[int, dict[int, By]] = {}
+        """By group, in the order in which their first episodes ended: who failed, by episode."""
+
+    def ended(self, end: EpisodeEnd) -> FailedTask | None:
+        """The last word on an episode counts. Returns its task if no episode of it is left that could be trained."""
+        failed = self._recent.setdefault(end.group_index, {})
+        if len(self._recent) > self._remembered:
+            del self._recent[next(iter(self._recent))]
+        known = failed.pop(end.episode_index, None)
+        if end.failed_by is None:
+            return None
+        failed[end.episode_index] = end.failed_by
+        if known is not None or len(failed) < self._samples or "engine" in failed.values():
+            return None
+        return FailedTask(end.task_seed, end.group_index, end.failed_by, end.error)
+
+    def too_many(self, by: By) -> bool:
+        return self._count(by) > self._allowed
+
+    def describe(self, by: By) -> str:
+        tasks = sum(by in failed.values() for failed in self._recent.values())
+        return (
+            f"{self._count(by)} episodes of {tasks} tasks, of the last {len(self._recent)} tasks, failed by the {by}; "
+            f"supervise.max_failed_fraction = {self.limit:g} allows {int(self._allowed)} of {self._samples} a task"
+        )
+
+    def _count(self, by: By) -> int:
+        return sum(who == by for failed in self._recent.values() for who in failed.values())
+
+    @property
+    def _allowed(self) -> float:
+        """Episodes."""
+        return self.limit * max(len(self._recent), FEWEST) * self._samples
+
+
+class Quarantine:
+    """A directory of spool files, one a trajectory, of `limit` bytes together: the oldest make way. One thread at a time.
+
+    Each is named, with its reason, by `report("trajectory_quarantined", **facts)`, also where it could not be kept.
+    """
+
+    def __init__(self, directory: Path, limit: int, report: Callable[..., object], *, files: Files = REAL.files):
+        self.directory, self._limit, self._report, self._files = directory, limit, report, files
+
+    def keep(self, trajectory: Trajectory, reason: str, frames: Sequence[Frame] | None = None) -> None:
+        """`frames`: the trajectory as it came, if they are at hand. Blocks for as long as the disk does, and never raises for
+        it: what is not kept is only named."""
+        path, problem = None, ""
+        try:
+            path = self._write(trajectory.group_index, encode_trajectory(trajectory) if frames is None else frames)
+        except (OSError, WireError) as error:
+            problem = str(error)
+        self._report(
+            "trajectory_quarantined",
+            trajectory_id=trajectory.trajectory_id,
+            group=trajectory.group_index,
+            lineage=trajectory.lineage,
+            reason=reason,
+            kept_as=str(path) if path else "",
+            **({"not_kept": problem} if problem else {}),
+        )
+
+    def _write(self, group: int, frames: Sequence[Frame]) -> Path | None:
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if size > self._limit:
+            return None
+        make_directory(self.directory, files=self._files)
+        names = [name for name in self._files.list(self.directory) if name.endswith(".spool")]
+        found = [
+            (stat.modified, name, stat.size) for name in names if (stat := self._files.stat(self.directory / name))
+        ]
+        numbers = [name.removesuffix(".spool").rpartition("-")[2] for name in names]
+        number = max([int(digits) for digits in numbers if digits.isdigit()], default=-1) + 1
+        path = self.directory / f"{group:09d}-{number:06d}.spool"
+        _, size = SPOOL.append(path, frames, fsync=False, files=self._files)
+        total = size + sum(nbytes for _, _, nbytes in found)
+        for _, name, nbytes in sorted(found):
+            if total <= self._limit:
+                break
+            total -= nbytes
+            self._files.remove(self.directory / name)
+        return path

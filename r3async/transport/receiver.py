@@ -14,8 +14,7 @@ from typing import Any
 from r3async.config import TransportConfig, in_url
 from r3async.data.records import SCHEMA, Trajectory
 from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store
-from r3async.transport.keys import ServerKeys
-from r3async.transport.sockets import NoSocket, TransportError
+from r3async.transport.sockets import NoSocket
 from r3async.transport.wire import (
     WIRE_VERSION,
     Ack,
@@ -31,6 +30,7 @@ from r3async.transport.wire import (
     encode_control,
 )
 from r3async.world import MessageSocket, World
+from r3async.world.keys import ServerKeys, TransportError
 from r3async.world.real import REAL
 
 __all__ = ["Receiver", "Refuse"]

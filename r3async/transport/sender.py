@@ -11,9 +11,8 @@ from typing import Any
 from r3async.config import TransportConfig
 from r3async.data.records import SCHEMA, Trajectory
 from r3async.transport.codec import cut
-from r3async.transport.keys import ClientKeys
 from r3async.transport.outbox import Outbox, Pending
-from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportError, TransportRefused, Turns
+from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportRefused, Turns
 from r3async.transport.wire import (
     Ack,
     Deliver,
@@ -30,6 +29,7 @@ from r3async.transport.wire import (
     encode_trajectory,
 )
 from r3async.world import MessageSocket, World
+from r3async.world.keys import ClientKeys, TransportError
 from r3async.world.real import REAL
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from r3async.transport.wire import Frame
 from r3async.world import TURN_SECONDS, Threads
+from r3async.world.keys import TransportError
 from r3async.world.real import REAL
 
 OFFLOAD_BYTES = 256 * 2**10
@@ -18,10 +19,6 @@ OFFLOAD_BYTES = 256 * 2**10
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class TransportError(RuntimeError):
-    """Sending or binding cannot continue; the message says what to change."""
 
 
 class TransportRefused(TransportError):

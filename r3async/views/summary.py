@@ -13,7 +13,7 @@ import msgspec
 from r3async.record.catalogue import FIRST_STEPS, LAST_STEPS, METRICS, Stats, figure_label
 from r3async.record.reading import read_objects, read_run_config, read_schedule
 from r3async.schedule.admission import age_bound
-from r3async.schedule.updates import NO_CONTRAST, why_no_update
+from r3async.schedule.health import NO_CONTRAST, why_no_update
 from r3async.views.charts import EVALUATED, read_evaluations
 
 if TYPE_CHECKING:

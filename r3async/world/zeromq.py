@@ -24,7 +24,7 @@ from r3async.world import (
 )
 
 if TYPE_CHECKING:
-    from r3async.transport.keys import ClientKeys, ServerKeys
+    from r3async.world.keys import ClientKeys, ServerKeys
 
 # Why a router does not let a peer in.
 NO_KEY = "no key shown"

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from r3async.actors.run_dir import open_run
 from r3async.checkpoint import CheckpointError, Checkpoints, CheckpointWriter, find_checkpoint
-from r3async.checkpoint.manifest import Unreadable
 from r3async.checkpoint.resume import origin_of, take_lineage
-from r3async.checkpoint.state import RECORDS
+from r3async.checkpoint.state import RECORDS, Unreadable
 from r3async.checkpoint.tensors import Place, write_part
 from r3async.config import Config, ConfigError, config_from_dict
 from r3async.world import Files, World

@@ -7,7 +7,7 @@ import errno
 
 import pytest
 
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_objects
 
 STEPS = 6

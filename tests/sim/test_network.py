@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from r3async.transport.keys import new_keys
 from r3async.world import MAX_FRAME, Sockets
+from r3async.world.keys import new_keys
 from r3async.world.simulated.loop import Process, VirtualLoop
 from r3async.world.simulated.network import SimulatedNetwork
 from r3async.world.zeromq import OTHER_LEARNER, UNKNOWN_KEY, ZeroMqSockets

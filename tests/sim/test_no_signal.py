@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from r3async.actors.process import NotTrained, RunFailed
 from r3async.checkpoint import Checkpoints
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
 from r3async.record.reading import read_objects
 from r3async.rollout.engines.scripted import DIGEST

@@ -9,7 +9,7 @@ import pytest
 from r3async.actors.learner import LearnerActor
 from r3async.actors.process import RunFailed
 from r3async.actors.reception import Reception
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_quarantine
 from r3async.tools.inspect.look import describe_rest
 from r3async.transport import Refuse

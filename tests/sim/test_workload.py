@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import config_from_dict, to_dict
-from r3async.envs.base import Action
+from r3async.envs import Action
 from r3async.envs.factory import environment_factory
 from r3async.tools.simulate.faults import SHAPES, Fault, draw_faults, quiet_after
 from r3async.tools.simulate.workload import Workload, draw_workload

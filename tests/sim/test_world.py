@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3async.learner.base import build_learner
+from r3async.learner import build_learner
 from r3async.weights.publish import Publisher
 from r3async.world.files import replace_file
 from r3async.world.simulated.world import EventLog, Simulation

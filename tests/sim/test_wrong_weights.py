@@ -9,7 +9,7 @@ import pytest
 from r3async.actors.generator import GeneratorParts
 from r3async.actors.process import RunFailed
 from r3async.record.reading import read_objects
-from r3async.rollout.engines.base import EngineError, build_engine
+from r3async.rollout.engines import EngineError, build_engine
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.weights.publish import Difference
 from tests.sim.whole import Player, Simulated, renderer

@@ -13,7 +13,7 @@ from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.run_dir import open_run
 from r3async.actors.supervise import Pipeline, supervise
 from r3async.config import load_config
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_objects
 from r3async.record.steps import TRAINED
 from r3async.rollout.chat import ChatRenderer

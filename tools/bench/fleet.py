@@ -18,10 +18,10 @@ from r3async.actors.process import whereabouts
 from r3async.config import Config, config_from_dict
 from r3async.data.window import Consumed
 from r3async.record.timeline import LagMeter
-from r3async.rollout.engines.base import InstallReport
+from r3async.rollout.engines import InstallReport
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.failures import EpisodeEnd
+from r3async.schedule.tasks import EpisodeEnd
 from r3async.weights.publish import Publication, TensorEntry, WeightManifest
 from r3async.world import ActorRef, World
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 from r3async.envs.tasks import ReverseText
 
 _EPISODES = itertools.count()

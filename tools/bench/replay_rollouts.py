@@ -21,7 +21,7 @@ import numpy as np
 from r3async.config import EpisodeConfig, InitConfig, load_config
 from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.data.records import Sample, Trajectory, Turn
-from r3async.rollout.engines.base import Engine, GenerationRequest
+from r3async.rollout.engines import Engine, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.tools.bench.jobs import progress

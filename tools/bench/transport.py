@@ -29,7 +29,7 @@ from r3async.schedule.spool import Spool
 from r3async.tools.bench.jobs import BenchError, Say, forget_peak, memory_mib, run_job, table
 from r3async.tools.bench.transport_sender import LIMIT, Lag, Measured, TransportJob, specimen
 from r3async.transport import Receiver, encode_trajectory
-from r3async.transport.keys import new_keys
+from r3async.world.keys import new_keys
 from r3async.world.zeromq import apply_server_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)

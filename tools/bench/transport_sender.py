@@ -19,7 +19,7 @@ from r3async.data.records import Trajectory
 from r3async.tools.bench.jobs import forget_peak, memory_mib, progress
 from r3async.tools.bench.wire import sampled_trajectory
 from r3async.transport import Sender, encode_trajectory
-from r3async.transport.keys import ClientKeys
+from r3async.world.keys import ClientKeys
 from r3async.world.zeromq import apply_client_keys
 
 LIMIT = 240.0

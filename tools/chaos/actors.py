@@ -22,9 +22,9 @@ from r3async.schedule.groups import GroupBuffer
 from r3async.tools.chaos.accounting import Acknowledged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Noise, Relay
 from r3async.transport import Ledger
-from r3async.transport.keys import ClientKeys, generator_keys
 from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
 from r3async.world.appending import AppendFile
+from r3async.world.keys import ClientKeys, generator_keys
 
 LATE_SECONDS = 2.0
 """By which the learner that acknowledges too early writes too late."""

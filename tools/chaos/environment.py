@@ -6,7 +6,7 @@ import random
 import time
 import zlib
 
-from r3async.envs.base import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

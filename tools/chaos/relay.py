@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from r3async.transport.keys import ClientKeys, new_keys
+from r3async.world.keys import ClientKeys, new_keys
 from r3async.world.zeromq import apply_client_keys, apply_server_keys
 
 Direction = Literal["to_learner", "to_generator"]

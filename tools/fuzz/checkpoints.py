@@ -12,7 +12,7 @@ from typing import Any
 
 from r3async.checkpoint import CheckpointError, Opened
 from r3async.checkpoint.directory import STATE
-from r3async.checkpoint.manifest import MANIFEST
+from r3async.checkpoint.state import MANIFEST
 from r3async.tools.fuzz.common import Report, Watch, mutate_bytes
 from r3async.tools.fuzz.tiny_run import TinyRun
 

@@ -14,9 +14,9 @@ from r3async.data.records import SCHEMA, Trajectory
 from r3async.schedule.spool import SPOOL, Spool
 from r3async.tools.fuzz.common import Report, Watch, mutate_bytes, specimen
 from r3async.transport import Receiver, wire
-from r3async.transport.keys import new_keys
 from r3async.transport.sockets import NoSocket
 from r3async.world import OnMessage
+from r3async.world.keys import new_keys
 from r3async.world.real import RealWorld
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from r3async.checkpoint.directory import STATE, Checkpoints, open_checkpoint
-from r3async.checkpoint.manifest import MANIFEST, CheckpointError, check_file, decode_manifest
-from r3async.checkpoint.state import RunState, decode_state
+from r3async.checkpoint.state import MANIFEST, CheckpointError, RunState, check_file, decode_manifest, decode_state
 from r3async.data.versions import UNKNOWN, Lineage
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.console import Console
 from r3async.tools.inspect.run import fitted
 from r3async.tools.inspect.trajectories import Seen, SeenToken, tokens_of
 from r3async.views.summary import format_number
-from r3async.world.streams import printable
+from r3async.world.processes import printable
 
 LIST_HEADS = (
     "trajectory",

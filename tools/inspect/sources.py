@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from r3async.checkpoint.directory import STATE
-from r3async.checkpoint.manifest import CheckpointError
-from r3async.checkpoint.state import decode_state
+from r3async.checkpoint.state import CheckpointError, decode_state
 from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
 from r3async.record.reading import QUARANTINE, read_objects, read_quarantine, read_run_config

@@ -13,7 +13,7 @@ import typer
 
 from r3async.config import load_command
 from r3async.tools.terminal import Terminal, WithDefault, echo
-from r3async.world.streams import printable_log
+from r3async.world.processes import printable_log
 
 if TYPE_CHECKING:
     from r3async.tools.submit.jobs import Jobs

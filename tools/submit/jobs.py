@@ -24,7 +24,7 @@ import msgspec
 
 from r3async.config import Config, ConfigError
 from r3async.tools.submit.launch import command_of, entrypoint
-from r3async.world.streams import printable_log
+from r3async.world.processes import printable_log
 
 RUNS_ENV = "R3ASYNC_RUNS"
 """Environment variable: where `train` makes run directories."""

@@ -13,7 +13,7 @@ from r3async.record.events import format_event
 from r3async.tools.tail.live import describe_step
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import NOT_TRAINED
-from r3async.world.streams import printable
+from r3async.world.processes import printable
 
 POLL_SECONDS = 0.5
 FAILED, SILENT = 1, 3

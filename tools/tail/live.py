@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from r3async.schedule.updates import why_no_update
+from r3async.schedule.health import why_no_update
 
 PLAIN_EVERY_SECONDS = 5.0
 

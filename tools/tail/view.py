@@ -13,7 +13,7 @@ from rich.text import Text
 
 from r3async.record.catalogue import METRICS, Metric, in_order
 from r3async.record.events import event_details
-from r3async.schedule.updates import why_no_update
+from r3async.schedule.health import why_no_update
 from r3async.tools.tail.draw import bar, plot, spark
 from r3async.views.charts import CHARTS, Chart
 from r3async.views.follow import FollowedRun

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from r3async.config import Config
 from r3async.data.model_shape import ShapeError
+from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, Scores
-from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
 from r3async.learner.megatron import cpu, parallel

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from r3async.config import LearnerConfig
 from r3async.data.model_shape import ModelShape, read_shape
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 
 
 class Qwen3Shape(ModelShape, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import Place
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.megatron.hf import Qwen3Shape
 from r3async.learner.megatron.modules import HiddenStatesModel
 from r3async.learner.state import Held

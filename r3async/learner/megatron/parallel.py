@@ -14,8 +14,8 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from r3async.config import ParallelConfig
+from r3async.learner import LearnerError
 from r3async.learner.backend import Ranks
-from r3async.learner.base import LearnerError
 from r3async.learner.megatron.links import Link
 from r3async.learner.optimizer import Gradients
 

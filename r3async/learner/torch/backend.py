@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from r3async.checkpoint.tensors import Place
 from r3async.config import Config
+from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, Ranks, Scores
-from r3async.learner.base import LearnerError
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay

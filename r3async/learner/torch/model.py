@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.core_model_loading import revert_weight_conversion
 
 from r3async.data.model_shape import moe_geometry
+from r3async.learner import LearnerError
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
-from r3async.learner.base import LearnerError
 from r3async.learner.logprobs import token_logprobs
 from r3async.learner.replay import MicroBatchRoutes
 from r3async.learner.torch.routers import RouterSearch, check_routers

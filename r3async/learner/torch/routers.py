@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from r3async.data.model_shape import RoutingShape
-from r3async.learner.base import LearnerError
+from r3async.learner import LearnerError
 from r3async.learner.replay import RoutingReplay
 
 _TOPK = (torch.topk, torch.Tensor.topk)

@@ -30,7 +30,7 @@ from r3async.envs.pool import passed_on
 from r3async.rollout.agents.server import AgentServer
 from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Engine
+from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.world import World
 from r3async.world.appending import RETRY_SECONDS

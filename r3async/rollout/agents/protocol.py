@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig
-from r3async.envs.base import Message
+from r3async.envs import Message
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what the context has left."""

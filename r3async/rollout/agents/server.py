@@ -31,7 +31,7 @@ from r3async.rollout.agents.protocol import (
 )
 from r3async.rollout.agents.session import Session, closed_refusal
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engines.base import Engine
+from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import off_loop
 from r3async.world.real import REAL

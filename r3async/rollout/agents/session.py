@@ -12,10 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
-from r3async.envs.base import Message
+from r3async.envs import Message
 from r3async.rollout.agents.protocol import Refused, Sampled, SpokenMessages, parse_answer, read_messages
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, TextTooLong
-from r3async.rollout.engines.base import Engine
+from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
 from r3async.rollout.samples import EpisodeSamples, PrefixBroken
 from r3async.world.real import REAL

@@ -1,1 +1,165 @@
-"""Rollout engines behind one protocol."""
+"""What the episode loop and the actors ask of a rollout engine, and which engine the configuration names."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from r3async.config import Config
+from r3async.config.generation import ours
+from r3async.data.model_shape import RoutingShape
+from r3async.data.versions import VersionSpan
+from r3async.weights.probe import SampledProbe, probe_positions
+from r3async.weights.publish import Difference, WeightManifest
+
+
+class EngineError(RuntimeError):
+    """The engine failed or returned something that cannot be trained on."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """Continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
+
+    `routes_from`: first position whose routes are wanted; earlier rows are known already and are not sent again.
+    `routes_version`: if not None, the rows known are those of a call that entered under this version. An engine that takes
+    the request in under another version computes the prompt again, and returns its routes from position 0.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    routes_from: int = 0
+    routes_version: int | None = None
+
+    def routes_wanted(self, version: int) -> int:
+        """First position whose routes a call that enters under weights `version` has to return."""
+        return self.routes_from if self.routes_version in (None, version) else 0
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What one call sampled.
+
+    `token_ids` int32 `[n]`; `logprobs` float32 `[n]` of the distribution that was sampled from; `version_spans` cover
+    `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer (None if the
+    engine has none): the last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows; after an
+    abort there may be fewer. `routes_from` is what the request wanted (`routes_wanted`), or lower if the engine cannot leave
+    known rows out. The first span's version is the one that the request entered under.
+    `stop_reason`: `stop` (a stop token, which is the last token), `length`, or `abort`.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    version_spans: list[VersionSpan]
+    routed_experts: np.ndarray | None
+    routes_from: int
+    stop_reason: str
+
+
+class InstallReport(msgspec.Struct, frozen=True):
+    """`update_seconds`: the whole installation. `pause_seconds`: how long no token was generated, and of that `load_seconds`
+    for loading. `fetch_seconds`: until the file was on this host; `verify_seconds`: reading and checking it. `drain_seconds`:
+    waiting for running requests."""
+
+    version: int
+    update_seconds: float
+    pause_seconds: float
+    fetch_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+class Engine(Protocol):
+    """An inference engine that generates while its weights change under it.
+
+    `generate` may run many times at once on one event loop. Cancelling it aborts the request in the engine.
+    """
+
+    version: int
+    """Version of the installed weights; -1 before the first `install`."""
+    routing: RoutingShape | None
+    """None for a dense model, or when routes are not recorded."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation: ...
+
+    async def install(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        """Install published weights without aborting running requests. Raises `EngineError`; then the old version is
+        not to be trusted and the engine must be restarted."""
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
+        ...
+
+    async def cached_from_older(self, token_ids: np.ndarray) -> int:
+        """How many positions of this text a new request would take from a prefix cache that older weights made; has to be 0.
+
+        To be asked once a version, always for the same text: what one version left in the cache, the next must not find.
+        """
+        ...
+
+    async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
+        """Which tensors the engine does not hold as they were published; none if what it loads is not at fault. The engine must
+        be restarted after it."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since `start`: `generated_tokens` and `pause_seconds` among them."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+def build_engine(config: Config, model_path: str, seed: int, clock: Callable[[], float] = time.perf_counter) -> Engine:
+    """Not started. `seed`: of what a model samples. Raises `ValueError` for `generator.engine_args` that it does not know."""
+    settings = config.generator
+    # Each takes what the other does without.
+    if settings.engine == "scripted":
+        from r3async.rollout.engines.scripted import scripted_engine
+
+        return scripted_engine(model_path, clock, **settings.engine_args)
+    from r3async.rollout.engines.vllm import VllmEngine
+
+    return VllmEngine(
+        model_path,
+        dtype=settings.dtype,
+        concurrency=settings.concurrency,
+        max_model_len=config.episode.max_total_tokens,
+        threads=settings.threads,
+        kv_cache_gib=settings.kv_cache_gib,
+        on_update=settings.on_update,
+        engine_args=ours(seed=seed) | settings.engine_args,
+    )
+
+
+async def sample_probe(engine: Engine, token_ids: np.ndarray, temperature: float) -> SampledProbe:
+    """Sample one token after each of several beginnings of `token_ids` `[T]`, as an episode would, and score it again.
+
+    Raises `EngineError`.
+    """
+
+    async def one(position: int) -> tuple[int, float, float]:
+        beginning = token_ids[:position].astype(np.int32)
+        generation = await engine.generate(GenerationRequest(f"probe{position}", beginning, 1, temperature))
+        if not len(generation.token_ids):
+            raise EngineError(f"the engine aborted the probe after {position} tokens")
+        score = await engine.score(np.concatenate([beginning, generation.token_ids]))
+        return int(generation.token_ids[0]), float(generation.logprobs[0]), float(score[-1])
+
+    positions = probe_positions(len(token_ids))
+    sampled, reported, plain = zip(*await asyncio.gather(*map(one, positions)), strict=True)
+    return SampledProbe(
+        np.asarray(positions, np.int32),
+        np.asarray(sampled, np.int32),
+        np.asarray(reported, np.float32),
+        np.asarray(plain, np.float32),
+    )

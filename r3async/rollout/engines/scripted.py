@@ -22,7 +22,7 @@ import numpy as np
 from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.data.routes import route_dtype
 from r3async.data.versions import SpanRecorder, expand
-from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.weights.publish import Difference, WeightManifest
 
 Script = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]

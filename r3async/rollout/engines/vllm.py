@@ -20,7 +20,7 @@ import psutil
 from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.data.routes import RoutingError, route_dtype, validate_rows
-from r3async.rollout.engines.base import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
 from r3async.weights.publish import Difference, WeightManifest
 
@@ -126,7 +126,7 @@ class VllmEngine:
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            from r3async.rollout.engines.vllm_load import EngineLoad
+            from r3async.rollout.engines.vllm_requests import EngineLoad
             from r3async.rollout.engines.vllm_worker import OwnedConfig
 
             if current_platform.is_cpu():

@@ -19,7 +19,7 @@ from r3async.world.simulated.loop import Process, Timer
 from r3async.world.zeromq import DENIED, NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
 
 if TYPE_CHECKING:
-    from r3async.transport.keys import ClientKeys, ServerKeys
+    from r3async.world.keys import ClientKeys, ServerKeys
     from r3async.world.simulated.network import SimulatedNetwork
 
 ANY = "*"

@@ -18,13 +18,16 @@ import zmq
 from zmq.utils import z85
 
 from r3async.config import TransportConfig
-from r3async.transport.sockets import TransportError
 from r3async.world import Files
 from r3async.world.real import REAL
 
 LEARNER = "learner"
 GENERATOR = "generator"
 KEY_LENGTH = 40
+
+
+class TransportError(RuntimeError):
+    """Sending or binding cannot continue; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml
 quickstart: install ## install, then train a tiny mixture-of-experts model here, for example: make quickstart seed=1
 	@$(VENV)/r3async train quickstart $(OVERRIDES) $(ARGS)
 
-test: install ## install, then run the quick tests; make test ARGS='tests/test_config.py -x' runs those instead
+test: install ## install, then run the quick tests; make test ARGS='tests/unit/test_config.py -x' runs those instead
 	@$(VENV)/python -m pytest $(if $(ARGS),$(ARGS),-m "$(QUICK)" $(ON_ALL_CORES))
 
 test-all: install ## install, then run every test: with Ray, vLLM and process groups

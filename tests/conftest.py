@@ -24,7 +24,7 @@ sys.dont_write_bytecode = False
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Directory of a tiny random Qwen3-MoE whose second layer is dense."""
-    from tests.helpers_engine import make_model
+    from tests.helpers.engine import make_model
 
     return make_model(tmp_path_factory.mktemp("model"), dense_layers=(1,), seed=0)
 
@@ -41,7 +41,7 @@ async def vllm_engine(tiny_model):
 
 
 def _ranks(world, tmp_path_factory):
-    from tests.helpers_ranks import Ranks
+    from tests.helpers.ranks import Ranks
 
     ranks = Ranks(world, tmp_path_factory.mktemp("ranks"))
     yield ranks
@@ -86,7 +86,7 @@ def warm_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def ray_head():
     """Address of one Ray on this machine, for all tests that need some: to start and end one takes ten seconds and more."""
-    from tests.helpers_cluster import plain_head
+    from tests.helpers.cluster import plain_head
 
     with plain_head() as address:
         yield address
@@ -107,7 +107,7 @@ def local_ray(ray_head):
 @pytest.fixture(scope="session")
 def token_cluster():
     """A Ray that takes jobs and wants a token. What its clients' environment adds."""
-    from tests.helpers_cluster import own_cluster
+    from tests.helpers.cluster import own_cluster
 
     with own_cluster() as environment:
         yield environment
@@ -125,19 +125,26 @@ STARTED_BY = {
 
 
 LONGEST = (
-    "test_pipeline.py",
+    "ray/test_pipeline.py",
     "sim/test_simulate.py",
     "sim/test_checkpoints.py",
-    "test_resume_learner.py",
-    "test_checkpoint_faults.py",
+    "ranks/test_resume_learner.py",
+    "unit/test_checkpoint_faults.py",
     "sim/test_published.py",
-    "test_full_disk.py",
-    "test_schedule_machine.py",
+    "unit/test_full_disk.py",
+    "unit/test_schedule_machine.py",
 )
 """Files that `make test` gives to its processes first, or one of them waits for another at the end."""
 
 
+MARKED_FOLDERS = ("engine", "ray")
+"""What is in one of them has the marker of its name."""
+
+
 def pytest_itemcollected(item):
+    folder = item.path.parent.name
+    if folder in MARKED_FOLDERS:
+        item.add_marker(folder)
     given = item.callspec.params if hasattr(item, "callspec") else {}
     taken = [f for f in getattr(item, "fixturenames", ()) if f in STARTED_BY and f not in given]
     for fixture in taken:

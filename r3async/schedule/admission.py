@@ -62,7 +62,7 @@ def age_bound(schedule: ScheduleConfig) -> int:
 def oldest_age(max_staleness: int, window: int, groups_per_version: int) -> int:
     """Versions that a trained token can be old at most: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
 
-    Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/test_schedule_bound.py`).
+    Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/unit/test_schedule_bound.py`).
     """
     if max_staleness == 0:
         return 0

@@ -24,7 +24,7 @@ from r3async.world.simulated.network import draw
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.sockets import Frames, Route
 from r3async.world.simulated.world import Simulation
-from tests.helpers_transport import CLIENT_KEYS, SERVER_KEYS, make_trajectory
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, make_trajectory
 
 GROUPS, SAMPLES = 20, 2
 GENERATORS = ("g0", "g1", "g2")

@@ -1,5 +1,5 @@
 """What passed between generators and learner of a whole run, simulated, and its records: `tools/chaos/accounting.py` finds no
-problem with a learner as it is, whatever is killed, and a problem with each that is wrong. On Ray: `test_chaos_run.py`."""
+problem with a learner as it is, whatever is killed, and a problem with each that is wrong. On Ray: `ray/test_chaos_run.py`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from r3async.world.simulated.disk import SimulatedDisk, SimulatedFile, Simulated
 from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host, Simulation
-from tests.helpers_checkpoint import hold_nothing, tiny_state, training_state, write_checkpoint
+from tests.helpers.checkpoint import hold_nothing, tiny_state, training_state, write_checkpoint
 from tests.sim.test_disk import Process
 
 RUN = Path("/runs/a")

@@ -17,7 +17,7 @@ from r3async.world.keys import new_keys
 from r3async.world.simulated.loop import Process, VirtualLoop
 from r3async.world.simulated.network import SimulatedNetwork
 from r3async.world.zeromq import OTHER_LEARNER, UNKNOWN_KEY, ZeroMqSockets
-from tests.helpers_transport import CLIENT_KEYS, SERVER_KEYS, until
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until
 
 LOOPBACK = "tcp://127.0.0.1:*"
 QUIET_SECONDS = 0.3

@@ -13,7 +13,7 @@ from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
 from r3async.record.reading import read_objects
 from r3async.rollout.engines.scripted import DIGEST
 from r3async.views.summary import NOT_TRAINED, summarize
-from tests.test_resume_run import events
+from tests.ray.test_resume_run import events
 
 HERE = "tests.sim.test_no_signal"
 STEPS = 100

@@ -13,8 +13,8 @@ from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_quarantine
 from r3async.tools.inspect.look import describe_rest
 from r3async.transport import Refuse
+from tests.ray.test_resume_run import check_books, events
 from tests.sim.whole import Simulated
-from tests.test_resume_run import check_books, events
 
 SIZE, BAD, SAMPLES = 12, 5, 8
 SEEDS = pytest.mark.parametrize("seed", range(3))

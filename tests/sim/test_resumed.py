@@ -1,4 +1,6 @@
-"""Whole runs, simulated, that are killed, stopped and continued: what is trained, and how often. On Ray: `test_resume_run.py`."""
+"""Whole runs, simulated, that are killed, stopped and continued: what is trained, and how often.
+
+On Ray: `ray/test_resume_run.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from safetensors.torch import load_file
 from r3async.checkpoint import Checkpoints, open_checkpoint
 from r3async.record.reading import read_objects
 from r3async.rollout.engines.scripted import DIGEST
+from tests.ray.test_resume_run import check_books, events, trained
 from tests.sim.whole import Machine
-from tests.test_resume_run import check_books, events, trained
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 PATIENT = ["supervise.max_run_restarts=3", "checkpoint.every_steps=2"]

@@ -14,8 +14,8 @@ from r3async.learner import build_learner
 from r3async.weights.publish import Publisher
 from r3async.world.files import replace_file
 from r3async.world.simulated.world import EventLog, Simulation
-from tests.helpers_models import make_hf_model
-from tests.helpers_parity import config
+from tests.helpers.models import make_hf_model
+from tests.helpers.parity import config
 
 
 def test_streams_do_not_shift_each_other():

@@ -1,0 +1,57 @@
+"""An agent with the `openai` package before the real engine: every recorded number is what transformers computes."""
+
+import asyncio
+
+import numpy as np
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
+from r3async.rollout.agents.agents import agent_player
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.episode import EpisodeTask
+from tests.helpers.engine import Reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}assistant:"
+SETTINGS = EpisodeConfig(max_turns=6, max_new_tokens=8, max_prompt_tokens=128, max_total_tokens=256, temperature=0.8)
+
+
+async def plays(base_url, api_key, task_seed):
+    """Two turns, then two answers at once to the second, and one completion of what the first began with."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def say(messages):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            return answer.choices[0].message
+
+        history = [{"role": "user", "content": f"abc {task_seed}"}]
+        history += [await say(history), {"role": "user", "content": "more"}]
+        await asyncio.gather(say(history), say(history))
+        await client.completions.create(model="m", prompt="user:abc", max_tokens=4)
+        return 1.0
+
+
+async def test_what_an_agent_causes_is_recorded_as_transformers_would_compute_it(vllm_engine, tiny_model):
+    assert vllm_engine.version == -1, "this file runs before other weights are installed in the suite's engine"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = TEMPLATE
+    env = EnvConfig(name="agent:tests.engine.test_serving_on_vllm:plays")
+    async with agent_player(env, vllm_engine, ChatRenderer(tokenizer), SETTINGS, ServingConfig()) as play:
+        trajectory = await play(EpisodeTask(0, 0, 7))
+    assert [turn.index for turn in trajectory.turns] == [0, 1, 2, 3]
+    assert len(trajectory.samples) == 3  # the conversation, its second ending, and the completion
+    reference = Reference(tiny_model)
+    recorded = trained = 0
+    for sample in trajectory.samples:
+        table = sample.table
+        ids, at = table["token_ids"], np.flatnonzero(table["loss_mask"])
+        known = table["routing_recorded"]
+        recorded += int(known[at - 1].sum())
+        trained += len(at)
+        assert np.abs(table["rollout_logprobs"][at] - reference.score(ids, temperature=0.8)[at - 1]).max() < 1e-4
+        routes = np.sort(table["routed_experts"], axis=-1)
+        assert np.array_equal(routes[known], reference.routes(ids)[known])
+    assert recorded / trained >= 0.95

@@ -1,0 +1,214 @@
+"""New weights in the middle of an answer, by each `generator.on_update`; and an engine that does not have what it should."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from r3async.data.versions import VersionSpan, expand
+from r3async.rollout.engines import EngineError
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engines.vllm_requests import _confirm
+from r3async.weights.publish import Publisher, WeightManifest
+from tests.helpers.engine import TOLERANCE, Weights, make_model, prompt, replay_feeds, request, same_sets, sampled
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT, ANSWER = 140, 200
+MODES = ["keep", "recompute", "drain"]
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), seed=1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def weights(vllm_engine, tiny_model, other_model, tmp_path_factory):
+    with Publisher(tmp_path_factory.mktemp("published")) as publisher:
+        yield Weights(tiny_model, other_model, publisher, vllm_engine.version)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def fresh(other_model):
+    """An engine that was started with the weights of even versions."""
+    engine = VllmEngine(str(other_model), dtype="float32", concurrency=4, max_model_len=512, kv_cache_gib=0.25)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture(params=MODES)
+def mode(request, vllm_engine):
+    vllm_engine.on_update = request.param
+    yield request.param
+    vllm_engine.on_update = "keep"
+
+
+async def install_even(engine, weights):
+    """The next version with the weights that `fresh` has; the engine has others until then."""
+    if weights.version % 2 == 0:
+        await engine.install(weights.publish(), 30)
+    return weights.publish()
+
+
+async def test_both_sides_of_the_switch_are_those_of_their_version_and_new_requests_are_a_fresh_engines(
+    vllm_engine, weights, fresh, mode
+):
+    manifest = await install_even(vllm_engine, weights)
+    old, new = manifest.version - 1, manifest.version
+    ids = prompt(PROMPT, seed=5)
+    neighbours = [asyncio.create_task(vllm_engine.generate(request(prompt(30 + i, i), 180))) for i in range(4)]
+    call = asyncio.create_task(vllm_engine.generate(request(ids, ANSWER, f"middle-{mode}")))
+    await sampled(vllm_engine, f"middle-{mode}", 60)
+    install = asyncio.create_task(vllm_engine.install(manifest, 60))
+    if mode == "drain":  # what comes now waits for the weights
+        await asyncio.sleep(0.3)
+    later = asyncio.create_task(vllm_engine.generate(request(ids, 20)))
+    report = await install
+    generation = await call
+    assert report.version == vllm_engine.version == new
+    versions = expand(generation.version_spans, ANSWER)
+    everything = np.concatenate([ids, generation.token_ids])
+    known = len(everything) - 1
+    if mode == "drain":
+        assert generation.version_spans == [VersionSpan(old, 0, ANSWER)]
+        assert report.drain_seconds > report.pause_seconds
+        feeds = [(old, 0, known)]
+    else:
+        (first, second) = generation.version_spans
+        assert (first.version, second.version) == (old, new)
+        assert 60 <= first.stop < ANSWER
+        fed = PROMPT + first.stop - 1
+        # Onto the keys and values of the old weights, or all of it once more.
+        feeds = [(old, 0, fed), (new, fed if mode == "keep" else 0, known)]
+        wrong = [(old, 0, fed), (new, 0 if mode == "keep" else fed, known)]
+        logprobs, _ = replay_feeds(weights.by_version, everything, wrong)
+        assert np.abs(generation.logprobs - logprobs[PROMPT - 1 :]).max() > 100 * TOLERANCE
+    logprobs, routes = replay_feeds(weights.by_version, everything, feeds)
+    assert np.abs(generation.logprobs - logprobs[PROMPT - 1 :]).max() < TOLERANCE
+    assert same_sets(generation.routed_experts, routes)
+    assert (versions == old).any()
+
+    waited = await later
+    if mode == "drain":
+        assert waited.version_spans == [VersionSpan(new, 0, 20)]
+    await asyncio.gather(*neighbours)
+    again = await vllm_engine.generate(request(ids, 40))
+    everything = np.concatenate([ids, again.token_ids])
+    assert np.abs(again.logprobs - (await fresh.score(everything))[PROMPT - 1 :]).max() < TOLERANCE
+    theirs = await fresh.generate(request(everything, 1))
+    assert same_sets(again.routed_experts, np.sort(theirs.routed_experts[:-1], -1))
+
+
+async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vllm_engine, weights):
+    vllm_engine.on_update = "drain"
+    try:
+        old, manifest = vllm_engine.version, weights.publish()
+        call = asyncio.create_task(vllm_engine.generate(request(prompt(9), 480, "endless")))
+        await sampled(vllm_engine, "endless", 5)
+        message = r'waited 0\.1 s \(weights\.install_timeout\) for 1 running .*on_update="keep"'
+        with pytest.raises(EngineError, match=message):
+            await vllm_engine.install(manifest, 0.1)
+        assert vllm_engine.version == old
+        assert len((await vllm_engine.generate(request(prompt(9), 5))).token_ids) == 5
+        assert (await call).version_spans == [VersionSpan(old, 0, 480)]
+        await vllm_engine.install(manifest, 30)
+        assert vllm_engine.version == manifest.version
+    finally:
+        vllm_engine.on_update = "keep"
+
+
+async def test_an_update_holds_sixteen_answers_up_for_less_time_than_they_take(vllm_engine, weights, mode):
+    """Load included. Both are measured here, side by side: what a machine is capable of does not matter."""
+
+    def answers():
+        return [asyncio.create_task(vllm_engine.generate(request(prompt(20, i), 60))) for i in range(16)]
+
+    reports, alone, before = [], [], vllm_engine.stats()["pause_seconds"]
+    for _ in range(7):
+        began = time.perf_counter()
+        await asyncio.gather(*answers())
+        alone.append(time.perf_counter() - began)
+        calls = answers()
+        await asyncio.sleep(0.1)
+        reports.append(await vllm_engine.install(weights.publish(), 60))
+        await asyncio.gather(*calls)
+    assert statistics.median(r.pause_seconds for r in reports) < statistics.median(alone)
+    assert all(0 < r.load_seconds < r.pause_seconds for r in reports)
+    total = sum(r.pause_seconds for r in reports)
+    assert vllm_engine.stats()["pause_seconds"] - before == pytest.approx(total)
+
+
+async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, monkeypatch):
+    text = prompt(100, seed=9)
+    assert await vllm_engine.cached_from_older(text) == 0
+    await vllm_engine.install(weights.publish(), 30)
+    assert await vllm_engine.cached_from_older(text) == 0
+    monkeypatch.setattr(vllm_engine, "_cache_salt", lambda: "the same for every version")
+    for _ in range(2):
+        await vllm_engine.install(weights.publish(), 30)
+        stale = await vllm_engine.cached_from_older(text)
+    assert stale >= vllm_engine._llm.vllm_config.cache_config.block_size
+    vllm_engine.on_update = "recompute"  # clears the cache: then the salt is not needed
+    try:
+        await vllm_engine.install(weights.publish(), 30)
+        assert await vllm_engine.cached_from_older(text) == 0
+    finally:
+        vllm_engine.on_update = "keep"
+
+
+async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, other_model, tmp_path):
+    """After the checksums: the worker was given other bytes. vLLM has packed and fused them by then."""
+    engine = VllmEngine(
+        str(tiny_model),
+        dtype="float32",
+        concurrency=4,
+        max_model_len=512,
+        kv_cache_gib=0.25,
+        engine_args={"worker_extension_cls": "tests.helpers.engine.FlippingExtension"},
+    )
+    await engine.start()
+    try:
+        with Publisher(tmp_path) as publisher:
+            weights = Weights(tiny_model, other_model, publisher)
+            manifest = weights.publish()
+            await engine.install(manifest, 30)
+            found = await engine.differences(manifest, 60)
+            expected = {
+                "model.layers.0.mlp.experts.3.up_proj.weight": ("w13_weight", 1),
+                "model.layers.2.self_attn.k_proj.weight": ("qkv_proj.weight", 1),
+                "model.norm.weight": ("model.norm.weight", 1),
+            }
+            assert {d.tensor for d in found} == set(expected)
+            for difference in found:
+                parameter, elements = expected[difference.tensor]
+                assert difference.parameter.endswith(parameter)
+                assert difference.elements == elements
+            with pytest.raises(EngineError, match="must be restarted"):
+                await engine.generate(request(prompt(9), 5))
+    finally:
+        await engine.stop()
+
+
+@dataclass
+class SaysOtherwise:
+    """Workers of which the second has the version before."""
+
+    digest: int
+
+    async def collective_rpc(self, method):
+        assert method == "r3_installed"
+        return [(1, self.digest), (0, 5)]
+
+
+async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
+    manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
+    with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):
+        await _confirm(SaysOtherwise(manifest.digest), manifest)

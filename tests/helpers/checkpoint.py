@@ -1,0 +1,136 @@
+"""Learners that are stopped and continued: what runs on each rank, and states compared bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from r3async.checkpoint import Checkpoints, FileRecord, RunState
+from r3async.checkpoint.state import TrainingState
+from r3async.checkpoint.tensors import LearnerFacts, LearnerParts, LearnerState, Piece, Place, write_part
+from r3async.config import Config, config_from_dict
+from r3async.learner import build_learner
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.trainer import train_minibatch
+
+
+def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: int) -> Config:
+    """With everything that has a memory: warm-up, weight decay, and a trust region that adapts."""
+    learner = {"backend": backend, "dtype": dtype, "lr": 1e-2, "warmup_steps": 8, "weight_decay": 0.1}
+    return config_from_dict(
+        {
+            "learner": {**learner, "parallel": parallel},
+            "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05}},
+            "routing": {"min_recorded_fraction": 0.0},
+            "episode": {"max_total_tokens": 256, "max_prompt_tokens": 128},
+        }
+    )
+
+
+def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
+    """Those of steps `first ..`, each another."""
+    # Not above: `checkpoint_driver` trains nothing, and forks a hundred times.
+    from tests.helpers import models as hm
+    from tests.helpers.parity import BUDGET, LENGTHS
+
+    return [pack(hm.make_samples(s, LENGTHS, temperature=0.8), BUDGET) for s in range(first, first + count)]
+
+
+def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBatch]]) -> list[dict[str, float]]:
+    from tests.helpers.parity import of_rank
+
+    p = config.learner.parallel
+    rank = dist.get_rank() if p.world > 1 else 0
+    return [train_minibatch(learner, of_rank(step, rank // p.tp % p.dp, p.dp)).metrics for step in steps]
+
+
+def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileRecord]:
+    """On every rank: `count` steps of a new learner, then its state in `out`."""
+    learner = build_learner(config, path)
+    try:
+        return train(learner, config, batches(count)), write_part(out, learner.state())
+    finally:
+        learner.close()
+
+
+def continued(path: Path, config: Config, saved: Sequence[Path], first: int, count: int, out: Path) -> Any:
+    """On every rank: a new learner goes on from `saved` for `count` steps (if any), then its state in `out`."""
+    learner = build_learner(config, path)
+    try:
+        learner.restore(LearnerParts(saved))
+        assert learner.version == first
+        return train(learner, config, batches(count, first=first)), write_part(out, learner.state())
+    finally:
+        learner.close()
+
+
+def on_ranks(ranks: Any, function: Any, *args: Any) -> list[Any]:
+    """What `function` returns on each rank; here, without `ranks`."""
+    return [function(*args)] if ranks is None else ranks.call(function, *args)
+
+
+def paths(out: Path) -> list[Path]:
+    return sorted(out.glob("learner-*.safetensors"))
+
+
+def contents(saved: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """Every whole tensor but the ranks' random number generators."""
+    parts = LearnerParts(saved)
+    names = [n for n in parts.names() if not n.startswith("rng/")]
+    return {n: parts.read(Place.whole(n, parts.shape(n))) for n in names}
+
+
+def assert_same(a: Sequence[Path], b: Sequence[Path]) -> None:
+    """Same tensors bit by bit, and same facts but for the number of ranks."""
+    ours, theirs = contents(a), contents(b)
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    facts = [msgspec.structs.replace(LearnerParts(x).facts, world=1) for x in (a, b)]
+    assert facts[0] == facts[1]
+
+
+def run_state(steps: int, **changes: Any) -> RunState:
+    defaults: dict[str, Any] = {
+        "run_id": "r",
+        "config": {"seed": 0},
+        "model_path": "/m",
+        "model_fingerprint": "f",
+        "version": steps,
+        "consumed": 4 * steps,
+    }
+    return RunState(steps=steps, **(defaults | changes))
+
+
+def training_state(steps: int, **changes: Any) -> TrainingState:
+    return TrainingState(**({"steps": steps, "version": steps, "consumed": 4 * steps} | changes))
+
+
+async def hold_nothing() -> None:
+    """For `CheckpointWriter.save`, where what is written does not change."""
+
+
+def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> LearnerState:
+    """A learner's state of one vector, the ranks' parts of it end to end."""
+    place = Place("master/w", (elements * world,), (elements * rank,), (elements,))
+    facts = LearnerFacts("torch", "m", int(value), world, {"coef": 0.5, "error": None})
+    return LearnerState(rank, facts, [Piece(place, torch.full((elements,), float(value)))])
+
+
+def write_checkpoint(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
+    partial = checkpoints.begin(step)
+    record = write_part(partial, tiny_state(step), files=checkpoints.files)
+    return checkpoints.commit(run_state(step, **changes), [record])
+
+
+def fresh(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory

@@ -1,0 +1,110 @@
+"""What runs on each rank of the gradient parity tests, and the reference that they are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3async.config import Config, config_from_dict
+from r3async.learner.batch.packing import MicroBatch, pack, padding_like
+from r3async.learner.losses.objective import TokenBatch, objective
+from tests.helpers import models as hm
+from tests.helpers.learner import hf_gradients
+
+LENGTHS = [9, 40, 5, 17, 33, 6, 21]
+BUDGET = 48
+
+
+def config(*, recompute: str = "none", replay: str = "rollout", dtype: str = "float32", **parallel: int) -> Config:
+    return config_from_dict(
+        {
+            "learner": {"dtype": dtype, "lr": 1e-2, "parallel": parallel, "recompute": recompute},
+            "algorithm": {"rollout_kl": {"coef": 0.1}},
+            "routing": {"min_recorded_fraction": 0.0, "replay": replay},
+        }
+    )
+
+
+def batch(seed: int = 3, **options: Any) -> list[MicroBatch]:
+    """Packed micro-batches of different lengths; routes are random and the last row of each sample has none."""
+    return pack(hm.make_samples(seed, LENGTHS, temperature=0.8, **options), BUDGET)
+
+
+def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[MicroBatch]:
+    """That data-parallel rank's share, and at least one padding micro-batch in all."""
+    count = -(-len(micro_batches) // dp) + (len(micro_batches) % dp == 0)
+    mine = micro_batches[dp_rank::dp]
+    return mine + [padding_like(micro_batches[0], 1 + 2 * dp_rank)] * (count - len(mine))
+
+
+def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
+    """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
+    from r3async.learner.figures import result_of
+    from r3async.learner.megatron.backend import MegatronLearner
+    from r3async.learner.megatron.links import gather_weights
+    from r3async.learner.trainer import backward, begin
+
+    learner = MegatronLearner.load(settings, Path(model_path))
+    try:
+        mine = of_rank(micro_batches, learner.ranks.dp_rank, settings.learner.parallel.dp)
+        minibatch = begin(learner, mine)
+        backward(learner, minibatch)
+        optimizer = learner.optimizer
+        masters = {id(p): m for p, m in zip(optimizer._model, optimizer._masters, strict=True)}
+        for master in optimizer._masters:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        if optimizer._reduce is not None:
+            optimizer._reduce([m.grad for m in optimizer._masters])
+        norm = optimizer._squared_norm([m.grad for m in optimizer._masters]) ** 0.5
+        gradients = gather_weights(learner.links, lambda p: masters[id(p)].grad)
+        total = minibatch.total()
+        result = result_of(minibatch, total, optimizer.skip(minibatch.cause), learner.replay)
+        assert learner.replay.current is None
+        assert learner.replay._open == []
+        return {
+            "gradients": {n: g.numpy() for n, g in gradients.items()},
+            "norm": norm,
+            "result": result,
+        }
+    finally:
+        learner.close()
+
+
+def reference(
+    model_path: Path, micro_batches: list[MicroBatch], settings: Config
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients of plain transformers with forced routes, one sample at a time.
+
+    Rows without a record are forced to what the model chooses itself under the routes forced so far (they are last in
+    their sample, and a last row's routes influence nothing that is trained).
+    """
+    model = hm.load_hf(model_path)
+    trained = sum(int(m.table["loss_mask"].sum()) for m in micro_batches)
+    total = 0.0
+    for micro_batch in micro_batches:
+        for start, stop, temperature in zip(
+            micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], micro_batch.temperatures, strict=False
+        ):
+            table = micro_batch.table.slice(int(start), int(stop))
+            with hm.forced_routes(model, table["routed_experts"]):
+                ids = torch.from_numpy(table["token_ids"].astype(np.int64))
+                logits = model(ids[None]).logits[0] / float(temperature)
+            rows = np.flatnonzero(table["loss_mask"])
+            everything = torch.log_softmax(logits, -1)
+            logprobs = everything[rows - 1].gather(1, ids[rows][:, None])[:, 0]
+            tokens = TokenBatch(
+                rollout_logprobs=torch.from_numpy(table["rollout_logprobs"][rows]),
+                advantages=torch.from_numpy(table["advantages"][rows]),
+                weights=torch.full((len(rows),), 1 / trained),
+                sequence=torch.zeros(len(rows), dtype=torch.int64),
+                sequences=1,
+                ages=torch.zeros(len(rows), dtype=torch.int32),
+            )
+            coef = settings.algorithm.rollout_kl.coef
+            loss, _ = objective(tokens, logprobs, torch.zeros(len(rows)), settings.algorithm, rollout_kl_coef=coef)
+            loss.backward()
+            total += float(loss.detach())
+    return total, {n: g.numpy() for n, g in hf_gradients(model).items()}

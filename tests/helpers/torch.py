@@ -1,0 +1,211 @@
+"""Tiny random models of three families, and plain transformers with forced routes as the reference for all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from r3async.config import Config, config_from_dict
+from r3async.data.records import Sample
+from r3async.learner import MinibatchResult
+from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.torch.model import Packed
+from r3async.learner.trainer import train_minibatch
+from tests.helpers.models import make_samples
+
+VOCAB, EXPERTS, TOP_K = 97, 8, 2
+LENGTHS = [9, 40, 5, 17, 40, 6]
+"""Tokens of the samples of most tests: two buckets, not in order."""
+BUDGET = 48
+"""Tokens per micro-batch: three of different lengths."""
+
+SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3": (
+        Qwen3MoeConfig,
+        {"head_dim": 16, "intermediate_size": 56, "moe_intermediate_size": 40, "num_experts": EXPERTS}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "mixtral": (MixtralConfig, {"intermediate_size": 40, "num_local_experts": EXPERTS, "router_jitter_noise": 0.1}),
+    "olmoe": (
+        OlmoeConfig,
+        {"intermediate_size": 40, "num_experts": EXPERTS, "norm_topk_prob": False, "clip_qkv": 0.3}
+        | {"attention_dropout": 0.1},
+    ),
+}
+
+
+def make_model(directory: Path, family: str, *, seed: int = 0, std: float = 0.1, **changes: Any) -> Path:
+    """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file; returns `directory`."""
+    kind, settings = FAMILIES[family]
+    return save_random(directory, kind(**(SHARED | settings | changes)), seed=seed, std=std)
+
+
+def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std: float = 0.1) -> Path:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(json.dumps({"stand": "in"}))
+    return directory
+
+
+def moe_layers(family: str) -> int:
+    return 2 if family == "qwen3" else 3
+
+
+def recorded_samples(layers: int, *, seed: int = 1, **options: Any) -> list[Sample]:
+    """Samples of `LENGTHS`, every row of which has a record of random routes; without routes if `layers` is 0."""
+    samples = make_samples(seed, LENGTHS, layers=max(layers, 1), vocab=VOCAB, routes=layers > 0, **options)
+    return fully_recorded(samples) if layers else samples
+
+
+def fully_recorded(samples: Sequence[Sample]) -> list[Sample]:
+    return [replace_columns(s, routing_recorded=np.ones(len(s.table), bool)) for s in samples]
+
+
+def replace_columns(sample: Sample, **columns: np.ndarray) -> Sample:
+    return Sample(sample.sample_id, sample.table.with_columns(**columns), sample.temperature)
+
+
+def with_routes(samples: Sequence[Sample], routes: np.ndarray) -> list[Sample]:
+    """`routes` `[N, L, K]`, of the samples laid end to end."""
+    ends = np.cumsum([len(s.table) for s in samples])
+    parts = np.split(routes, ends[:-1])
+    return fully_recorded([replace_columns(s, routed_experts=r) for s, r in zip(samples, parts, strict=True)])
+
+
+def load_reference(directory: Path) -> torch.nn.Module:
+    """float32, transformers' own attention and plain loop over experts."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def gates(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+
+@contextmanager
+def forced_routes(model: torch.nn.Module, routes: np.ndarray):
+    """Make the routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
+
+    def forward(gate, hidden_states, chosen):
+        logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), gate.weight)
+        weights = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).gather(1, chosen)
+        # Mixtral always normalises, and has no such setting.
+        if getattr(model.config, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype), chosen
+
+    for index, gate in enumerate(gates(model)):
+        chosen = torch.from_numpy(routes[:, index].astype(np.int64))
+        gate.forward = MethodType(lambda gate, h, chosen=chosen: forward(gate, h, chosen), gate)
+    try:
+        yield
+    finally:
+        for gate in gates(model):
+            del gate.forward
+
+
+def reference_step(
+    path: Path, samples: Sequence[Sample], config: Config, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Losses, and the gradient of every checkpoint tensor, of a step with forced routes: sample by sample, token by token."""
+    model = load_reference(path).to(dtype)
+    policy = kl = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for sample in samples:
+        table = sample.table
+        ids = torch.from_numpy(table["token_ids"].astype(np.int64))
+        with forced_routes(model, table["routed_experts"]):
+            logp = torch.log_softmax(model(ids[None]).logits[0].double() / sample.temperature, -1)
+        for t in np.flatnonzero(table["loss_mask"] & np.isfinite(table["rollout_logprobs"])):
+            lp, mu = logp[t - 1, ids[t]], float(table["rollout_logprobs"][t])
+            ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.ratio_cap)
+            policy = policy - ratio * float(table["advantages"][t]) * lp
+            kl = kl + config.algorithm.rollout_kl.coef * (lp - mu) ** 2 / 2
+            count += 1
+    ((policy + kl) / count).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    squares = sum(float(g.double().square().sum()) for g in grads.values())
+    losses = {"loss/policy": policy.item() / count, "loss/rollout_kl": kl.item() / count, "grad_norm": squares**0.5}
+    return losses, grads
+
+
+def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
+    """Whole gradients of all parameters, under transformers' names. Collective."""
+    named = learner.model.causal.named_parameters()
+    out = {n: p.grad for n, p in named if p.grad is not None}
+    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in out.items()}
+
+
+def gradients_of_step(
+    learner: TorchLearner, micro_batches: Sequence[MicroBatch]
+) -> tuple[MinibatchResult, dict[str, torch.Tensor]]:
+    """The step's result, and the whole gradients that the optimizer was given."""
+    taken: dict[str, torch.Tensor] = {}
+    optimizer = learner.optimizer
+    step = optimizer.step
+
+    def capture():
+        taken.update(gradients(learner))
+        return step()
+
+    optimizer.step = capture
+    try:
+        return train_minibatch(learner, micro_batches), taken
+    finally:
+        del optimizer.step
+
+
+def settings(**changes) -> Config:
+    data: dict[str, dict[str, Any]] = {
+        "learner": {"backend": "torch", "dtype": "float32", "lr": 1e-2},
+        "algorithm": {"rollout_kl": {"coef": 0.1}},
+        "routing": {"min_recorded_fraction": 0.0},
+        "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        data[section][name] = value
+    return config_from_dict(data)
+
+
+def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest relative error, and of which tensor. All of them have to be there, and to be more than zero."""
+    assert set(got) == set(want)
+    assert all(t.abs().max() > 0 for t in want.values())
+    return max((float((got[n].double() - w.double()).norm() / w.double().norm()), n) for n, w in want.items())
+
+
+def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:
+    """Of all tokens, `[N, V]`."""
+    m = micro_batch
+    packed = Packed.of(m.table["token_ids"], m.positions, m.cu_seqlens, torch.device("cpu"))
+    hidden = learner.model.causal.base_model(**packed.arguments()).last_hidden_state[0]
+    return learner.model.causal.get_output_embeddings()(hidden)

@@ -1,0 +1,100 @@
+"""A run whose episodes are played by a program with the `openai` package: real Ray, vLLM, ZeroMQ and Megatron."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from r3async.config import EnvConfig, InitConfig, load_config
+from r3async.envs.factory import environment_factory
+from r3async.record.reading import read_objects
+from r3async.record.routes import RouteIndex
+from r3async.record.verify import verify_routes
+from r3async.rollout.chat import ChatRenderer
+from r3async.tools.init_model import OracleData, byte_tokenizer, random_model
+from r3async.tools.train import train
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
+
+ROOT = Path(__file__).parents[2]
+STEPS, GROUPS, SAMPLES = 3, 2, 2
+SETTINGS = [
+    f"steps={STEPS}",
+    f"schedule.groups_per_step={GROUPS}",
+    f"schedule.samples_per_group={SAMPLES}",
+    "generator.kv_cache_gib=0.25",
+    "episode.max_turns=2",
+    "episode.max_new_tokens=72",
+    "episode.max_prompt_tokens=160",
+    "episode.max_total_tokens=240",
+    "routing.trace=all",
+    "learner.lr=2e-5",
+    "evaluation.every=2",
+    "evaluation.episodes=3",
+    "evaluation.env.name=agent:docs.examples.calculator_agent:play",
+]
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A model that mostly calls the tool: a short supervised warm-up, without the samples that `init_model` looks at."""
+    # Heads of 32: vLLM has none of 16 on CPU.
+    init = InitConfig(hidden_size=64, layers=2, heads=2, kv_heads=2, expert_hidden_size=32, rope_theta=5.0)
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    model = random_model(init, tokenizer)
+    factory = environment_factory(EnvConfig(name="tests.helpers.agents:CalculatorFormat"))
+    data = OracleData(factory, ChatRenderer(tokenizer), 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(400):
+        tokens, mask = map(torch.from_numpy, data.batch(12))
+        logits = model(tokens).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]].float(), tokens[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < 0.015:
+            break
+    path = tmp_path_factory.mktemp("model") / "caller"
+    model.save_pretrained(path, safe_serialization=True)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_its_trajectories_train(
+    caller, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("R3ASYNC_USER_PATH", os.fspath(ROOT))
+    config = load_config("quickstart", [*SETTINGS, f"model.path={caller}", "name=agent"])
+    command = ["python", str(ROOT / "docs" / "examples" / "calculator_agent.py")]
+    config = msgspec.structs.replace(config, env=EnvConfig(name="agent-command", args={"command": command}))
+    screen = io.StringIO()
+    try:
+        run_dir = train(config, "quickstart", Console(file=screen, width=120), tmp_path)
+    except BaseException:
+        print(screen.getvalue())
+        raise
+    rows = read_objects(run_dir / "metrics.jsonl")
+    assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["routing/recorded_fraction"] >= 0.95
+        assert row["rollout_kl/k3"] < 0.01
+        assert row["batch/trained_tokens"] > 0
+        assert row["transport/rejected"] == 0
+    # The tool was called and its result answered: in two turns, in one row of training.
+    assert max(r["episode/turns_mean"] for r in rows) > 1
+    assert max(r["reward/max"] for r in rows) > 0.25
+    assert verify_routes(RouteIndex(run_dir)).verified
+    # Evaluations are played beside it, and none of their episodes has reached the learner.
+    assert rows[-1]["transport/received"] == STEPS * GROUPS * SAMPLES
+    lines = [json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, STEPS]
+    assert lines[-1]["evaluation/version_max"] == STEPS
+    assert all(line["evaluation/episodes"] == 3 and line["evaluation/reward_mean"] > 0 for line in lines)
+    print(screen.getvalue(), rows[-1], lines)

@@ -1,0 +1,55 @@
+"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9.
+What the accounting finds in learners that are wrong: `sim/test_accounting.py`."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from r3async.config import ConfigError
+from r3async.tools.chaos.relay import Noise
+from r3async.tools.chaos.run import chaos
+from r3async.tools.chaos.scenarios import FullDisk
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+
+
+def rehearse(untrained, root, roles, *overrides, **options):
+    screen = io.StringIO()
+    try:
+        return chaos(
+            "quickstart",
+            [f"model.path={untrained}", *overrides],
+            kills=len(roles),
+            seed=3,
+            root=root,
+            console=Console(file=screen, width=160),
+            roles=roles,
+            **options,
+        )
+    except BaseException:
+        print(screen.getvalue())
+        raise
+
+
+def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, tmp_path):
+    roles = ["environment", "generator", "learner", "conductor"]
+    report = rehearse(untrained, tmp_path, roles, noise=Noise(damage=0.15))
+    assert report.problems == []
+    assert report.faults == dict.fromkeys(roles, 1)
+    # A generator that dies while the run starts takes it down, too, and of one that dies just before the learner does nobody
+    # hears: how many deaths were mended by themselves is a matter of moments.
+    assert report.resumed >= 2
+    assert report.trajectories == report.steps * 8
+    assert report.damaged
+
+
+def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(untrained, tmp_path):
+    try:
+        with FullDisk.place(tmp_path):
+            pass
+    except ConfigError as error:
+        pytest.skip(str(error))
+    report = rehearse(untrained, tmp_path, [], scenario="full-disk")
+    assert report.problems == []
+    assert report.faults == {"disk": 2}

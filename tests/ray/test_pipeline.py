@@ -1,0 +1,170 @@
+"""The whole run: Ray, vLLM, ZeroMQ, Megatron. Short, and real."""
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+import r3async
+from r3async.config import load_config
+from r3async.record.catalogue import METRICS
+from r3async.record.reading import read_objects
+from r3async.record.routes import RouteIndex
+from r3async.record.verify import verify_routes
+from r3async.tools.inspect.routes import print_verification, show_routes
+from r3async.tools.train import train
+from r3async.views.summary import summarize
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+
+SMALL = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+STEPS = 12
+GENTLE = "learner.lr=2e-5"  # so small that drift can only come from something misaligned
+PROMISED_METRICS = [
+    "step",
+    "version",
+    "time",
+    "reward/mean",
+    "reward/max",
+    "episode/turns_mean",
+    "loss/policy",
+    "loss/rollout_kl",
+    "rollout_kl/k1",
+    "rollout_kl/k2",
+    "rollout_kl/k3",
+    "ratio/max",
+    "ratio/ess",
+    "staleness/mean",
+    "staleness/max",
+    "staleness/bound",
+    "staleness/queue_seconds_max",
+    "staleness/age_0",
+    "lag/learner_p99_ms",
+    "lag/conductor_p99_ms",
+    "lag/generator_p99_ms",
+    "generator/engine_idle_share",
+    "routing/recorded_fraction",
+    "routing/agreement",
+    "batch/tokens",
+    "batch/micro_batches",
+    "batch/split_episodes",
+    "batch/fill",
+    "grad_norm",
+    "throughput/generated_tokens_per_second",
+    "throughput/trained_tokens_per_second",
+    "weights/update_seconds",
+    "weights/pause_seconds",
+    "transport/received",
+    "transport/duplicates",
+    "transport/rejected",
+    "transport/damaged",
+]
+
+
+def run(model, tmp_path, name, *overrides, **faults):
+    """`faults`: engine arguments that are refused where a configuration is read."""
+    screen = io.StringIO()
+    config = load_config("quickstart", [*SMALL, f"model.path={model}", f"name={name}", *overrides])
+    config.generator.engine_args.update(faults)
+    try:
+        return train(config, "quickstart", Console(file=screen, width=120), tmp_path), screen
+    except BaseException:
+        print(screen.getvalue())
+        raise
+
+
+def events(run_dir):
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def kill_generator_at_step(run_dir, step, killed):
+    """SIGKILL the generator's process once `step` is in the metrics."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and len(read_objects(metrics)) >= step:
+            pid = next(e["pid"] for e in events(run_dir) if e["event"] == "generator_started")
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+            return
+
+
+def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises(warm_model, tmp_path):
+    killed = []
+    killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
+    killer.start()
+    run_dir, screen = run(
+        warm_model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all", "schedule.window=5"
+    )
+    killer.join(timeout=10)
+    assert len(killed) == 1
+
+    rows = read_objects(run_dir / "metrics.jsonl")
+    assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
+    assert {m for m in PROMISED_METRICS if not m.startswith("lag/")} <= set(METRICS)
+    for row in rows[1:]:
+        assert {"pace/ratio", "learner/idle_share", "generator/idle_share"} <= set(row)
+    for row in rows:
+        assert set(PROMISED_METRICS) <= set(row)
+        assert all(isinstance(row[name], (int, float)) for name in PROMISED_METRICS)
+        assert row["staleness/max"] <= row["staleness/bound"] == 2
+        assert sum(row[f"staleness/age_{age}"] for age in range(3)) == row["batch/trained_tokens"]
+        assert row["routing/recorded_fraction"] >= 0.95
+        assert row["transport/rejected"] == 0
+        assert row["rollout_kl/k3"] < 0.01
+    assert max(r["staleness/mean"] for r in rows) > 0  # generation overlapped training
+    assert [r["version"] for r in rows] == list(range(1, STEPS + 1))
+
+    names = [e["event"] for e in events(run_dir)]
+    assert "generator_lost" in names
+    assert "generator_restarted" in names
+    assert summarize(run_dir).history.generators_lost == 1
+    assert "restart" in screen.getvalue()
+    for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):
+        assert (run_dir / product).stat().st_size > 0, product
+    assert (tmp_path / "latest").resolve() == run_dir.resolve()
+    assert load_config(str(run_dir / "config.toml")).steps == STEPS
+    routes_were_the_engines_own(run_dir, rows)
+
+
+def routes_were_the_engines_own(run_dir, rows):
+    """Every trained sample's, also those that were played again after the kill."""
+    index = RouteIndex(run_dir)
+    result = verify_routes(index)
+    assert result.samples == STEPS * 16
+    assert (result.different, result.first, result.unmatched) == (0, None, [])
+    layers = len(json.loads((run_dir / "routing.jsonl").read_text().splitlines()[0])["agreement"])
+    positions = int(sum(r["batch/tokens"] for r in rows))
+    assert result.equal + result.unrecorded == positions * layers
+    # Only the last token of a sample is never fed.
+    assert result.unrecorded == result.samples * layers
+    screen = io.StringIO()
+    assert print_verification(run_dir, Console(file=screen, width=80))
+    show_routes(run_dir, Console(file=screen, width=80), step=STEPS)
+    assert "every recorded route was used in training as the engine chose it" in screen.getvalue()
+    assert screen.getvalue().count(" sampled ") >= 3
+
+
+@pytest.mark.short_run
+def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm_model, tmp_path):
+    run_dir = r3async.train(
+        "quickstart",
+        runs=tmp_path,
+        name="on-policy",
+        steps=3,
+        model={"path": str(warm_model)},
+        generator={"kv_cache_gib": 0.25},
+        schedule={"groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0, "window": 3},
+        routing={"replay": "off"},
+    )
+    assert run_dir == tmp_path / "on-policy"
+    for row in read_objects(run_dir / "metrics.jsonl"):
+        assert row["staleness/max"] == 0
+        assert row["rollout_kl/k3"] < 1e-6
+        assert row["routing/agreement"] > 0.999

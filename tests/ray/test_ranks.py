@@ -1,0 +1,114 @@
+"""A learner of several ranks in Ray actors, driven as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3async.actors.ranks import WRITE, LocalLearner, RankActor, RankedLearner, placement
+from r3async.config import to_dict
+from r3async.learner import LearnerError
+from r3async.weights.publish import verify
+from r3async.world.real import REAL
+from tests.helpers import models as hm
+from tests.helpers.parity import LENGTHS, batch, config, of_rank
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+def for_two_ranks():
+    return [of_rank(batch(), rank, 2) for rank in range(2)]
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("replay", ["rollout", "learner"])
+def test_ranks_in_actors_train_what_one_process_trains(model_path, tmp_path, replay):
+    alone = LocalLearner.load(config(replay=replay), model_path)
+    expected = alone.train([[batch()], [batch()]], version=0, trace=True)
+    ranked = RankedLearner.load(config(replay=replay, dp=2, ep=2), model_path, tmp_path)
+    try:
+        assert ranked.vocab_size == hm.VOCAB
+        results = ranked.train([for_two_ranks(), for_two_ranks()], version=0, trace=True)
+        for ours, exact in zip(results, expected, strict=True):
+            assert ours.metrics == pytest.approx(exact.metrics, rel=1e-4, abs=1e-6)
+            traced = [i for t in ours.traces for i in t.sample_ids]
+            assert sorted(traced) == sorted(f"s{i}" for i in range(len(LENGTHS)))
+        # The learner's own routes of a pass before the first update: all of them in the first minibatch, fewer in the second.
+        agreement = [r.metrics["routing/agreement"] for r in results]
+        if replay == "learner":
+            assert agreement[0] == 1
+            assert 0.2 < agreement[1] < 1
+        else:
+            assert max(agreement) < 0.2
+        ranked.publish_through("shared_memory")
+        ranked.snapshot(3)
+        with ThreadPoolExecutor(1) as writer:  # beside a step
+            writing = writer.submit(ranked.write)
+            ranked.train([for_two_ranks()], version=1)
+            manifest = writing.result(60).manifest
+        verify(manifest)
+        ranked.snapshot(4)
+        manifest = ranked.write(reading=[3]).manifest
+        assert manifest.version == 4
+        alone.train([[batch()]], version=1)
+        ranked.save(tmp_path / "saved")
+        saved, exact = load_file(tmp_path / "saved" / "model.safetensors"), load_file(manifest.path)
+        source = load_file(model_path / "model.safetensors")
+        assert set(saved) == set(source) == set(exact)
+        assert all(torch.equal(saved[n].to(exact[n].dtype), exact[n]) for n in saved)
+        ids = np.arange(10, 30, dtype=np.int32)
+        for temperature in (1.0, 0.7):
+            np.testing.assert_allclose(ranked.score(ids, temperature), alone.score(ids, temperature), atol=1e-3)
+    finally:
+        ranked.close()
+        alone.close()
+    assert (tmp_path / "logs" / "learner-rank-1.log").exists()
+
+
+class ThreadsOfCalls(RankActor):
+    """A rank that says which thread made a call."""
+
+    def call(self, name, *args, **kwargs):
+        return threading.get_ident()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_rank_makes_its_torch_calls_in_one_thread_and_writes_in_another(tmp_path):
+    actors, made = REAL.actors, (0, to_dict(config()), "", str(tmp_path))
+    actor = actors.spawn(ThreadsOfCalls, *made, name="rank", placement=placement(1))
+    try:
+        calls, writes = [], []
+        for _ in range(5):
+            calls += [actors.begin(actor, "call", "score") for _ in range(4)]
+            writes.append(actors.begin(actor, "call", "write", lane=WRITE))
+        calls, writes = actors.get(calls, timeout=60), actors.get(writes, timeout=60)
+    finally:
+        actors.kill(actor)
+    assert len(set(calls)) == len(set(writes)) == 1
+    assert calls[0] != writes[0]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_rank_that_dies_ends_the_step_with_its_number(model_path, tmp_path):
+    ranked = RankedLearner.load(config(dp=2), model_path, tmp_path)
+    assert REAL.processes.ask_for_stacks(ranked.pids[0], REAL.processes.host)  # as at a stall
+    deadline = time.monotonic() + 30
+    while "most recent call first" not in (tmp_path / "logs" / "learner-rank-0.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(ranked.pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(LearnerError, match="rank 1 of the learner failed"):
+        ranked.train([for_two_ranks()], version=0)
+    assert time.monotonic() - started < 60  # the other rank, which waits for it, is not waited for

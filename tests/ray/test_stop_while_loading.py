@@ -1,0 +1,72 @@
+"""SIGTERM before the first step, at each of the calls that take long: the command ends well, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import psutil
+import pytest
+
+from r3async.config import load_config
+from r3async.record.reading import read_objects
+from r3async.tools.run_dir import open_run
+
+pytestmark = pytest.mark.timeout(500)
+
+PHASES = {
+    "the model is made": "loading torch",
+    "Ray starts": "starting Ray",
+    "the actors load": "loading learner",
+    "vLLM loads": "loading engine",
+}
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("R3ASYNC_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
+    words = ["name=stopped"]
+    words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
+    words += [f"model.path={untrained}"] * (phase != "the model is made")
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path), *words]
+    screen = tmp_path / "screen"
+    with screen.open("w") as file:
+        driver = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 300
+        while PHASES[phase] not in screen.read_text():
+            assert driver.poll() is None, screen.read_text()
+            assert time.monotonic() < deadline, screen.read_text()
+            time.sleep(0.02)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(60) == 0, screen.read_text()
+    finally:
+        driver.kill()
+    said = screen.read_text()
+    assert "stopped" in said
+    assert "to resume: the same command with name=stopped" in said
+    assert "Traceback" not in said
+    deadline = time.monotonic() + 30
+    while left := [p for p in marked(mark) if p.pid != os.getpid()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    # The same command is let in again, with nothing that this start left half made.
+    run = open_run(load_config("quickstart", words), "quickstart", print, tmp_path)
+    run.lock.close()
+    assert run.resume is None
+    assert not [e for e in read_objects(tmp_path / "stopped" / "events.jsonl") if e["event"] == "run_failed"]

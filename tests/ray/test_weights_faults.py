@@ -1,0 +1,52 @@
+"""Whole runs on Ray with vLLM whose weights are damaged on their way, or come through the object store. Other faults of theirs:
+`sim/test_wrong_weights.py`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from r3async.actors.process import RunFailed
+from r3async.config import load_config
+from r3async.record.reading import read_objects
+from r3async.tools.train import train
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
+
+SMALL = ["steps=6", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+CHANGES = ["learner.lr=3e-3", "weights.probe_every=1", "routing.trace=off"]
+
+
+def run(model, tmp_path, *overrides, **faults):
+    """`faults`: engine arguments that are refused where a configuration is read."""
+    config = load_config("quickstart", [*SMALL, *CHANGES, f"model.path={model}", "name=run", *overrides])
+    config.generator.engine_args.update(faults)
+    return train(config, "quickstart", root=tmp_path)
+
+
+def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_model, tmp_path):
+    fault = {"worker_extension_cls": "tests.helpers.faults.FlipsABit"}
+    with pytest.raises(RunFailed, match=r"generator-0: .*version 1 .*tensor '.*' is corrupt"):
+        run(warm_model, tmp_path, **fault)
+    # No slot was freed by it.
+    assert all(row["version"] < 1 for row in read_objects(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_a_run_through_the_object_store_with_every_version_probed(warm_model, tmp_path):
+    run(
+        warm_model,
+        tmp_path,
+        "weights.backend=object_store",
+        "weights.bucket_bytes=100000",
+        "generator.on_update=recompute",
+        "episode.temperature=0.8",
+    )
+    rows = read_objects(tmp_path / "run" / "metrics.jsonl")
+    assert [r["version"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(r["weights/transfer_seconds"] > 0 and 0 < r["weights/paused_share"] < 1 for r in rows)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    for name in ("probe", "probe_sampled"):
+        probes = [e for e in events if e["event"] == name]
+        assert probes[-1]["version"] == 6
+        assert all(e["mean_difference"] < 1e-4 for e in probes)

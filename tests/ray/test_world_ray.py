@@ -1,0 +1,146 @@
+"""Actors of a real Ray do what `world.Actors` and `world.ActorRef` say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+
+import pytest
+
+from r3async.actors.process import NotLoaded
+from r3async.world import ActorLost, ActorRef, Placement, World
+from r3async.world.real import REAL
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("local_ray")]
+
+
+class Wrong(RuntimeError):
+    def __init__(self, *words: str):
+        super().__init__(*words)
+        self.words = words
+
+
+class Echo:
+    def __init__(self, world: World, name: str):
+        self.world, self.name, self.slow = world, name, 0
+
+    async def pid(self) -> int:
+        return self.world.processes.pid
+
+    async def is_its_own_world(self) -> bool:
+        return self.world is REAL
+
+    async def fail(self, error: Exception) -> None:
+        raise error
+
+    async def sleep(self, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        self.slow += 1
+        return self.slow
+
+    async def current(self) -> ActorRef:
+        return self.world.actors.current()
+
+    async def ask(self, other: ActorRef, method: str, *args: object) -> object:
+        return await other.call(method, *args)
+
+    async def end(self) -> None:
+        os._exit(1)
+
+    async def sum(self, values: list[int]) -> int:
+        return sum(values)
+
+    async def shared(self, reference: list[object]) -> int:
+        return sum(self.world.actors.get(reference[0], 20.0))
+
+
+def spawn(name: str, **placement: int) -> ActorRef:
+    return REAL.actors.spawn(Echo, name, name=name, placement=Placement(threads=0, concurrency=100, **placement))
+
+
+async def next_process(actor: ActorRef, pid: int) -> int:
+    """The id of the one that was started in its place."""
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(ActorLost):
+            if (now := await actor.call("pid", timeout=60)) != pid:
+                return now
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def lost(actor: ActorRef) -> None:
+    """Until its calls fail: one that was killed may still answer those that were on their way."""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ActorLost):
+        while True:
+            await actor.call("pid", timeout=60)
+            assert time.monotonic() < deadline
+
+
+async def test_calls_between_actors_their_exceptions_and_time_limits():
+    one, two = spawn("one"), spawn("two")
+    try:
+        assert await one.call("is_its_own_world", timeout=60)
+        pids = [await actor.call("pid", timeout=60) for actor in (one, two)]
+        assert await one.call("ask", two, "pid", timeout=60) == pids[1]
+        myself = await two.call("current", timeout=60)
+        assert await one.call("ask", myself, "pid", timeout=60) == pids[1]
+        with pytest.raises(Wrong) as caught:
+            await one.call("fail", Wrong("a", "b"), timeout=60)
+        assert caught.type is Wrong
+        assert caught.value.words == ("a", "b")
+        with pytest.raises(NotLoaded, match=r"^nothing yet$"):
+            await one.call("ask", two, "fail", NotLoaded("nothing yet"), timeout=60)
+        with pytest.raises(TimeoutError, match="its own"):
+            await one.call("fail", TimeoutError("its own"), timeout=60)
+        with pytest.raises(TimeoutError) as ours:
+            await one.call("sleep", 1.0, timeout=0.1)
+        assert str(ours.value) == ""
+        left = asyncio.ensure_future(one.call("sleep", 1.0))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        assert await one.call("sleep", 1.5, timeout=60) == 3, "nobody waits, and the methods go on"
+        reference = REAL.actors.put([1, 2, 3])
+        assert await one.call("shared", [reference], timeout=60) == 6
+        assert await one.call("sum", reference, timeout=60) == 6
+    finally:
+        for actor in (one, two):
+            REAL.actors.kill(actor)
+
+
+async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_be():
+    mortal, other = spawn("mortal", restarts=2), spawn("other")
+    try:
+        first = await mortal.call("pid", timeout=60)
+        waiting = asyncio.ensure_future(mortal.call("sleep", 600.0))
+        await asyncio.sleep(0.2)
+        with pytest.raises(ActorLost, match="mortal: "):
+            await mortal.call("end", timeout=60)
+        with pytest.raises(ActorLost, match="mortal: "):
+            await asyncio.wait_for(waiting, 60)
+        second = await next_process(mortal, first)
+        REAL.actors.kill(mortal, restart=True)
+        assert await next_process(mortal, second) != first
+        REAL.actors.kill(mortal)
+        await lost(mortal)
+        with pytest.raises(ActorLost):
+            await other.call("ask", mortal, "pid", timeout=60)
+    finally:
+        REAL.actors.kill(other)
+
+
+def test_a_thread_without_a_loop_begins_calls_waits_for_them_and_is_told_of_errors():
+    actors, one = REAL.actors, spawn("one")
+    slow, quick = actors.begin(one, "sleep", 30.0), actors.begin(one, "pid")
+    assert actors.wait([slow, quick], timeout=60) == ([quick], [slow])
+    assert actors.get(quick, 60) > 0
+    with pytest.raises(TimeoutError):
+        actors.get(slow, 0.1)
+    with pytest.raises(Wrong):
+        actors.get(actors.begin(one, "fail", Wrong("a")), 60)
+    actors.kill(one)
+    with pytest.raises(ActorLost):
+        actors.get(slow, 60)

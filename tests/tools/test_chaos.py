@@ -1,0 +1,169 @@
+"""The parts of `r3async chaos`, and delivery over a bad way: what is held up or damaged arrives once, as it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from r3async.record.steps import TrainedStep
+from r3async.tools.chaos.accounting import (
+    Acknowledged,
+    Began,
+    Resumed,
+    Sent,
+    check_content,
+    check_kept,
+    check_lineages,
+    check_trained,
+)
+from r3async.tools.chaos.relay import Noise, Relay, flip
+from r3async.transport import wire
+from tests.helpers.transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
+
+
+@contextlib.contextmanager
+def relayed(endpoint, noise, note=lambda direction, frames: None):
+    relay = Relay(endpoint, noise, random.Random(noise.seed), note, keys=CLIENT_KEYS)
+    relay.start()
+    try:
+        yield relay
+    finally:
+        relay.close()
+        assert not relay.is_alive()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_all_arrive_once_and_as_they_were_sent_over_a_way_that_delays_and_damages(seed):
+    sent = [make_trajectory(i, length=200 + i) for i in range(60)]
+    inbox = Inbox()
+    async with receiving(inbox) as (receiver, endpoint):
+        with relayed(endpoint, Noise(seed=seed, delay=0.1, max_delay=0.05, damage=0.1)) as relay:
+            refused: list[tuple[str, str]] = []
+            async with sending(
+                relay.endpoint,
+                keys=relay.sender_keys,
+                on_reject=lambda t, why: refused.append((t.trajectory_id, why)),
+            ) as sender:
+                await asyncio.wait_for(send_all(sender, sent), 60)
+                assert await sender.flush(60) == 0
+            assert refused == []
+            assert relay.damaged
+            assert relay.delayed
+        assert receiver.rejected - receiver.damaged <= relay.damaged  # control messages, each with a reason
+    assert inbox.seen == {t.trajectory_id: 1 for t in sent}
+    assert sorted(inbox.trajectories, key=lambda t: t.group_index * 100 + int(t.trajectory_id[1:])) == sent
+
+
+async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reason():
+    refused: list[tuple[str, str]] = []
+    inbox = Inbox()
+    async with receiving(inbox, FAST) as (receiver, endpoint):
+        async with sending(endpoint, on_reject=lambda t, why: refused.append((t.trajectory_id, why))) as sender:
+            encode = wire.encode_trajectory
+
+            def wrong(trajectory):
+                return flip(random.Random(0), [bytes(f) for f in encode(trajectory)])
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("r3async.transport.sender.encode_trajectory", wrong)
+                await asyncio.wait_for(sender.send(make_trajectory(0)), LIMIT)
+            assert await sender.flush(LIMIT) == 0
+            assert (sender.damaged, sender.rejected, receiver.damaged) == (7, 1, 8)
+    assert not inbox.trajectories
+    ((name, why),) = refused
+    assert name == "t0"
+    assert why
+
+
+# -- the accounting ----------------------------------------------------------------------------------------------------
+
+
+def step(number, *groups, samples=2, crc=7):
+    names = [f"g{g}e{e}" for g in groups for e in range(samples)]
+    return TrainedStep(number, number - 1, list(groups), names, [crc] * len(names))
+
+
+def test_the_accounting_of_a_run_that_trained_everything_once_finds_no_problem():
+    assert check_trained([step(1, 0, 1), step(2, 3, 2)], 2, 2, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([step(1, 0, 1)], "steps are not 1 to 2"),
+        ([step(1, 0, 1), step(1, 2, 3)], "steps are not 1 to 2"),
+        ([step(1, 0, 1), step(2, 1, 2)], "group 1 was trained 2 times"),
+        ([step(1, 0, 1), step(2, 1, 2)], "groups [3] were never trained"),
+        ([step(1, 0, 1), step(2, 1, 2)], "trajectory g1e0 was trained 2 times"),
+        ([step(1, 0, 1), step(2, 2, 3, samples=1)], "step 2 trained 2 trajectories of 2 groups of 2"),
+    ],
+)
+def test_what_is_missing_or_there_twice_is_found(steps, problem):
+    assert any(problem in found for found in check_trained(steps, 2, 2, 2))
+
+
+def sent(at, play, name="g0e0", group=0, newest=3, crc=7, began=None):
+    return Sent(at, name, group, play, newest, crc, began)
+
+
+def test_what_was_trained_must_be_what_was_sent():
+    passed = [sent(1.0, "a", "g0e0"), sent(1.0, "a", "g0e1", crc=8)]
+    assert check_content([step(1, 0)], passed) == ["trajectory g0e1 was trained with other tokens than were sent"]
+    assert check_content([step(1, 0)], passed[:1]) == ["trajectory g0e1 was never sent"]
+    assert check_content([step(1, 0)], [passed[0], sent(1.0, "a", "g0e1")]) == []
+
+
+@pytest.mark.parametrize(
+    ("passed", "resumed", "lost"),
+    [
+        ([sent(1, "a"), sent(2, "b")], [], False),  # never acknowledged
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "a")], [], False),  # its answer was lost
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [], True),
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 3, 4)], True),
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(1.5, 2, 4)], True),  # before it
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 2, 4)], False),  # its weights are gone
+        ([sent(1, "a", group=4), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 3, 4)], False),  # its slot is
+        ([sent(1, "a"), sent(2, "b"), Acknowledged(3, ["g0e0"]), sent(4, "c")], [], True),
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b", began=1.5)], [], False),  # two play it, one was silent
+        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b", began=1.5), sent(4, "c", began=3.5)], [], True),
+    ],
+)
+def test_what_was_acknowledged_and_played_again_is_found(passed, resumed, lost):
+    assert bool(check_kept(passed, resumed)) is lost
+
+
+# -- lineages ----------------------------------------------------------------------------------------------------------
+
+BEGAN = [Began(1, 0, 0), Began(2, 1, 2), Began(3, 1, 2)]
+"""Two losses after a checkpoint of version 2."""
+
+
+def of(number, lineage, tokens):
+    """A step of `lineage`, on tokens of so many (lineage, version)."""
+    lineages, newest = zip(*tokens, strict=True)
+    names = [f"g{number}e{i}" for i in range(len(tokens))]
+    return TrainedStep(number, number - 1, [number], names, [7] * len(names), lineage, list(lineages), list(newest))
+
+
+FIRST_STEPS = [of(1, 1, [(1, 0), (1, -1)]), of(2, 1, [(1, 0), (1, 1)])]
+
+
+def test_tokens_of_weights_that_led_to_the_learners_are_right_by_any_of_their_names():
+    steps = [*FIRST_STEPS, of(3, 3, [(1, 1), (1, 2), (2, 2), (3, 2)]), of(4, 3, [(3, 3), (9, -1)])]
+    assert check_lineages(steps, BEGAN) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([*FIRST_STEPS, of(3, 3, [(3, 2)]), of(4, 3, [(1, 3)])], "sampled by version 3 of lineage 1"),
+        ([*FIRST_STEPS, of(3, 3, [(3, 2)]), of(4, 3, [(2, 3)])], "sampled by version 3 of lineage 2"),
+        ([*FIRST_STEPS, of(3, 3, [(0, 2)])], "sampled by version 2 of lineage 0"),
+        ([*FIRST_STEPS, of(3, 1, [(1, 2)]), of(4, 3, [(1, 2)])], "changed version 3 of lineage 3"),
+    ],
+)
+def test_tokens_of_weights_that_were_taken_back_are_found(steps, problem):
+    assert any(problem in found for found in check_lineages(steps, BEGAN))

@@ -1,0 +1,109 @@
+"""Commands as a person types them: what can be mended is one line on stderr and exit code 2."""
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
+from r3async.checkpoint import CheckpointError
+from r3async.checkpoint.state import Unreadable
+from r3async.config import ConfigError
+from r3async.tools.cli import main
+from r3async.tools.train import StoppedWhileLoading, StopRequest, stop_signals
+from tests.helpers.cli import typed
+
+
+def test_presets_are_listed_and_shown(tmp_path):
+    command = [sys.executable, "-m", "r3async", "presets"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    assert listed.stdout.startswith("quickstart")
+    shown = typed("presets", "quickstart", cwd=tmp_path).stdout
+    assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "quikstart"], "did you mean 'quickstart'"),
+        (["train", "nowhere.toml"], "no such file: nowhere.toml"),
+        (["train", "quickstart", "env.name=revers-text"], "did you mean 'reverse-text'"),
+        (["train", "quickstart", "model.path=/nowhere"], "`model.path` = '/nowhere' is not a model directory"),
+        (["init-model", "."], "exists already"),
+        (["eval", "nowhere"], "RUN_OR_MODEL = 'nowhere' is no model directory"),
+        (["train", "quickstart", "env.name=agent-comand"], "did you mean 'agent-command'"),
+        (["train", "quickstart", "serving.host=0.0.0.0"], "set `token` to a secret"),
+    ],
+)
+def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_path):
+    done = typed(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    request = StopRequest()
+    request.loading = False
+    with stop_signals(request):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stop_signals(StopRequest()), pytest.raises(StoppedWhileLoading):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(tmp_path):
+    (tmp_path / "my_losses.py").write_text("def reinforce(inputs): ...\n")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").write_text("raise RuntimeError('not ours')\n")
+    script = Path(sys.executable).with_name("r3async")
+    for loss, said in [
+        ("my_losses:reinforce", "`steps` must be greater than 0"),
+        ("my_losses:other", "cannot be loaded"),
+    ]:
+        done = subprocess.run(
+            [script, "train", "quickstart", f"algorithm.policy_loss={loss}", "steps=0"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (Unreadable("the disk does not give it"), 2),
+        (RunFailed("the learner is lost"), 1),
+        (ProcessLost("the learner is lost"), 1),
+        (ConfigError("`steps` must be greater than 0"), 2),
+        (CheckpointError("no checkpoint is intact"), 2),
+        (FileExistsError("runs/a exists"), 2),
+        (NotTrained("no step made an update"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_the_exit_code_of_train_says_how_it_ended(error, code, tmp_path, monkeypatch, capsys):
+    def end(*given, **options):
+        if error is not None:
+            raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("r3async.tools.train.train", end)
+    monkeypatch.setattr(sys, "argv", ["r3async", "train", "quickstart"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code or 0) == code
+    assert str(error or "") in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""What the pages say of the code is true of the code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3async.config import Config, load_config
+from r3async.record.catalogue import METRICS, metric
+from r3async.tools.config_reference import METRICS_PAGE, TARGET, documentation, main, reference, shown_in, with_metrics
+from r3async.tools.presets import preset_paths
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_configuration_reference_is_up_to_date():
+    assert TARGET.read_text() == reference(), "run python -m r3async.tools.config_reference"
+    assert main(["--check"]) == 0
+
+
+def test_the_reference_has_every_key_and_its_text():
+    text = reference()
+    assert "## `[algorithm.rollout_kl]`" in text
+    assert '| `estimator` | `k1`, `abs`, `k2`, `k3` | `"k2"` |' in text
+    assert "| `prometheus_port` | integer or unset | unset |" in text
+    assert (
+        documentation(Config)["name"]
+        == "Run directory in `runs/`, a plain name without separators; default: preset and time."
+    )
+
+
+def test_the_table_of_metrics_is_made_from_the_catalogue():
+    text = METRICS_PAGE.read_text()
+    assert with_metrics(text) == text
+    assert with_metrics(text.replace("| `reward/mean` |", "| `reward/old` |")) == text
+    for name, known in METRICS.items():
+        assert f"| `{name}` | {known.unit} | {known.good} | " in text
+    assert shown_in("reward/mean") == ["curve Reward", "gauge reward", "comparison"]
+    with pytest.raises(ValueError, match="has no place"):
+        with_metrics("# A page\n")
+
+
+def test_every_metric_that_code_or_a_page_names_is_in_the_catalogue():
+    groups = {known.group for known in METRICS.values()} - {"step", "tokens", "data"}
+    named = re.compile(rf"[`\"']((?:{'|'.join(groups)})/[a-z_0-9]+)[`\"']")
+    files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
+    for path in [*files, *PAGES]:
+        for name in named.findall(path.read_text()):
+            assert metric(name).docs != name, f"{path}: {name}"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path) if path else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+                assert anchor in anchors, f"{page.name}: {target} (there are {sorted(anchors)})"
+
+
+def test_every_page_is_reached_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert f"docs/{page.name}" in readme, page.name
+
+
+def sources():
+    """All messages of the code, strings that are continued on the next line put together."""
+    files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
+    return "\n".join(re.sub(r'"\s*\n\s*f?"', "", f.read_text()) for f in files)
+
+
+def test_messages_of_the_faq_are_messages_of_the_code():
+    code = sources()
+    heads = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+    assert len(heads) > 12
+    for head in heads:
+        assert head in code, head
+
+
+def test_keys_that_the_pages_name_exist():
+    dotted = re.compile(
+        r"`((?:schedule|learner|generator|episode|routing|supervise|observe|transport)\.[a-z_.]+)(?:[ =`{])"
+    )
+    for name in ("concepts", "presets", "scaling", "faq"):
+        text = (ROOT / "docs" / f"{name}.md").read_text()
+        for key in dotted.findall(text):
+            value = Config()
+            for part in key.rstrip(".").split("."):
+                assert hasattr(value, part), f"{name}: {key}"
+                value = getattr(value, part)
+
+
+def test_the_table_of_presets_is_that_of_the_files():
+    text = (ROOT / "docs" / "presets.md").read_text()
+    from r3async.tools.plan import make_plan
+
+    for name, bound in re.findall(r"^\| `(\w+)` \| .+ \| (\d+) \|$", text, re.MULTILINE):
+        assert make_plan(load_config(name)).staleness_bound == int(bound), name
+    said = set(re.findall(r"^\| `(\w+)` ", text, re.MULTILINE))
+    assert said <= {p.stem for p in preset_paths()}
+
+
+def test_every_claim_about_others_has_a_source():
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    rows = [r for r in text.splitlines() if r.startswith("| **") and "r3async" not in r.split("|")[1]]
+    assert len(rows) == 7
+    for row in rows:
+        for cell in row.strip("|").split(" | ")[1:]:
+            assert "https://" in cell or cell.strip().endswith("—"), cell
+
+
+def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):
+    command = [sys.executable, "-m", "r3async.tools.config_reference", "--check"]
+    assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_every_file_of_the_sources_that_a_page_names_exists():
+    """`folder/file.py`, from the top of the repository, the package or the tests; a bare `file.py` in a table of
+    docs/architecture.md is in the folder of its row."""
+    named = re.compile(r"`((?!runs/)(?:\w+/)+\w+\.(?:py|toml|sh))(?:::\w+)?`")
+    for page in PAGES:
+        if page.stem == "decisions":
+            continue  # a record may be of what has been removed since
+        for path in named.findall(page.read_text()):
+            assert any((top / path).exists() for top in (ROOT, ROOT / "r3async", ROOT / "tests")), (
+                f"{page.name}: {path}"
+            )
+    packages = (ROOT / "docs" / "architecture.md").read_text().split("\n## The packages\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)/` \| (.+) \|$", packages, re.MULTILINE)
+    assert len(rows) > 10
+    for folder, text in rows:
+        there = {p.name for p in (ROOT / "r3async" / folder).rglob("*.py")}
+        for name in re.findall(r"`(\w+\.py)`", text):
+            assert name in there, f"architecture.md: there is no {name} in r3async/{folder}/"

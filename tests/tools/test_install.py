@@ -1,0 +1,283 @@
+"""`make install` with a Python whose venv and pip only note what they were asked for. Nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from r3async.tools.doctor import UNWANTED
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 60.0
+
+# `calls` has a line for each call; a file `fail-NAME` in the folder lets that one fail, and `hold` keeps pip from its end.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *"-m venv --clear .venv")
+    echo venv >> calls
+    rm -rf .venv/*
+    mkdir -p .venv/bin .venv/lib/python3.11/site-packages/pip-23.dist-info
+    touch .venv/lib/python3.11/site-packages/pip-23.dist-info/INSTALLER
+    cp "$0" .venv/bin/python
+    cp "$0" .venv/bin/r3async
+    echo "command = $0 -m venv --clear $PWD/.venv" > .venv/pyvenv.cfg ;;
+  *pip*" index versions torch")
+    test -e fail-index || echo "2.13.0+cpu, 2.13.0" ;;
+  *pip*" install "*)
+    echo "$*" | sed "s/.* install/install/" >> calls
+    mkdir -p .venv/lib/python3.11/site-packages/whole-1.dist-info .venv/lib/python3.11/site-packages/half-1.dist-info
+    touch .venv/lib/python3.11/site-packages/whole-1.dist-info/INSTALLER
+    while test -e hold; do sleep 0.05; done
+    test ! -e fail-install && touch .venv/lib/python3.11/site-packages/half-1.dist-info/INSTALLER ;;
+  *pip*" uninstall "*)
+    echo "$*" | sed "s/.* uninstall/uninstall/" >> calls ;;
+  *"import vllm"*)
+    test ! -e fail-import ;;
+  *ensurepip*)
+    test ! -e fail-python ;;
+esac
+"""
+
+
+class Project:
+    """A folder with the Makefile and that Python."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.site = folder, folder / ".venv/lib/python3.11/site-packages"
+        shutil.copy(ROOT / "Makefile", folder)
+        (folder / "pyproject.toml").touch()
+        (folder / "python").write_text(PYTHON)
+        (folder / "python").chmod(0o755)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = ["make", f"PYTHON={self.folder}/python", *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=clean(),
+            text=True,
+            stdout=-1,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # it is ignored in the background of a shell
+        )
+
+    def install(self, *arguments: str, works: bool = True) -> str:
+        process = self.start("install", *arguments)
+        output = process.communicate(timeout=TIMEOUT)[0]
+        assert (process.returncode == 0) == works, output
+        return output
+
+    def change(self) -> None:
+        """pyproject.toml is newer than what was installed."""
+        for stamp in (self.folder / ".venv").glob("installed-*"):
+            os.utime(stamp, (1, 1))
+
+    def calls(self) -> list[str]:
+        """Since the last look. "venv": all anew."""
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return [line for line in lines if not line.startswith("uninstall")]
+
+    def wait_for_pip(self) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not (self.site / "half-1.dist-info").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def clean() -> dict[str, str]:
+    """Inside `make test` the outer make's variables would be ours too."""
+    ours = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ARGS", "EXTRA", "PYTHON")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+FRESH = ["venv", "install -e .[cpu,dev]"]
+IN_PLACE = ["install -e .[cpu,dev]"]
+
+
+def test_second_call_does_nothing(project: Project) -> None:
+    assert "about 4 GB" in project.install()
+    assert project.calls() == FRESH
+    assert project.install() == ""
+    assert project.calls() == []
+    project.change()
+    project.install()
+    assert project.calls() == IN_PLACE
+
+
+def test_extra_is_remembered_and_another_one_starts_with_an_empty_venv(project: Project) -> None:
+    project.install("EXTRA=gpu")
+    project.install()
+    assert project.calls() == ["venv", "install -e .[gpu,dev]"]
+    project.install("EXTRA=cpu")
+    assert project.calls() == FRESH
+    assert "EXTRA is cpu or gpu, not tpu" in project.install("EXTRA=tpu", works=False)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("update", [False, True])
+def test_interrupted_while_pip_unpacks(project: Project, end: signal.Signals, update: bool) -> None:
+    if update:
+        project.install()
+        shutil.rmtree(project.site / "half-1.dist-info")
+        project.change()
+    (project.folder / "hold").touch()
+    process = project.start("install")
+    project.wait_for_pip()
+    os.killpg(process.pid, end)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode
+    project.calls()
+    (project.folder / "hold").unlink()
+    (project.folder / "fail-install").touch()
+    (project.site / "half-1.dist-info/METADATA").touch()
+    (project.site / "~alf").mkdir()
+    project.install(works=False)
+    assert project.calls() == IN_PLACE
+    assert not (project.site / "half-1.dist-info/METADATA").exists(), (
+        "pip would take the half of a package for the whole"
+    )
+    assert not (project.site / "~alf").exists(), "pip's copy of what it replaced"
+    assert (project.site / "whole-1.dist-info").exists()
+    (project.folder / "fail-install").unlink()
+    project.install()
+    assert project.calls() == IN_PLACE
+    assert project.install() == ""
+
+
+def test_what_does_not_import_starts_anew(project: Project) -> None:
+    (project.folder / "fail-import").touch()
+    project.install(works=False)
+    (project.folder / "fail-import").unlink()
+    project.calls()
+    project.install()
+    assert project.calls() == FRESH
+
+
+def test_a_venv_whose_python_is_gone_or_whose_folder_was_moved_starts_anew(project: Project, tmp_path: Path) -> None:
+    project.install()
+    project.calls()
+    project.change()
+    (project.folder / ".venv/bin/python").unlink()
+    project.install()
+    assert project.calls() == FRESH
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    moved = Project(copy)
+    shutil.copytree(project.folder / ".venv", copy / ".venv")
+    moved.install()
+    assert moved.calls() == FRESH
+
+
+def test_a_link_to_the_venv_of_another_folder_is_left_alone(project: Project, tmp_path: Path) -> None:
+    project.install()
+    (tmp_path / "other").mkdir()
+    other = Project(tmp_path / "other")
+    (other.folder / ".venv").symlink_to(project.folder / ".venv")
+    assert "links to another folder's" in other.install(works=False)
+    assert other.calls() == []
+    assert project.install() == ""
+
+
+def test_a_second_installation_waits_for_the_first(project: Project) -> None:
+    (project.folder / "hold").touch()
+    first = project.start("install")
+    project.wait_for_pip()
+    second = project.start("install")
+    assert second.stdout is not None
+    assert "another installation works in this folder" in second.stdout.readline()
+    (project.folder / "hold").unlink()
+    for process in (first, second):
+        process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0
+    assert project.calls() == FRESH, "the second found it done"
+
+
+def test_pip_that_outlives_make_is_waited_for(project: Project) -> None:
+    (project.folder / "hold").touch()
+    first = project.start("install")
+    project.wait_for_pip()
+    first.kill()
+    first.wait(TIMEOUT)
+    second = project.start("install")
+    assert second.stdout is not None
+    assert "another installation works in this folder" in second.stdout.readline()
+    (project.folder / "hold").unlink()
+    second.communicate(timeout=TIMEOUT)
+    assert second.returncode == 0
+
+
+def test_companions_of_torch_are_removed_on_cpu_only(project: Project) -> None:
+    project.install("EXTRA=gpu")
+    assert "uninstall" not in (project.folder / "calls").read_text()
+    project.install("EXTRA=cpu")
+    assert f"uninstall -q -y {' '.join(UNWANTED)}\n" in (project.folder / "calls").read_text()
+
+
+def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: Project) -> None:
+    project.install()
+    assert project.calls() == FRESH
+    (project.folder / "fail-index").touch()
+    project.install("EXTRA=gpu")
+    assert project.calls() == ["venv", "install -e .[gpu,dev]"]
+    project.install("EXTRA=cpu")
+    assert project.calls() == ["venv", f"{IN_PLACE[0]} --extra-index-url https://download.pytorch.org/whl/cpu"]
+
+
+def test_no_python_that_will_do(project: Project) -> None:
+    (project.folder / "fail-python").touch()
+    output = project.install(works=False)
+    assert "r3async needs Python 3.11 or 3.12 with venv" in output
+    assert "make install PYTHON=/path/to/python3.12" in output
+    assert not (project.folder / ".venv").exists()
+    (project.folder / "fail-python").unlink()
+    project.install(f"PYTHON=no-such-python /bin/false {project.folder}/python")
+    assert project.calls() == FRESH
+
+
+def test_too_little_space_is_reported_before_anything_is_done(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.folder / "df").write_text("#!/bin/sh\necho header\necho /dev/x 9 9 4999999 9% /\n")
+    (project.folder / "df").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project.folder}:{os.environ['PATH']}")
+    assert "less than 5 GB" in project.install(works=False)
+    assert project.calls() == []
+
+
+# --- the other targets
+
+
+def make(*arguments: str) -> str:
+    return subprocess.run(
+        ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, env=clean()
+    ).stdout
+
+
+def test_make_quickstart_passes_overrides() -> None:
+    assert "r3async train quickstart learner.lr=1e-4 seed=1" in make("quickstart", "seed=1", "learner.lr=1e-4")
+    assert "train quickstart  seed=1 steps=2" in make("quickstart", "ARGS=seed=1 steps=2")
+    assert "PYTHON" not in make("quickstart", "PYTHON=python3").split("train quickstart")[1]
+    assert "install -e .[gpu,dev]" in make("install", "EXTRA=gpu").replace('"', "")
+
+
+def test_every_target_that_runs_something_installs_first() -> None:
+    for target in ("quickstart", "test", "test-all", "lint", "format"):
+        assert "make -s .venv/installed-" in make(target).splitlines()[1]
+    assert "installed-" not in make("clean")
+    assert ".venv" not in make("clean").splitlines()[0], "clean keeps what took minutes to install"

@@ -1,0 +1,115 @@
+"""The launcher as the README writes it: `.venv/bin/ray start` and `.venv/bin/r3async submit`, and no activated environment."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3async.tools.submit.launch import NOT_FOUND, command_of, entrypoint
+from tests.helpers.cluster import BARE, bare_environment, beside_python
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("steps=1", "generator.engine=scripted", "weights.probe=false", "learner.threads=1"),
+    *("schedule.groups_per_step=2", "schedule.samples_per_group=2"),
+    *("model.init.max_warm_steps=2", "model.init.warm_reward=0"),
+]
+
+
+def run(words, cwd, environment, timeout=280):
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=bare_environment(**environment),
+        check=False,
+    )
+
+
+def shell(line, cwd, ray="", **environment):
+    """Run a job's line as Ray's supervisor does, below a process with the raylet's argument if `ray` names an interpreter."""
+    code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1], shell=True).returncode)"
+    options = [f"--python_worker_command={ray} {cwd}/setup_worker.py --node"] if ray else []
+    return run([sys.executable, "-c", code, line, *options], cwd, environment, timeout=60)
+
+
+def python(path, body):
+    """An executable that stands for an interpreter without r3async, or with one of its own."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_job_prefers_the_python_of_the_clusters_ray_and_keeps_words_and_exit_codes(tmp_path):
+    show = "import sys; print(sys.argv[1:]); sys.exit(7)"
+    words = ["-c", show, "name=a b", "x='$HOME'"]
+    mine = python(tmp_path / "python-of-ray", f'echo "by ray"; exec {sys.executable} "$@"')
+    done = shell(entrypoint(words, needs="import r3async.tools.cli"), tmp_path, ray=f'"{mine}"')
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == ["by ray", str(words[2:])]
+
+
+@pytest.mark.parametrize("ray", ["/nowhere/python", "bare", ""])
+def test_a_job_takes_the_submitters_python_where_that_of_ray_lacks_r3async(tmp_path, ray):
+    if ray == "bare":
+        ray = python(tmp_path / "bare", "echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1")
+    done = shell(
+        entrypoint(["-c", "import sys; print(sys.executable)"], needs="import r3async.tools.cli"), tmp_path, ray=ray
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, sys.executable), done.stderr
+
+
+def test_a_job_that_finds_no_python_says_what_it_looked_for(tmp_path):
+    bare = python(
+        tmp_path / "bare", "echo Traceback; echo \"ModuleNotFoundError: No module named 'tools'\" >&2; exit 1"
+    )
+    line = entrypoint(["-m", "r3async"], needs="import no_such_module", submitter="/missing/.venv/bin/python")
+    done = shell(line, tmp_path, ray=str(bare))
+    assert done.returncode == NOT_FOUND
+    assert f"{bare}: ModuleNotFoundError: No module named 'tools'" in done.stderr
+    assert "/missing/.venv/bin/python: there is no such file" in done.stderr
+    assert f"PATH={BARE}" in done.stderr
+    assert "needs r3async installed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_jobs_command_is_shown_without_the_search_before_it():
+    assert command_of(entrypoint(["-m", "r3async", "train", "quickstart", "name=a b"])) == (
+        "-m r3async train quickstart 'name=a b'"
+    )
+    assert command_of("r3async train quickstart") == "r3async train quickstart"
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_the_readmes_submit_trains_and_is_watched_without_an_activated_environment(token_cluster, tmp_path):
+    for name in ("tools", "actors", "configs"):  # a user's own packages of our folders' names
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the user's own')\n")
+    r3async = beside_python("r3async")
+    done = run([r3async, "submit", "quickstart", "name=bare", *SMALL], tmp_path, token_cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "bare" / "model" / "config.json").is_file()
+    address = token_cluster["RAY_API_SERVER_ADDRESS"]
+    watched = run([r3async, "tail", "bare", "--plain", "--address", address], tmp_path, token_cluster)
+    assert watched.returncode == 0, watched.stdout + watched.stderr
+    assert "bare: finished after 1 steps" in watched.stdout
+    fits = run([r3async, "cluster", "quickstart", "--address", address], tmp_path, token_cluster)
+    assert (fits.returncode, "it fits" in fits.stdout) == (0, True), fits.stdout + fits.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_rays_own_command_as_the_page_writes_it_trains(token_cluster, tmp_path):
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    (block,) = re.findall(r"^```sh\n(\S*ray job submit .*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    line = block.replace("http://HEAD:8265", token_cluster["RAY_API_SERVER_ADDRESS"]).replace("/shared", str(tmp_path))
+    done = run(["sh", "-c", f"{line.strip()} name=plain {shlex.join(SMALL)}"], tmp_path, token_cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "plain" / "model" / "config.json").is_file()

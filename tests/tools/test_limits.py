@@ -1,0 +1,122 @@
+"""Limits of docs/operations.md at which a run ends: each names its setting. The actors are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from typing import ClassVar
+
+import pytest
+from rich.console import Console
+
+from r3async.actors.conductor import Conductor
+from r3async.actors.fleet import Fleet, Way
+from r3async.actors.installer import Installer
+from r3async.actors.process import ProcessLost, RunFailed
+from r3async.config import load_config, to_dict
+from r3async.tools.train import train
+from r3async.world.real import REAL
+from tests.helpers.world import StandIn
+from tests.unit.test_fleet import Events, Generator, published
+
+
+def run(untrained, root, pipeline, *overrides):
+    """What `train` printed, and what it raised."""
+    settings = ["generator.engine=scripted", "weights.probe=false", "name=run", f"model.path={untrained}", *overrides]
+    screen = io.StringIO()
+    with pytest.raises(RunFailed) as caught:
+        train(load_config("quickstart", settings), "quickstart", Console(file=screen, width=160), root, pipeline)
+    return screen.getvalue(), caught.value
+
+
+class Stub:
+    """A pipeline, and what it starts, without actors."""
+
+    made: ClassVar[list[Stub]]
+
+    def __init__(self, world, config, model_path, run_dir, resume):
+        self.world, self.config, self.run_dir, self.ended = world, config, run_dir, False
+        type(self).made.append(self)
+
+    def start(self):
+        return self
+
+    async def status(self, since, timeout=0.0):
+        return None
+
+    async def check(self, say):
+        pass
+
+    async def end(self):
+        self.ended = True
+
+
+def test_a_run_restarts_as_often_as_it_may_and_then_fails(untrained, tmp_path):
+    class Lost(Stub):
+        made: ClassVar[list[Stub]] = []
+
+        async def finished(self, timeout):
+            return True
+
+        def result(self):
+            raise ProcessLost("the learner's process was lost")
+
+    said, error = run(untrained, tmp_path, Lost, "supervise.max_run_restarts=2")
+    assert len(Lost.made) == 3
+    assert all(pipeline.ended for pipeline in Lost.made)
+    assert "(2 of 2, supervise.max_run_restarts)" in said
+    assert isinstance(error, ProcessLost)
+
+
+def test_a_stopped_run_whose_actors_do_not_end_is_ended_with_the_reason(untrained, tmp_path):
+    class NeverEnds(Stub):
+        made: ClassVar[list[Stub]] = []
+        stopping = False
+
+        async def finished(self, timeout):
+            os.kill(os.getpid(), signal.SIGTERM) if not self.stopping else None
+            return False
+
+        def stop(self):
+            self.stopping = True
+
+        def result(self):
+            raise AssertionError("it has none")
+
+    _, error = run(untrained, tmp_path, NeverEnds, "supervise.stop_grace_seconds=0.05")
+    assert "4 x supervise.stop_grace_seconds" in str(error)
+    assert not isinstance(error, ProcessLost)  # it was to stop: no restart
+    assert [pipeline.ended for pipeline in NeverEnds.made] == [True]
+
+
+class Silent(StandIn):
+    """An actor that never answers `silent`."""
+
+    def __init__(self, *silent):
+        self.silent = silent
+
+    async def answer(self, name, *args):
+        if name in self.silent:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("slow", ["learner", "generator"])
+async def test_a_process_that_does_not_start_in_time_ends_the_run_and_names_the_setting(tmp_path, monkeypatch, slow):
+    monkeypatch.setattr("r3async.actors.conductor.begin", lambda *args: None)
+    config = load_config("quickstart", [f"{slow}.start_timeout=0.05"])
+    learner = Silent("start") if slow == "learner" else Silent()
+    generator = Silent("start") if slow == "generator" else Generator()
+    conductor = Conductor(REAL, "run", to_dict(config), str(tmp_path), learner, {"generator-0": generator})
+    with pytest.raises(RunFailed, match=rf"within 0\.05 s \({slow}\.start_timeout\)"):
+        await asyncio.wait_for(conductor.run(), 60)
+
+
+async def test_weights_that_are_not_installed_in_time_end_the_run_and_name_the_setting(monkeypatch):
+    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
+    config = load_config("quickstart", ["weights.install_timeout=0.05"])
+    fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
+    installer = Installer(config, fleet.events, fleet, Way("", ""), None, published(0))
+    with pytest.raises(RunFailed, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
+        await asyncio.wait_for(installer._ask(fleet["generator-0"], "install"), 60)

@@ -1,0 +1,385 @@
+"""The report's timeline, drift, ages, tokens and comparison; and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from r3async.config import config_from_dict, to_toml
+from r3async.record.catalogue import BOOKKEEPING, METRICS
+from r3async.record.events import open_events
+from r3async.record.routes import RouteFile
+from r3async.record.steps import MetricsWriter
+from r3async.record.timeline import FILE, Span, Timeline, busy_shares, read_timeline
+from r3async.tools.cli import app
+from r3async.tools.init_model import byte_tokenizer
+from r3async.views.charts import CHARTS, describe_more
+from r3async.views.episodes import spread
+from r3async.views.maps import describe_ages, describe_timeline, waits
+from r3async.views.report import write_report
+from r3async.views.summary import drift_table
+from r3async.world.real import REAL
+from tests.helpers.browser import browse, find_chromium
+from tests.helpers.routes import episode
+
+
+def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: object) -> Path:
+    run = root / "runs" / name
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(config_from_dict({"steps": steps, **settings})))
+    byte_tokenizer().save_pretrained(run / "init")
+    open_events(run, "generator-0").info("generator_started", pid=7)
+    writer = MetricsWriter(run)
+    for step in range(1, steps + 1):
+        row = {metric: 0.1 + index / 100 + step / 1000 for index, metric in enumerate(METRICS)}
+        writer.write(
+            {**row, "step": step, "version": step, "time": 1000.0 + 3 * step, "staleness/max": 1, "gpu/odd": step}
+        )
+        for at, what in enumerate(("wait", "train", "snapshot")):
+            Timeline(run, "learner").add(what, 1000.0 + 3 * step + at, 1001.0 + 3 * step + at, step=step)
+    learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
+    for step in (1, 11):
+        trained, calls = episode()
+        other = f"g{4 * (step - 1):08d}e0000"
+        named = {"step": step, "trajectory_id": other, "sample_id": f"{other}s0"}
+        learner.append(msgspec.structs.replace(trained, **named))
+        for call in calls:
+            engine.append(msgspec.structs.replace(call, trajectory_id=other))
+    (run / "routing.jsonl").write_text(
+        json.dumps({"step": 1, "agreement": [0.9, 1.0], "load": [[1, 2], [3, 4]]}) + "\n"
+    )
+    turns = [{"user": "say <b>", "assistant": "no", "reward": 0.5}]
+    (run / "episodes.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "turns": turns}) + "\n")
+    return run
+
+
+class Page(HTMLParser):
+    """Text that a reader sees, ids, and addresses that would be fetched."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.text, self.ids, self.fetched, self.data, self._inside = "", [], [], "", ("", "")
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self._inside = (tag, found.get("id") or "")
+        self.ids += [found["id"]] if found.get("id") else []
+        self.fetched += [v for k, v in attributes if k in ("src", "href") and v and not v.startswith("data:")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ("", "")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == ("script", "data"):
+            self.data += data
+        elif self._inside[0] not in ("script", "style"):
+            self.text += data
+
+
+# --- the file of spans
+
+
+def test_spans_are_written_when_they_end(tmp_path: Path) -> None:
+    times = iter([10.0, 12.5, 20.0, 21.0])
+    timeline = Timeline(tmp_path, "learner", clock=lambda: next(times))
+    with timeline.span("train", step=3, version=4):
+        assert read_timeline(tmp_path) == []
+    with pytest.raises(ValueError, match="x"), timeline.span("wait"):
+        raise ValueError("x")
+    timeline.add("pause", 5.0, 6.0, who="generator-0")
+    assert read_timeline(tmp_path) == [
+        Span("generator-0", "pause", 5.0, 6.0),
+        Span("learner", "train", 10.0, 12.5, 3, 4),
+        Span("learner", "wait", 20.0, 21.0),
+    ]
+
+
+def test_a_timeline_that_is_off_does_nothing(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, "learner", enabled=False, clock=lambda: pytest.fail("was measured"))
+    with timeline.span("train"):
+        timeline.add("wait", 0.0, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_spans_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    timeline = Timeline(tmp_path, "learner")
+    for step in range(2):
+        with timeline.span("train", step=step):
+            pass
+    (tmp_path / FILE).unlink()
+    assert await REAL.keeper.finish(10.0) == 0
+    assert [span.step for span in read_timeline(tmp_path)] == [0, 1]
+
+
+def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(
+        '{"who":"a","what":"b","start":1,"end":2}\n{"who":1}\n[]\n{"who":"a","what":"b","start":3,"end":2}\n{to'
+    )
+    assert read_timeline(tmp_path) == [Span("a", "b", 1.0, 2.0)]
+
+
+# --- the timeline of a page
+
+
+def test_who_waited_is_said_in_shares_of_the_whole() -> None:
+    spans = [Span("learner", "wait", 0, 4), Span("learner", "train", 4, 10), Span("engines", "pause", 9, 10)]
+    assert busy_shares([*spans, Span("learner", "wait", 1, 3)])[("learner", "wait")] == pytest.approx(0.4)
+    text = waits(spans)
+    for part in ("trained 60.0 %", "waited 40.0 % for data", "generators were the bottleneck", "were paused 10.0 %"):
+        assert part in text
+
+
+def test_lanes_go_from_generators_to_weights_and_begin_zoomed() -> None:
+    spans = [Span("weights", "deliver", 0, 1, 1), Span("learner", "odd<", 0, 1, 1), Span("generator-1", "play", 0, 1)]
+    spans += [Span("learner", "train", step, step + 0.5, step) for step in range(1, 40)]
+    found = describe_timeline(spans)
+    assert found is not None
+    assert found["lanes"] == ["weights", "learner", "generator-1"]
+    assert found["range"] == [28, 39.5]
+    assert {bar["label"]: bar["color"] for bar in found["bars"]}["odd<"] == "faint"
+
+
+# --- drift and ages
+
+
+def test_the_drift_table_has_ten_parts_and_all() -> None:
+    rows = [{"step": s, "rollout_kl/k3": s / 1000, "ratio/max": float(s)} for s in range(1, 31)]
+    table = drift_table(rows)
+    assert table is not None
+    assert table["titles"] == ["drift k3", "drift k3, worst step", "largest ratio, worst step"]
+    assert len(table["lines"]) == 11
+    assert table["lines"][-2:] == [("28 – 30", ["0.029", "0.03", "30"]), ("all", ["0.0155", "0.03", "30"])]
+    assert drift_table([{"step": 1}]) is drift_table([]) is None
+
+
+def test_ages_are_of_trained_tokens_where_routes_were_kept(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    rows = [{"step": step, "version": step} for step in (1, 11)]
+    found = describe_ages(run, rows, 2)
+    assert found is not None
+    assert found["x"] == list(range(11))
+    assert (found["y"][0], found["y"][10]) == (0.5, 0.5)
+    assert "10 trained tokens, in the 2 samples" in found["caption"]
+
+
+def test_without_routes_ages_are_of_steps(tmp_path: Path) -> None:
+    found = describe_ages(tmp_path, [{"staleness/max": 1}, {"staleness/max": 0}, {"staleness/max": 1}], 1)
+    assert found is not None
+    assert (found["x"], found["y"]) == ([0, 1], [1 / 3, 2 / 3])
+    assert describe_ages(tmp_path, [{}], 1) is None
+
+
+# --- tokens
+
+
+def test_tokens_are_shown_turn_by_turn_with_what_is_known_of_them(tmp_path: Path) -> None:
+    html = write_report(write_run(tmp_path)).read_text()
+    assert html.count("class='card sample'") == 2
+    blocks = [part.split("'")[0] for part in html.split("<div class='block ")[1:]]
+    assert blocks == ["prompt", "sampled", "observation", "sampled"] * 2
+    assert html.count("class='t v0'") + html.count("class='t v0 u'") == 10
+    assert html.count(", no route recorded'") == 2, "the last token of each was never fed"
+    assert "value='ratio'" not in html, "no log-prob of the learner was kept"
+    assert "log-prob -1.000, version 0" in html
+
+
+def test_log_ratios_are_coloured_where_the_learner_kept_its_own(tmp_path: Path) -> None:
+    trained, calls = episode()
+    own = np.where(trained.loss_mask, np.float32(-1.1), np.float32(np.nan))
+    own[3] = np.nan  # sampled, and dropped from the loss
+    RouteFile(tmp_path / "routes", "learner").append(msgspec.structs.replace(trained, learner_logprobs=own))
+    for call in calls:
+        RouteFile(tmp_path / "routes", "engine-0").append(call)
+    html = write_report(tmp_path).read_text()
+    assert "value='ratio'" in html
+    assert html.count("log-ratio -0.1000") == 4
+    assert "log-ratio nan" not in html
+    assert "--r:0.5" in html
+    assert "#10" in html, "ids, where there is no tokenizer"
+
+
+def test_a_damaged_record_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    path = run / "routes" / "learner.0.routes"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 255  # what follows may be padding
+    path.write_bytes(bytes(data))
+    assert write_report(run).read_text().count("class='card sample'") == 1
+
+
+def test_spread_is_from_first_to_last() -> None:
+    assert spread(0, 3) == []
+    assert spread(1, 3) == [0]
+    assert spread(10, 3) == [0, 4, 9]
+
+
+# --- the page
+
+
+def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path)))
+    data = json.loads(page.data)
+    drawn = {line["metric"] for chart in [*data["charts"], *data["more"]] for line in chart["lines"]}
+    assert drawn >= set(METRICS) - {*BOOKKEEPING, "staleness/max"} | {"gpu/odd"}
+    shown = {*page.ids}
+    for chart in [*data["charts"], *data["more"], *data["maps"], data["ages"], data["timeline"]]:
+        assert chart["id"] in shown
+    assert page.fetched == []
+    for heading in ("Timeline", "Drift", "Tokens", "Environment", "All other metrics", "Age"):
+        assert heading in page.text
+
+
+def test_metrics_that_never_change_are_listed() -> None:
+    rows = [{"step": s, "lr": 0.1, "b/x": s, "b/none": None, "a": s} for s in range(3)]
+    drawing, constants = describe_more(rows)
+    assert [(chart["group"], chart["title"]) for chart in drawing.charts] == [("step", "a"), ("b", "b/x")]
+    assert set(drawing.series) == {"a", "b/x"}
+    assert constants == [("learning rate", 0.1)]
+
+
+def test_a_run_that_wrote_no_spans_has_no_timeline(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    (run / FILE).unlink()
+    page = Page(write_report(run))
+    assert "who waited for whom" not in page.text
+    assert json.loads(page.data)["timeline"] is None
+    assert describe_timeline([]) is None
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    one = write_run(tmp_path, "one", 12)
+    other = write_run(tmp_path, "other", 5, schedule={"max_staleness": 4}, seed=3)
+    page = Page(write_report(one, other, path=tmp_path / "both.html"))
+    data = json.loads(page.data)
+    assert {"0:reward/mean", "1:reward/mean", "0:step", "1:step"} <= set(data["series"])
+    assert len(data["charts"]) == sum(len(chart.lines) for chart in CHARTS)
+    assert all([line["label"] for line in chart["lines"]] == ["one", "other"] for chart in data["charts"])
+    assert len(data["series"]["1:step"]) == 5
+    for part in ("schedule.max_staleness", "seed", "learner: train", "reward, last 10 steps"):
+        assert part in page.text
+    assert "samples_per_group" not in page.text, "only settings that differ"
+
+
+def test_runs_of_one_name_are_shown_with_their_directories(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    text = Page(write_report(one, other, path=tmp_path / "both.html")).text
+    assert f"{one} against {other}" in text
+    assert "the same in all" in text
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "one")
+    write_run(tmp_path, "two")
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["report", "one"]).output.strip() == "runs/one/report.html"
+    assert CliRunner().invoke(app, ["report", "one", "two"]).output.strip() == "runs/one/compare.html"
+    assert CliRunner().invoke(app, ["report", "one", "-o", "page.html"]).exit_code == 0
+    assert (tmp_path / "page.html").is_file()
+    result = CliRunner().invoke(app, ["report", "three"])
+    assert result.exit_code == 2
+    assert "no run 'three'" in result.output
+
+
+# --- in a browser
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@needs_chromium
+async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(tmp_path: Path) -> None:
+    path = write_report(evaluated(write_run(tmp_path), BEFORE, AFTER))
+    async with browse(str(find_chromium()), path.as_uri()) as page:
+        await page.value("document.querySelectorAll('details.group').forEach((group) => { group.open = true; })")
+        frames = "[...document.querySelectorAll('.plot')]"
+        await page.value("new Promise((done) => setTimeout(done, 0))")
+        for _ in range(100):
+            empty = await page.value(f"{frames}.filter((p) => !p.querySelector('.main-svg')).map((p) => p.id)")
+            if not empty:
+                break
+        assert empty == []
+        data = json.loads(Page(path).data)
+        lines = sum(len(chart["lines"]) for chart in [*data["charts"], *data["more"]])
+        traces = "document.querySelectorAll('.scatterlayer .trace').length"
+        assert await page.value(traces) == lines + 1, "and the bound of staleness"
+        assert await page.value("document.querySelectorAll('#timeline .point').length") > 20
+        assert await page.value("document.querySelectorAll('.heatmaplayer .hm').length") == 2
+        await page.value("document.querySelector('input[value=agreement]').click()")
+        assert await page.value("getComputedStyle(document.querySelector('p.mode.agreement')).display") == "block"
+        assert page.requests == []
+        assert page.problems == []
+
+
+@needs_chromium
+async def test_the_comparison_draws_both_runs(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path, "one"), write_run(tmp_path, "other", 5)
+    async with browse(str(find_chromium()), write_report(one, other).as_uri()) as page:
+        traces = "document.querySelectorAll('.scatterlayer .trace').length"
+        assert await page.value(traces) == 2 * sum(len(chart.lines) for chart in CHARTS)
+        assert (page.requests, page.problems) == ([], [])
+
+
+# --- evaluations
+
+
+def evaluated(run: Path, *lines: dict[str, object]) -> Path:
+    (run / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{torn")
+    return run
+
+
+def drawn(path: Path) -> dict:
+    return json.loads(Page(path).data)
+
+
+BEFORE = {"step": 0, "evaluation/reward_mean": 0.25, "evaluation/reward_error": 0.05}
+AFTER = {"step": 10, "evaluation/reward_mean": 0.75, "evaluation/reward_error": None}
+
+
+def test_evaluations_are_drawn_over_their_own_steps_beside_training(tmp_path: Path) -> None:
+    run = evaluated(write_run(tmp_path), {"step": 10, "evaluation/reward_mean": 0.5}, AFTER, BEFORE, {"step": 3})
+    data = drawn(write_report(run))
+    assert [chart["title"] for chart in data["charts"]][:2] == ["Reward", "Evaluation"]
+    chart = data["charts"][1]
+    evaluation, training = chart["lines"]
+    assert data["series"][evaluation["x"]] == [0, 10], "the steps of evaluations, in order, each once"
+    assert data["series"][evaluation["metric"]] == [0.25, 0.75]
+    assert data["series"][evaluation["error"]] == [0.05, None]
+    assert evaluation["marks"], "a single one would not show as a line"
+    assert training["metric"] == "reward/mean"
+    assert len(data["series"]["reward/mean"]) == len(data["steps"])
+    low, high = chart["span"]
+    assert low < 0, "step 0 is before the first step of the metrics"
+    assert high > 12
+
+
+def test_a_run_without_evaluations_has_no_such_chart(tmp_path: Path) -> None:
+    titles = [chart["title"] for chart in drawn(write_report(write_run(tmp_path)))["charts"]]
+    assert "Reward" in titles
+    assert "Evaluation" not in titles
+
+
+def test_evaluations_alone_are_drawn(tmp_path: Path) -> None:
+    run = evaluated(tmp_path, BEFORE)  # and no metrics yet
+    (chart,) = drawn(write_report(run))["charts"]
+    assert [line["metric"] for line in chart["lines"]] == ["evaluation/reward_mean"]
+
+
+def test_a_comparison_shows_the_evaluations_of_the_runs_that_have_some(tmp_path: Path) -> None:
+    one = evaluated(write_run(tmp_path, "one"), BEFORE, AFTER)
+    two, three = write_run(tmp_path, "two"), evaluated(write_run(tmp_path, "three"), {**BEFORE, "step": 40})
+    path = write_report(one, two, three)
+    page, data = Page(path), drawn(path)
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Evaluation"]
+    assert [line["label"] for line in chart["lines"]] == ["one", "three"]
+    assert [data["series"][line["x"]] for line in chart["lines"]] == [[0, 10], [40]]
+    assert [data["series"][line["metric"]] for line in chart["lines"]] == [[0.25, 0.75], [0.25]]
+    assert chart["lines"][0]["color"] != chart["lines"][1]["color"]
+    row = page.text[page.text.index("reward of the last evaluation") :]
+    assert row.startswith("reward of the last evaluation0.75-0.25")

@@ -1,0 +1,257 @@
+"""A run as a Ray job: what is packaged, what is refused, and what a person sees when it ends, on a cluster of our own."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from r3async.config import ConfigError, load_config
+from r3async.tools.plan import check_fit, describe_fit, make_plan, read_nodes
+from r3async.tools.submit.jobs import Jobs, Package, SubmitError, make_package, stop_seconds
+from r3async.tools.submit.launch import command_of
+from tests.helpers.cli import typed
+
+
+def cli(*words, cwd, env=None, timeout=120):
+    command = [sys.executable, "-m", "r3async", *words]
+    environment = {**os.environ, **(env or {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
+    )
+
+
+def package(tmp_path, *overrides, preset="quickstart", **kwargs):
+    return make_package(load_config(preset, overrides), preset, overrides, directory=tmp_path, **kwargs)
+
+
+def test_a_job_runs_the_same_command_with_what_outlives_its_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base model").mkdir()
+    made = package(tmp_path, "steps=3", "model.path=base model", "env.args={letters = 5}")
+    model = f"'model.path={tmp_path}/base model'"
+    words = f"'model.path=base model' 'env.args={{letters = 5}}' {model}"
+    assert command_of(made.entrypoint) == f"-m r3async train quickstart steps=3 {words}"
+    variables = made.runtime_env["env_vars"]
+    assert variables["R3ASYNC_RUNS"] == str(tmp_path / "runs")
+    assert (
+        int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) == 150 > 4 * load_config("quickstart").supervise.stop_grace_seconds
+    )
+    assert made.runtime_env["working_dir"] == str(tmp_path)
+    assert {"runs/", ".venv/", ".git/", "*.safetensors"} <= set(made.runtime_env["excludes"])
+
+
+def test_a_longer_grace_is_a_longer_wait_before_the_kill():
+    assert stop_seconds(load_config("quickstart", ["supervise.stop_grace_seconds=60"])) == 270
+
+
+def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):
+    """Its growth would change the package's name between upload and start: such a job never started."""
+    code = (
+        "from r3async.tools.submit.jobs import make_package; from r3async.config import load_config; import pathlib, sys\n"
+        f"made = make_package(load_config('quickstart'), 'quickstart', directory=pathlib.Path({str(tmp_path)!r}))\n"
+        "print(made.runtime_env['excludes'])"
+    )
+    with (tmp_path / "what.i.saw").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, timeout=60, check=True)
+    assert "'/what.i.saw'" in (tmp_path / "what.i.saw").read_text()
+
+
+def test_a_folder_may_have_packages_of_whatever_name_but_ours(tmp_path):
+    for name in ("tools", "actors", "configs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    package(tmp_path)
+    (tmp_path / "r3async").mkdir()
+    (tmp_path / "r3async" / "__init__.py").touch()
+    with pytest.raises(ConfigError, match="'r3async', which would hide"):
+        package(tmp_path)
+    (tmp_path / "r3async" / "api.py").touch()
+    package(tmp_path)  # a checkout brings its own
+
+
+def test_a_configuration_file_must_be_in_the_folder(tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    outside = tmp_path / "mine.toml"
+    outside.write_text('extends = "quickstart"\n')
+    with pytest.raises(ConfigError, match="copy it there"):
+        package(folder, preset=str(outside))
+    inside = folder / "mine.toml"
+    inside.write_text('extends = "quickstart"\n')
+    assert command_of(package(folder, preset=str(inside)).entrypoint) == "-m r3async train mine.toml"
+
+
+def test_mistakes_are_one_line_and_nothing_is_submitted(tmp_path):
+    nobody = "http://127.0.0.1:9"
+    for words, message in [
+        (["submit", "quikstart"], "did you mean 'quickstart'"),
+        (["submit", "quickstart", "learner.lr=abc"], "learner.lr"),
+        (["submit", "quickstart", "--address", nobody], "no Ray cluster answers at http://127.0.0.1:9"),
+        (["submit", "status", "x", "--address", nobody], "no Ray cluster answers"),
+        (["cluster", "quickstart", "--address", nobody], "no Ray cluster answers"),
+        (["submit", "list", "--address", nobody, "--token-file", "nowhere"], "--token-file nowhere"),
+    ]:
+        done = typed(*words, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def node(name="a", alive="ALIVE", **total):
+    return SimpleNamespace(state=alive, node_name=name, node_ip="10.0.0.1", resources_total=total)
+
+
+def test_what_can_not_fit_is_refused_with_what_to_change():
+    config = load_config("moe_30b_r3")
+    plan = make_plan(config)
+    big = {"CPU": 64, "GPU": 8, "memory": 2**40, "accelerator_type:H100": 1}
+    assert check_fit(plan, config, read_nodes([node("a", **big), node("b", **big)])).problems == []
+    lost = read_nodes([node("a", **big), node("b", "DEAD", **big)])
+    assert any("needs 16 GPUs, and the cluster has 8" in p for p in check_fit(plan, config, lost).problems)
+    small = big | {"GPU": 4}
+    spread = check_fit(plan, config, read_nodes([node(str(i), **small) for i in range(4)]))
+    assert spread.problems == [
+        "the learner's 8 ranks meet on one host, and the largest has 4 GPUs: lower `learner.parallel`"
+    ]
+    weak = big | {"accelerator_type:A10G": 1}
+    del weak["accelerator_type:H100"]
+    assert any("24 GiB (A10G)" in p for p in check_fit(plan, config, read_nodes([node(**weak), node(**weak)])).problems)
+    large = load_config("moe_235b_r3")
+    assert any(
+        "8 GPUs on one node" in p for p in check_fit(make_plan(large), large, read_nodes([node(**small)])).problems
+    )
+    assert "does not fit" in describe_fit(spread, plan)
+
+
+# -- a cluster of our own ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jobs(token_cluster, monkeypatch):
+    for name, value in token_cluster.items():
+        monkeypatch.setenv(name, value)
+    forget_authentication()
+    yield Jobs()
+    monkeypatch.undo()
+    forget_authentication()
+
+
+def forget_authentication():
+    """Ray reads the mode and the token once a process, and tests before these have started a Ray without."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+class NoAgentYet:
+    """A cluster's client whose agent comes up at the third request, or never."""
+
+    def __init__(self, after=2):
+        self.asked, self.after = 0, after
+
+    def get_address(self):
+        return "http://there"
+
+    def submit_job(self, **job):
+        self.asked += 1
+        if self.asked <= self.after:
+            raise RuntimeError(
+                "Request failed with status code 500: No available agent to submit job, please try again later."
+            )
+        return "job-1"
+
+
+def test_a_cluster_that_takes_no_jobs_yet_is_waited_for_and_what_may_be_wrong_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr("r3async.tools.submit.jobs.time.sleep", lambda seconds: None)
+    jobs, shown = Jobs.__new__(Jobs), []
+    jobs.address, jobs._client = "http://there", NoAgentYet()
+    assert jobs.submit(Package("true", {}), say=shown.append) == "job-1"
+    assert shown == ["the cluster takes no jobs yet: waiting for its dashboard agent"] * 2
+    jobs._client = NoAgentYet(after=10**9)
+    monkeypatch.setattr("r3async.tools.submit.jobs.AGENT_SECONDS", 0.01)
+    with pytest.raises(SubmitError, match="--dashboard-agent-listen-port"):
+        jobs.submit(Package("true", {}))
+
+
+def test_a_job_is_found_by_its_id_or_by_its_runs_name():
+    listed = [
+        SimpleNamespace(submission_id=name, start_time=start, entrypoint=f"r3async train quickstart {words}")
+        for name, start, words in (
+            ("b", 2, "name=night"),
+            ("a", 1, "name=night"),
+            ("night2", 3, "name=b"),
+            (None, 9, ""),
+        )
+    ]
+    jobs = Jobs.__new__(Jobs)
+    jobs._client = SimpleNamespace(list_jobs=lambda: listed)
+    assert [jobs.find(word) for word in ("a", "b", "night", "night2", "nobody")] == ["a", "b", "b", "night2", "nobody"]
+
+
+def job(tmp_path, entrypoint):
+    made = make_package(load_config("quickstart"), "quickstart", directory=tmp_path)
+    return Package(entrypoint, made.runtime_env)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_jobs_are_followed_to_their_end_with_their_own_exit_codes(jobs, token_cluster, tmp_path):
+    for name in ("seen.txt", "ignored.bin", "also.bin"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".gitignore").write_text("ignored.bin\n")
+    (tmp_path / ".rayignore").write_text("also.bin\n")
+    shown = []
+    good = jobs.submit(job(tmp_path, "ls; echo $RAY_JOB_STOP_WAIT_TIME_S; sleep 2; echo last"))
+    assert jobs.follow(good, shown.append)["status"] == "SUCCEEDED"
+    text = "".join(shown)
+    assert text.endswith("last\n")
+    assert "seen.txt" in text
+    assert "150" in text
+    assert "ignored.bin" not in text.replace(".gitignore", "")
+    assert "also.bin" not in text
+
+    bad = jobs.submit(job(tmp_path, "echo name=lost broken; exit 7"), "bad-one")
+    shown = cli("submit", "logs", bad, "--follow", cwd=tmp_path, env=token_cluster)
+    assert (shown.returncode, "broken" in shown.stdout, "exit code 7" in shown.stderr) == (1, True, True)
+    asked = cli("submit", "status", "lost", cwd=tmp_path, env=token_cluster)  # by the name of its run
+    assert (asked.returncode, json.loads(asked.stdout)["status"]) == (1, "FAILED")
+    with pytest.raises(SubmitError, match="bad-one already exists"):
+        jobs.submit(job(tmp_path, "true"), "bad-one")
+    with pytest.raises(SubmitError, match="nobody does not exist"):
+        jobs.logs("nobody")
+    assert [j["job"] for j in jobs.list() if j["job"] in (good, bad)] == [good, bad]
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_job_that_is_stopped_has_the_time_to_end_in_order(jobs, tmp_path):
+    slow = "trap 'sleep 5; echo saved; exit 0' TERM; echo ready; while true; do sleep 0.2; done"
+    running = jobs.submit(job(tmp_path, f"bash -c {slow!r}"))
+    deadline = time.monotonic() + 90
+    while "ready" not in jobs.logs(running) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert jobs.stop(running)
+    assert jobs.wait(running, 60)["status"] == "STOPPED"
+    assert "saved" in jobs.logs(running)  # Ray by itself kills after 3 s
+    assert not jobs.stop(running)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_cluster_shows_what_it_has_and_wants_its_token(token_cluster, tmp_path):
+    fits = cli("cluster", "quickstart", cwd=tmp_path, env=token_cluster)
+    assert (fits.returncode, "4 CPUs" in fits.stdout, "it fits" in fits.stdout) == (0, True, True), fits.stderr
+    large = cli("submit", "moe_30b_r3", cwd=tmp_path, env=token_cluster)
+    assert large.returncode == 2
+    assert "needs 16 GPUs, and the cluster has 0" in large.stderr
+    wrong = tmp_path / "token"
+    wrong.write_text(secrets.token_hex(32))
+    refused = cli("cluster", "quickstart", "--token-file", str(wrong), cwd=tmp_path, env=token_cluster)
+    assert refused.returncode == 2
+    assert "wants a token" in refused.stderr

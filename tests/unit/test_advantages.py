@@ -1,0 +1,275 @@
+"""Advantages: every estimator against a scalar formula, credit, filters, penalties, and groups with nothing to compare."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from r3async.config import AlgorithmConfig, OverlongPenaltyConfig
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.learner.losses.advantages import assign_advantages, overlong_penalty
+from tests.helpers.algorithms import algorithm
+
+ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
+FIGURES = {
+    f"advantage/{name}"
+    for name in (
+        "zero_variance_groups",
+        "zero_variance_share",
+        "overlong_samples",
+        "filtered_tokens",
+        "overlong_penalty",
+        "mean",
+        "std",
+        "abs_max",
+    )
+}
+
+
+def episode(
+    index: int,
+    rewards: list[float],
+    *,
+    group: int = 0,
+    stepwise: bool = False,
+    lengths: list[int] | None = None,
+    token_rewards: list[float] | None = None,
+    stop_reason: str = "env_done",
+    cut: bool = False,
+) -> Trajectory:
+    """Each turn: two observed tokens, then sampled ones (two, or `lengths`). `stepwise`: one sample a turn."""
+    lengths = lengths or [2] * len(rewards)
+    turn = [t for j, n in enumerate(lengths) for t in [-1, -1, *[j] * n]]
+    column = np.zeros(len(turn), np.float32)
+    turns, stop = [], 0
+    for j, (reward, n) in enumerate(zip(rewards, lengths, strict=True)):
+        stop += 2 + n
+        reason = "length" if cut and j == len(rewards) - 1 else "stop"
+        end = 2 + n if stepwise else stop
+        turns.append(Turn(j, j if stepwise else 0, end - n, end, reward, reason))
+        column[stop - 1] = reward
+    if token_rewards is not None:
+        column[:] = token_rewards
+    sampled = np.asarray(turn, np.int32) >= 0
+    table = TokenTable.of_tokens(np.zeros(len(turn), np.int32)).with_columns(
+        turn=np.asarray(turn, np.int32), rewards=column, loss_mask=sampled
+    )
+    edges = np.cumsum([0, *(2 + n for n in lengths)]).tolist() if stepwise else [0, len(turn)]
+    samples = [Sample(f"t{index}/{k}", table.slice(a, b)) for k, (a, b) in enumerate(itertools.pairwise(edges))]
+    return Trajectory(f"t{index}", group, index, 0, "g", stop_reason, turns, samples)
+
+
+def by_hand(name: str, scores: list[float], *, normalize_std: bool = True) -> list[float]:
+    """Advantages of one group, before anything over the batch."""
+    n, total = len(scores), sum(scores)
+    if name == "reinforce_pp":
+        return list(scores)
+    if n < 2 or len(set(scores)) == 1:
+        return [0.0] * n
+    mean = total / n
+    if name == "grpo" and normalize_std:
+        return [(r - mean) / (statistics.stdev(scores) + 1e-3) for r in scores]
+    if name == "rloo":
+        return [r - (total - r) / (n - 1) for r in scores]
+    if name == "maxrl":
+        return [r / mean - 1 for r in scores]
+    return [r - mean for r in scores]
+
+
+def advantages(groups, config: AlgorithmConfig, **options) -> list[list[float]]:
+    """Of the sampled tokens, sample by sample."""
+    samples, figures = assign_advantages(groups, config, **options)
+    assert set(figures) == FIGURES
+    for sample in samples:
+        column = sample.table["advantages"]
+        assert column.dtype == np.float32
+        assert not column[sample.table["turn"] < 0].any()
+    return [s.table["advantages"][s.table["turn"] >= 0].tolist() for s in samples]
+
+
+def standardized(values: list[list[float]]) -> list[list[float]]:
+    flat = [x for v in values for x in v]
+    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+    return [[(x - mean) / std if std else 0.0 for x in v] for v in values]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_credit_by_trajectory(name, normalize_std, stepwise):
+    rewards = [[[1, 0.5], [0, 0], [0.5]], [[0.2], [0.9, 0.7, 0.5]]]
+    groups = [
+        [episode(i, r, group=g, stepwise=stepwise) for i, r in enumerate(members)] for g, members in enumerate(rewards)
+    ]
+    config = algorithm(advantage=name, credit="trajectory", normalize_std=normalize_std)
+    want = []
+    for members in rewards:
+        values = by_hand(name, [sum(r) for r in members], normalize_std=normalize_std)
+        for r, value in zip(members, values, strict=True):
+            want += [[value] * 2] * len(r) if stepwise else [[value] * 2 * len(r)]
+    want = standardized(want) if name.startswith("reinforce") else want
+    for got, expected in zip(advantages(groups, config), want, strict=True):
+        assert got == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_credit_by_turn_with_episodes_of_different_length(name, stepwise):
+    rewards = [[1, 0.5], [0, 0.7], [0.5]]
+    group = [episode(i, r, stepwise=stepwise) for i, r in enumerate(rewards)]
+    first, second = by_hand(name, [1, 0, 0.5]), by_hand(name, [0.5, 0.7])
+    want = [[first[0]] * 2 + [second[0]] * 2, [first[1]] * 2 + [second[1]] * 2, [first[2]] * 2]
+    want = standardized(want) if name.startswith("reinforce") else want
+    got = [x for sample in advantages([group], algorithm(advantage=name, credit="turn")) for x in sample]
+    assert got == pytest.approx([x for v in want for x in v], abs=1e-6)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_credit_by_token_is_the_reward_from_there_on(name, stepwise):
+    a = episode(0, [0, 0], token_rewards=[0, 0, 1, 0, 0, 0, 0.5, 2], stepwise=stepwise)
+    b = episode(1, [0, 0], token_rewards=[0, 0, 0, 1, 0, 0, 0, 0.25], stepwise=stepwise)
+    to_go = [[3.5, 2.5, 2.5, 2], [1.25, 1.25, 0.25, 0.25]]
+    want = []
+    for i in range(2):
+        row = []
+        for t in range(4):
+            start = 2 * (t // 2)
+            other, own, earned = to_go[1 - i][start], to_go[i][start], to_go[i][t]
+            mean = (own + other) / 2
+            row.append(
+                {
+                    "grpo": (earned - mean) / (statistics.stdev([own, other]) + 1e-3),
+                    "dr_grpo": earned - mean,
+                    "rloo": earned - other,
+                    "maxrl": (earned - mean) / mean,
+                    "reinforce_pp": earned,
+                    "reinforce_pp_baseline": earned - mean,
+                }[name]
+            )
+        want.append(row)
+    want = standardized(want) if name.startswith("reinforce") else want
+    got = [x for s in advantages([[a, b]], algorithm(advantage=name, credit="token")) for x in s]
+    assert got == pytest.approx([x for v in want for x in v], abs=1e-6)
+
+
+@pytest.mark.parametrize("credit", ["turn", "trajectory", "token"])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_groups_without_contrast(name, credit):
+    config = algorithm(advantage=name, credit=credit)
+    for group in (
+        [episode(0, [0.3, 0.9])],
+        [episode(i, [0.1]) for i in range(3)],
+        [episode(i, [0.0]) for i in range(3)],
+    ):
+        values = [x for s in advantages([group], config) for x in s]
+        if name == "reinforce_pp" and len(group) == 1 and credit != "trajectory":
+            assert any(values), "compared with the batch"
+        else:
+            assert not any(values)
+    assert advantages([], config) == []
+    assert advantages([[]], config) == []
+    assert advantages([[episode(0, [])]], config) == [[]]
+    # An episode without turns is compared with nobody.
+    three = advantages([[episode(0, [1.0]), episode(1, []), episode(2, [0.5])]], config)
+    two = advantages([[episode(0, [1.0]), episode(2, [0.5])]], config)
+    assert three == [two[0], [], two[1]]
+
+
+def test_reinforce_pp_normalises_over_the_tokens_that_are_trained():
+    long = episode(0, [1.0], lengths=[5])
+    short = episode(1, [0.0], lengths=[1])
+    lost = episode(2, [40.0], lengths=[3], stop_reason="length")
+    config = algorithm(advantage="reinforce_pp", overlong_filter=True)
+    samples, figures = assign_advantages([[long, short, lost]], config)
+    mean, std = 5 / 6, math.sqrt(5 / 6 * 1 / 6)
+    assert samples[0].table["advantages"][2:].tolist() == pytest.approx([(1 - mean) / std] * 5)
+    assert samples[1].table["advantages"][2:].tolist() == pytest.approx([-mean / std])
+    assert not samples[2].table["advantages"].any()
+    assert figures["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    assert figures["advantage/std"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_the_zero_variance_filter_sees_what_credit_compares(stepwise):
+    def filtered(credit: str, *members: Trajectory) -> bool:
+        samples, figures = assign_advantages([list(members)], algorithm(credit=credit, filter_zero_variance=True))
+        dropped = not any(s.table["loss_mask"].any() for s in samples)
+        assert figures["advantage/zero_variance_groups"] == dropped
+        sampled = sum(int((s.table["turn"] >= 0).sum()) for s in samples)
+        assert figures["advantage/filtered_tokens"] == (sampled if dropped else 0)
+        return dropped
+
+    crossed = [episode(i, r, stepwise=stepwise) for i, r in enumerate(([1, 0], [0, 1]))]
+    assert filtered("trajectory", *crossed), "both have half"
+    assert not filtered("turn", *crossed)
+    assert not filtered("token", *crossed)
+    same_totals = [
+        episode(i, [0, 0], token_rewards=r, stepwise=stepwise)
+        for i, r in enumerate(([0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]))
+    ]
+    assert filtered("turn", *same_totals)
+    assert not filtered("token", *same_totals), "the second turn has all of it still to come, or nothing"
+    for credit in ("turn", "trajectory", "token"):
+        assert filtered(credit, *[episode(i, [0.5, 0.1], stepwise=stepwise) for i in range(3)])
+        assert filtered(credit, episode(0, [0.5], stepwise=stepwise))
+
+
+def test_without_the_filter_groups_without_contrast_are_counted_and_trained():
+    group = [episode(i, [0.5]) for i in range(2)]
+    samples, figures = assign_advantages([group, [episode(i, [i / 2], group=1) for i in range(2)]], algorithm())
+    assert figures["advantage/zero_variance_groups"] == 1
+    assert figures["advantage/filtered_tokens"] == 0
+    assert all(s.table["loss_mask"].sum() == 2 for s in samples)
+
+
+@pytest.mark.parametrize("how", [{"stop_reason": "length"}, {"cut": True}])
+def test_the_overlong_filter_drops_episodes_that_still_count_as_scores(how):
+    members = [episode(0, [1.0, 0.0]), episode(1, [0.0, 1.0], stepwise=True, **how)]
+    plain, figures = assign_advantages([members], algorithm())
+    assert figures["advantage/overlong_samples"] == 1, "an episode, whatever its rows"
+    assert figures["advantage/filtered_tokens"] == 0
+    samples, figures = assign_advantages([members], algorithm(overlong_filter=True))
+    assert figures["advantage/overlong_samples"] == 1
+    assert figures["advantage/filtered_tokens"] == 4
+    assert [int(s.table["loss_mask"].sum()) for s in samples] == [4, 0, 0]
+    assert np.array_equal(samples[0].table["advantages"], plain[0].table["advantages"])
+    assert members[1].samples[0].table["loss_mask"].any(), "the trajectory itself is not changed"
+
+
+def test_soft_overlong_penalty_against_its_cases():
+    settings = OverlongPenaltyConfig(buffer=4, factor=0.5)
+    want = {0: 0, 6: 0, 7: -0.125, 8: -0.25, 10: -0.5, 11: -0.5}
+    assert {n: overlong_penalty(n, 10, settings) for n in want} == pytest.approx(want)
+    assert overlong_penalty(100, 10, OverlongPenaltyConfig()) == 0
+
+
+@pytest.mark.parametrize("credit", ["turn", "trajectory", "token"])
+def test_soft_overlong_penalty_is_part_of_the_score(credit):
+    group = [episode(0, [1.0], lengths=[9]), episode(1, [1.0], lengths=[3])]
+    config = algorithm(advantage="dr_grpo", credit=credit, overlong_penalty={"buffer": 4})
+    samples, figures = assign_advantages([group], config, max_new_tokens=10)
+    assert samples[0].table["advantages"][2:].tolist() == pytest.approx([-0.375] * 9)
+    assert samples[1].table["advantages"][2:].tolist() == pytest.approx([0.375] * 3)
+    assert figures["advantage/overlong_penalty"] == pytest.approx(-0.375)
+    with pytest.raises(ValueError, match="needs `max_new_tokens`"):
+        assign_advantages([group], config)
+
+
+def test_other_columns_and_samples_stay_as_they_are():
+    sample = episode(0, [1.0]).samples[0]
+    (out, _), _ = assign_advantages([[episode(0, [1.0]), episode(1, [0.0])]], algorithm())
+    assert out.sample_id == sample.sample_id
+    assert out.temperature == sample.temperature
+    assert out.table.without("advantages") == sample.table
+
+
+def test_inconsistent_groups_are_refused():
+    with pytest.raises(ValueError, match=r"groups \[0, 1\]"):
+        assign_advantages([[episode(0, [1]), episode(1, [0], group=1)]], algorithm())
+    with pytest.raises(ValueError, match=r"'maxrl' is for rewards >= 0, and there is one of -1"):
+        assign_advantages([[episode(0, [-1]), episode(1, [1])]], algorithm(advantage="maxrl"))

@@ -1,0 +1,274 @@
+"""Agents in the place of environments: functions, commands, and somebody outside."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
+from r3async.rollout.agents.agents import agent_player, last_reward, make_agent
+from r3async.rollout.episode import EpisodeError, EpisodeTask
+from r3async.rollout.evaluation import check_environment
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from tests.helpers.serving import answer_ids, ready, renderer, until
+
+TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
+SETTINGS = EpisodeConfig(
+    max_turns=3, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=20, retries=0
+)
+HERE = str(Path(__file__).parents[2])
+
+
+def function(name, **args):
+    return EnvConfig(name=f"agent:tests.helpers.agents:{name}", args=args)
+
+
+def program(code, **args):
+    return EnvConfig(name="agent-command", args={"command": [sys.executable, "-c", code], **args})
+
+
+async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
+    chat = renderer()
+    engine = await ready(answer_ids(chat, *answers))
+    async with agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
+        return await player(task)
+
+
+@pytest.mark.parametrize(
+    ("env", "reward", "rows"),
+    [
+        (function("counts"), 4, 1),
+        (function("counts", worth=2), 8, 1),
+        (function("counts_async"), 12, 3),
+        (function("rewards_by_call"), 0.25, 1),
+    ],
+    ids=["in a thread", "with env.args", "as a task", "by the reward call"],
+)
+async def test_a_function_that_knows_nothing_of_us_plays_and_is_rewarded(env, reward, rows):
+    trajectory = await play(env)
+    assert trajectory.reward == pytest.approx(reward)
+    assert (trajectory.stop_reason, trajectory.trajectory_id, len(trajectory.samples)) == (
+        "stop",
+        "g00000003e0000",
+        rows,
+    )
+    assert trajectory.generator_id == "g"
+    assert all(s.table["routing_recorded"][:-1].all() for s in trajectory.samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("forgets", "gave no reward"),
+        ("says_nan", "must be a finite number, not nan"),
+        ("crashes", "the agent's own fault"),
+        ("leaves", "ended with SystemExit"),
+    ],
+)
+async def test_what_an_agent_does_wrong_is_reported(name, message):
+    with pytest.raises((EpisodeError, RuntimeError), match=message):
+        await play(function(name))
+
+
+async def test_an_agent_that_fails_when_it_is_refused_more_has_played_its_episode_if_it_was_rewarded():
+    trajectory = await play(function("never_ends"))
+    assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turns)) == ("turns", 3, 3)
+
+
+async def test_an_agent_that_takes_too_long_loses_its_episode_and_the_setting_is_named():
+    settings = EpisodeConfig(max_turns=3, max_prompt_tokens=90, max_total_tokens=100, timeout=1.0)
+    with pytest.raises(EpisodeError, match=r"episode\.timeout = 1\.0 s and has no reward; the agent had 1 answers"):
+        await play(function("sleeps"), settings=settings)
+    trajectory = await play(function("sleeps"), settings=settings, unrewarded=0.0)
+    assert (trajectory.stop_reason, trajectory.reward) == ("timeout", 0)
+
+
+async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_it():
+    chat = renderer()
+    engine = await ready([[1]])
+    async with agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
+        await engine.stop()
+        with pytest.raises(Exception, match="the engine is not running"):
+            await player(TASK)
+
+
+async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
+    chat, delivered, reports = renderer(), [], []
+    engine = await ready(answer_ids(chat, "ab"))
+
+    async def deliver(trajectory):
+        delivered.append((trajectory.trajectory_id, trajectory.reward))
+
+    async with agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
+        group = GroupPlayer(
+            factory=None,
+            engine=engine,
+            renderer=chat,
+            settings=SETTINGS,
+            generator_id="g",
+            deliver=deliver,
+            report=lambda event, **fields: reports.append(event),
+            play=player,
+        )
+        await group.play(GroupLease(4, 9, (0, 2)))
+    assert sorted(delivered) == [("g00000004e0000", 2), ("g00000004e0002", 2)]
+    assert reports == []
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+
+ASKS = """
+import os, openai
+client = openai.OpenAI()
+answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": os.environ["R3ASYNC_TASK_SEED"]}])
+print("a line of its own")
+print('{"reward": %s}' % len(answer.choices[0].message.content))
+"""
+
+
+async def test_a_command_has_an_address_a_key_and_a_seed_and_says_its_reward_in_its_last_line(monkeypatch):
+    # A proxy that does not exist is not asked for the way to this machine.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    trajectory = await play(program(ASKS))
+    assert (trajectory.reward, trajectory.stop_reason) == (4, "stop")
+    text = renderer().decode(trajectory.samples[0].table["token_ids"].tolist())
+    assert text == "<|user|>11<|assistant|>abcd<|end|>"
+
+
+async def test_the_example_plays_with_its_own_command():
+    call = '<tool_call>{"name":"add","arguments":{"a":%d,"b":%d}}</tool_call>'
+    import random
+
+    rng = random.Random(11)
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    env = EnvConfig(
+        name="agent-command",
+        args={"command": ["python", "docs/examples/calculator_agent.py"], "directory": HERE},
+    )
+    trajectory = await play(env, answers=(call % (a, b), str(a + b)))
+    assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 2, 1)
+    text = renderer().decode(trajectory.samples[0].table["token_ids"].tolist())
+    assert text.endswith(f"<|tool|>{a + b}<|assistant|>{a + b}<|end|>")
+    trajectory = await play(env, answers=("nothing",))
+    assert 0 <= trajectory.reward < 0.25
+
+
+async def test_a_command_that_fails_is_an_error_with_the_end_of_its_stderr():
+    with pytest.raises(EpisodeError, match=r"(?s)exited with 3: .*no luck"):
+        await play(
+            program("import sys; print('x' * 100000, file=sys.stderr); print('no luck', file=sys.stderr); sys.exit(3)")
+        )
+
+
+async def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path):
+    mark = tmp_path / "pids"
+    code = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(mark)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "time.sleep(60)"
+    )
+    settings = EpisodeConfig(max_prompt_tokens=90, max_total_tokens=100, timeout=2.0)
+    with pytest.raises(EpisodeError, match=r"episode\.timeout"):
+        await play(program(code), settings=settings)
+
+    def gone(pid):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    pids = [int(pid) for pid in mark.read_text().split()]
+    await until(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [('x\n{"reward": 2}\n', 2), ("", None), ("done", None), ('{"reward": 1}\nbye', None), ("[1]", None)],
+)
+def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
+    assert last_reward(output) == reward
+
+
+# -- from outside -------------------------------------------------------------------------------------------------
+
+
+async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_done(tmp_path):
+    import json
+    import stat
+
+    chat = renderer()
+    engine = await ready(answer_ids(chat, "ab"))
+    serving = ServingConfig(enabled=True)
+    async with agent_player(
+        EnvConfig(name="agent-outside"), engine, chat, SETTINGS, serving, generator_id="g0", directory=tmp_path
+    ) as player:
+        file = tmp_path / "serving-g0.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        door = json.loads(file.read_text())
+        playing = [asyncio.create_task(player(EpisodeTask(7, i, 42))) for i in range(2)]
+        async with openai.AsyncOpenAI(base_url=door["base_url"], api_key=door["token"]) as owner:
+            for i in range(2):
+                begun = await owner.post("/r3async/sessions", body={}, cast_to=object)
+                assert (begun["episode"], begun["task_seed"]) == (f"g00000007e000{i}", 42)
+                async with openai.AsyncOpenAI(base_url=begun["base_url"], api_key=begun["key"]) as agent:
+                    await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+                    await agent.post("/r3async/reward", body={"reward": i, "done": True}, cast_to=object)
+        trajectories = await asyncio.gather(*playing)
+    assert [t.reward for t in trajectories] == [0, 1]
+    assert [t.stop_reason for t in trajectories] == ["stop", "stop"]
+
+
+async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked():
+    chat = renderer()
+    engine = await ready([[1]])
+    async with agent_player(EnvConfig(name="reverse-text"), engine, chat, SETTINGS, ServingConfig()) as player:
+        assert player is None
+
+
+# -- configuration ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"name": "agent-comand"}, "did you mean 'agent-command'"),
+        ({"name": "agent:nowhere"}, "must be agent:module:function"),
+        ({"name": "agent:nowhere:play"}, "cannot be loaded: No module named 'nowhere'"),
+        ({"name": "agent:tests.helpers.agents:none"}, "cannot be loaded"),
+        ({"name": "agent:tests.helpers.agents:asks_too_much"}, "missing a required argument: 'wrong'"),
+        ({"name": "agent:tests.helpers.agents:counts", "args": {"word": 1}}, "unexpected keyword argument 'word'"),
+        ({"name": "agent-command"}, r"`env\.args\.command` = None must be a list"),
+        ({"name": "agent-command", "args": {"command": "python x"}}, "must be a list of words"),
+        ({"name": "agent-command", "args": {"command": ["no-such-program"]}}, "there is no program 'no-such-program'"),
+        ({"name": "agent-command", "args": {"command": ["python"], "directory": "/nowhere"}}, "is not a directory"),
+        ({"name": "agent-command", "args": {"command": ["python"], "environment": {"A": 1}}}, "a table of texts"),
+        ({"name": "agent-command", "args": {"comand": ["python"]}}, r"`env\.args\.comand`"),
+        ({"name": "agent-outside", "args": {"a": 1}}, "takes none"),
+    ],
+)
+def test_a_wrong_agent_is_refused_before_anything_starts(env, message):
+    with pytest.raises(ConfigError, match=message):
+        make_agent(EnvConfig(**env))
+
+
+def test_what_an_agent_needs_of_the_run_is_named():
+    agent = {"name": "agent:tests.helpers.agents:counts"}
+    with pytest.raises(ConfigError, match=r"`model\.path`"):
+        check_environment(config_from_dict({"env": agent}))
+    check_environment(config_from_dict({"env": agent, "model": {"path": "x"}}))
+    outside = {"env": {"name": "agent-outside"}, "model": {"path": "x"}}
+    with pytest.raises(ConfigError, match=r"serving\.enabled = true"):
+        check_environment(config_from_dict(outside))
+    outside["serving"] = {"enabled": True}
+    check_environment(config_from_dict(outside))
+    with pytest.raises(ConfigError, match=r"`evaluation\.env\.name`"):
+        check_environment(config_from_dict({**outside, "evaluation": {"every": 1}}))
+    check_environment(config_from_dict({**outside, "evaluation": {"every": 1, "env": {"name": "reverse-text"}}}))
+    with pytest.raises(ConfigError, match="no such environment"):
+        check_environment(config_from_dict({"evaluation": {"every": 1, "env": {"name": "revers"}}}))

@@ -1,0 +1,178 @@
+"""Turn by turn, only what is new is encoded, sampled tokens stay, and the prompt is what the template writes."""
+
+import pytest
+
+from r3async.envs import Message
+from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
+from r3async.tools.init_model import byte_tokenizer
+from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LEADING_SYSTEM = (
+    "<|system|>be brief<|end|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>"
+    "{% endfor %}<|assistant|>"
+)
+STRIPS_THOUGHT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+# DeepSeek-R1's opens a thought for every answer, and leaves it out of every earlier one.
+KEEP_HISTORY = [family for family in FAMILIES.values() if family is not DEEPSEEK_R1]
+
+
+def user(text):
+    return Message("user", text)
+
+
+def answer_ids(chat, text, end=True):
+    return [*chat.encode(text), *([chat.end_id] if end else [])]
+
+
+def talk(chat, answers, asked, end=True):
+    """Prompts before each answer, the tokens seen after it, and the last prompt."""
+    conversation = Conversation(chat, [user(asked[0])])
+    prompts, seen = [], []
+    for answer, words in zip(answers, asked[1:], strict=True):
+        prompts.append(conversation.prompt())
+        seen.append(prompts[-1] + answer_ids(chat, answer, end))
+        conversation.answered(answer_ids(chat, answer, end))
+        conversation.observe([user(words)])
+    return prompts, seen, conversation.prompt(), conversation
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, CHATML, LEADING_SYSTEM, STRIPS_THOUGHT, *KEEP_HISTORY],
+    ids=["ours", "chatml", "leading-system", "thought-of-the-last", *(n for n in FAMILIES if n != "deepseek-r1")],
+)
+def test_the_prompt_is_what_the_template_writes_and_extends_what_was_seen(template):
+    chat = renderer(template)
+    prompts, seen, last, conversation = talk(chat, ["cba", "zyx"], ["abc", "xyz", "now"])
+    assert prompts[1][: len(seen[0])] == seen[0]
+    assert last[: len(seen[1])] == seen[1]
+    whole = chat.render(conversation.messages)
+    assert chat.decode(last).replace(" ", "") == whole.replace(" ", "")
+    if template is not MISTRAL:  # which puts a blank before each answer that no model samples
+        assert chat.decode(last) == whole
+        assert last == chat.encode(whole)
+
+
+@pytest.mark.parametrize("family", [LLAMA3, GEMMA], ids=["llama3", "gemma"])
+def test_white_space_that_a_template_trims_stays_as_it_was_sampled(family):
+    chat = renderer(family)
+    _, seen, last, conversation = talk(chat, [" \n two  \n"], ["one", "three"])
+    assert "two<" in chat.render(conversation.messages)
+    assert last[: len(seen[0])] == seen[0]
+
+
+def test_an_answer_that_was_cut_is_ended_by_what_the_template_writes():
+    for family in KEEP_HISTORY:
+        chat = renderer(family)
+        _, seen, last, _ = talk(chat, ["half an answ"], ["one", "two"], end=False)
+        assert last[: len(seen[0])] == seen[0]
+        assert last[len(seen[0])] == chat.end_id
+
+
+@pytest.mark.parametrize("cut", ["half an ", "half an\n\n", " ", " a \n"])
+def test_the_white_space_that_a_cut_answer_ends_in_is_not_shown_to_the_model_twice(cut):
+    for family in KEEP_HISTORY:
+        chat = renderer(family)
+        _, seen, last, _ = talk(chat, [cut], ["one", "two"], end=False)
+        assert last[: len(seen[0])] == seen[0]
+        assert last[len(seen[0])] == chat.end_id
+    plain = renderer()
+    _, seen, last, conversation = talk(plain, [cut], ["one", "two"], end=False)
+    assert plain.decode(last) == plain.render(conversation.messages)
+
+
+@pytest.mark.parametrize("family", [QWEN3, DEEPSEEK_R1], ids=["qwen3", "deepseek-r1"])
+def test_a_template_that_strips_thoughts_breaks_where_it_strips_and_not_before(family):
+    chat = renderer(family)
+    prompts, seen, last, conversation = talk(chat, ["<think>\nhm\n</think>\n\nfive"], ["2 + 3?", "2 + 4?"])
+    assert last[: len(seen[0])] != seen[0]
+    assert chat.decode(last) == chat.render(conversation.messages)
+    assert "hm" not in chat.decode(last)
+    asked = chat.decode(prompts[0]).index("2 + 3?")
+    kept = chat.encode(chat.decode(prompts[0])[:asked])
+    assert last[: len(kept)] == kept
+
+
+def test_thoughts_between_tool_calls_stay_until_the_user_speaks_again():
+    chat = renderer(QWEN3)
+    conversation = Conversation(chat, [user("add")])
+    seen = conversation.prompt() + answer_ids(chat, "<think>\nhm\n</think>\n\ncall")
+    conversation.answered(seen[len(conversation.prompt()) :])
+    conversation.observe([Message("tool", "7")])
+    assert conversation.prompt()[: len(seen)] == seen
+
+
+def test_variables_of_the_template_are_passed_on_and_may_break_the_prefix():
+    chat = renderer(QWEN3, enable_thinking=False)
+    assert chat.render([user("u")]).endswith("<think>\n\n</think>\n\n")
+    _, seen, last, conversation = talk(chat, ["five"], ["2 + 3?", "2 + 4?"])
+    assert last[: len(seen[0])] != seen[0]
+    assert chat.decode(last) == chat.render(conversation.messages)
+
+
+def test_a_late_system_message_that_is_merged_into_the_last_question_breaks():
+    chat = renderer(MISTRAL)
+    conversation = Conversation(chat, [Message("system", "be brief"), user("one")])
+    seen = conversation.prompt() + answer_ids(chat, "1")
+    conversation.answered(answer_ids(chat, "1"))
+    conversation.observe([user("two")])
+    assert conversation.prompt()[: len(seen)] != seen
+    assert chat.decode(conversation.prompt()).count("be brief") == 1
+
+
+def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
+    """No byte-level tokenizer would ever encode them so: what stands there was sampled."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ab"])
+    chat = ChatRenderer(tokenizer)
+    odd = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), chat.end_id]
+    assert chat.encode("ab") != odd[:2]
+    conversation = Conversation(chat, [user("one"), user("two")])
+    conversation.prompt()
+    conversation.answered(odd)
+    conversation.observe([user("three")])
+    conversation.prompt()
+    conversation.answered(answer_ids(chat, "no"))
+    conversation.rewrite(
+        [user("in short"), Message("assistant", "ab"), user("four"), Message("assistant", "other"), user("x")]
+    )
+    prompt = conversation.prompt()
+    at = next(i for i in range(len(prompt)) if prompt[i : i + 3] == odd)
+    assert chat.decode(prompt[:at]) == "<|user|>in short<|assistant|>"
+    assert chat.decode(prompt) == chat.render(conversation.messages)
+
+
+def test_the_text_of_an_answer_leaves_its_stop_token_out():
+    chat = renderer()
+    ids = chat.encode("dcba")
+    assert chat.text([*ids, chat.end_id]) == chat.text(ids) == "dcba"
+
+
+def test_what_a_message_does_not_have_the_template_does_not_see():
+    assert Message("user", "x").for_template() == {"role": "user", "content": "x"}
+    call = {"function": {"name": "add", "arguments": {}}}
+    assert Message("assistant", "", tool_calls=[call]).for_template() == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call],
+    }
+
+
+def test_a_tokenizer_without_a_template_or_a_template_that_fails_is_refused_when_it_is_loaded():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="no chat template"):
+        ChatRenderer(tokenizer)
+    with pytest.raises(TemplateError, match="roles user: no thanks"):
+        renderer("{{ raise_exception('no thanks') }}")
+    with pytest.raises(TemplateError, match="System role not supported"):
+        Conversation(renderer(GEMMA), [Message("system", "s"), user("u")]).prompt()

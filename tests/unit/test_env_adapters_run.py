@@ -1,0 +1,105 @@
+"""Other people's environments under the episode loop, with a real chat template; and one of them under the whole pipeline."""
+
+import contextlib
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from r3async.actors.process import NotTrained
+from r3async.config import EnvConfig, EpisodeConfig, load_config
+from r3async.envs.factory import environment_factory
+from r3async.record.reading import read_objects
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer, init_model
+from r3async.tools.train import train
+from r3async.weights.publish import WeightManifest
+from tests.helpers.verifiers import tasksets_in
+
+SETTINGS = EpisodeConfig(max_turns=6, max_new_tokens=32, max_prompt_tokens=2048, max_total_tokens=4096, retries=1)
+LAKE = {"render_mode": "ansi", "is_slippery": False, "actions": ["left", "down", "right", "up"]}
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "solution": "2"}) + "\n")
+    with tasksets_in(tmp_path):
+        yield tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "answers", "turns", "reward"),
+    [
+        ("reasoning-gym:chain_sum", {}, ["?"], 1, 0.0),
+        ("gymnasium:FrozenLake-v1", LAKE, ["down", "down", "right", "down", "right", "right"], 6, 1.0),
+        ("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:first_free"}, ["[4]", "[1]", "[7]"], 3, 1.0),
+        ("verifiers:vf_single_sums", {"taskset": {"size": 1}}, ["0"], 1, 1.0),
+        ("verifiers:vf_coached_sums", {"tasks": 1}, ["no", "0"], 2, 1.5),
+        ("dataset:{tasks}/rows.jsonl", {"reward": "tests.helpers.envs:half_for_trying"}, ["3"], 1, 0.5),
+        ("tests.helpers.envs:Echo", {}, ["11", "12"], 2, 1.0),
+    ],
+)
+async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, answers, turns, reward):
+    chat = ChatRenderer(byte_tokenizer())
+    encoded = [[*chat.tokenizer.encode(answer, add_special_tokens=False), chat.end_id] for answer in answers]
+    # Episodes interleave, so what is answered follows from the turn and not from the number of the call.
+    engine = ScriptedEngine(lambda request, call: encoded[int(request.request_id.rsplit("t", 1)[1])])
+    await engine.start()
+    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    played, trouble = [], []
+
+    async def deliver(trajectory):
+        played.append(trajectory)
+
+    player = GroupPlayer(
+        factory=environment_factory(EnvConfig(name=name.format(tasks=tasks), args=args)),
+        engine=engine,
+        renderer=chat,
+        settings=SETTINGS,
+        generator_id="g",
+        deliver=deliver,
+        report=lambda event, **fields: trouble.append(fields),
+    )
+    await player.play(GroupLease(group_index=0, task_seed=11, episode_indices=[0, 1, 2]))
+    assert trouble == []
+    first = played[0].samples[0].table["token_ids"].tolist()
+    for trajectory in played:
+        assert trajectory.stop_reason == "env_done"
+        assert len(trajectory.turns) == turns
+        assert sum(turn.reward for turn in trajectory.turns) == pytest.approx(reward)
+        if "Echo" not in name:  # which says in which process it is
+            assert trajectory.samples[0].table["token_ids"].tolist() == first
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.timeout(400)
+def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
+    """Its processes are started by a Ray actor that holds an engine; the model has to be made without an oracle's help."""
+    model = tmp_path / "init"
+    init_model(model, load_config("quickstart", ["model.init.warm_reward=0.0"]))
+    config = tmp_path / "game.toml"
+    config.write_text(
+        "\n".join(
+            [
+                "steps = 2",
+                "[env]\nname = 'textarena:GuessTheNumber-v0'",
+                "[episode]\nmax_turns = 3\nmax_new_tokens = 8\nmax_prompt_tokens = 768\nmax_total_tokens = 1024",
+                "[generator]\ndtype = 'float32'\nconcurrency = 8\nkv_cache_gib = 0.25",
+                "[schedule]\ngroups_per_step = 2\nsamples_per_group = 2",
+                "[learner]\ndtype = 'float32'\nmax_tokens_per_micro_batch = 8192",
+            ]
+        )
+    )
+    settings = load_config(str(config), [f"model.path={model}", "name=run"])
+    run = tmp_path / "runs" / "run"
+    with contextlib.suppress(NotTrained):  # eight episodes of a model that knows nothing may all be worth the same
+        train(settings, "game", Console(file=io.StringIO()), tmp_path / "runs")
+    steps = read_objects(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert steps[-1]["episode/turns_mean"] > 1
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert "Guess The Number" in json.dumps(episodes)

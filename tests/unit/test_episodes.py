@@ -1,0 +1,247 @@
+"""The episode loop: what is recorded is what the engine saw."""
+
+import numpy as np
+import pytest
+
+from r3async.config import EpisodeConfig
+from r3async.envs import Action, Message, StepResult
+from r3async.envs.tasks import ReverseText
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines import GenerationRequest
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLong
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer
+from r3async.weights.publish import WeightManifest
+from tests.helpers.scripted import scripted_logprob, scripted_routes
+
+TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
+SETTINGS = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return ChatRenderer(byte_tokenizer())
+
+
+def encode(chat, text, end=True):
+    return [*chat.tokenizer.encode(text, add_special_tokens=False), *([chat.end_id] if end else [])]
+
+
+async def ready(script, **options):
+    engine = ScriptedEngine(script, **options)
+    await engine.start()
+    await engine.install(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
+    return engine
+
+
+async def play(chat, engine, settings=SETTINGS, env=None):
+    return await EpisodePlayer(TASK, env or ReverseText(4, 3), engine, chat, settings, generator_id="g").play()
+
+
+class Talker:
+    """Two turns; the user says `words`."""
+
+    def __init__(self, words="hi"):
+        self.words, self.turn = words, 0
+
+    async def reset(self, task_seed):
+        return [Message("user", self.words)]
+
+    async def step(self, action):
+        self.turn += 1
+        return StepResult(float(self.turn), [Message("user", self.words)], done=self.turn == 2)
+
+
+async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(chat):
+    answers = [encode(chat, t) for t in ("dcba", "xy", "q")]
+    engine = await ready(answers)
+    trajectory = await play(chat, engine)
+    table = trajectory.samples[0].table
+    assert trajectory.stop_reason == "env_done"
+    sampled = table["token_ids"][table["loss_mask"]].tolist()
+    assert sampled == [t for a in answers for t in a]
+    for turn, answer in zip(trajectory.turns, answers, strict=True):
+        rows = slice(turn.start, turn.stop)
+        assert table["token_ids"][rows].tolist() == answer
+        assert set(table["turn"][rows].tolist()) == {turn.index}
+        assert table["rewards"][turn.stop - 1] == pytest.approx(turn.reward)
+    assert table["rewards"].sum() == pytest.approx(sum(t.reward for t in trajectory.turns))
+    observed = ~table["loss_mask"]
+    assert (table["policy_version"][observed] == -1).all()
+    assert (table["policy_version"][~observed] == 5).all()
+    assert (table["turn"][observed] == -1).all()
+    for position in np.flatnonzero(table["loss_mask"]):
+        expected = scripted_logprob(int(position), 5, int(table["token_ids"][position]))
+        assert table["rollout_logprobs"][position] == pytest.approx(expected)
+
+
+async def test_each_turn_extends_the_tokens_of_the_turn_before_exactly(chat):
+    engine = await ready([encode(chat, "ab"), encode(chat, "cd", end=False), encode(chat, "e")])
+    trajectory = await play(
+        chat, engine, EpisodeConfig(max_turns=3, max_new_tokens=2, max_total_tokens=128, max_prompt_tokens=64)
+    )
+    whole = trajectory.samples[0].table["token_ids"].tolist()
+    for call in engine.calls:
+        assert call.prompt_ids.tolist() == whole[: len(call.prompt_ids)]
+
+
+async def test_routes_are_asked_for_once_per_position_and_cover_all_but_the_last_token(chat):
+    engine = await ready([encode(chat, "abcd")])
+    trajectory = await play(chat, engine)
+    table = trajectory.samples[0].table
+    assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
+    for position in range(len(table) - 1):
+        expected = scripted_routes(position, 5, int(table["token_ids"][position]), SCRIPTED_ROUTING)
+        assert (table["routed_experts"][position] == expected).all()
+    asked = [call.routes_from for call in engine.calls]
+    fed = [turn.stop - 1 for turn in trajectory.turns]
+    assert asked == [0, *fed[:-1]]
+
+
+async def test_an_answer_that_was_cut_is_ended_outside_of_the_loss(chat):
+    engine = await ready([encode(chat, "abcdefgh", end=False), encode(chat, "b"), encode(chat, "c")])
+    trajectory = await play(chat, engine)
+    table, first = trajectory.samples[0].table, trajectory.turns[0]
+    assert first.stop_reason == "length"
+    assert table["token_ids"][first.stop] == chat.end_id
+    assert not table["loss_mask"][first.stop]
+    assert first.reward < 1
+
+
+async def test_the_budget_of_a_turn_respects_the_context_left(chat):
+    settings = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=10, max_total_tokens=22)
+    engine = await ready([encode(chat, "abcdefghij", end=False)])
+    trajectory = await play(chat, engine, settings, ReverseText(4, 9))
+    assert (
+        [c.max_tokens for c in engine.calls] == [8, 22 - len(engine.calls[1].prompt_ids)]
+        if len(engine.calls) > 1
+        else [8]
+    )
+    assert trajectory.stop_reason == "length"
+    assert len(trajectory.samples[0].table) <= 22
+
+
+async def test_a_first_prompt_that_is_too_long_is_an_error_that_names_the_setting(chat):
+    engine = await ready([encode(chat, "a")])
+    with pytest.raises(PromptTooLong, match=r"episode\.max_prompt_tokens = 64"):
+        await play(chat, engine, env=Talker("x" * 100))
+    assert engine.calls == []
+
+
+async def test_turns_run_out(chat):
+    engine = await ready([encode(chat, "a")])
+    trajectory = await play(
+        chat, engine, EpisodeConfig(max_turns=2, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128)
+    )
+    assert trajectory.stop_reason == "turns"
+    assert len(trajectory.turns) == 2
+    assert trajectory.samples[0].table["loss_mask"][-1]  # nothing dangles after the last answer
+
+
+async def test_an_engine_without_routes_gives_samples_without_route_columns(chat):
+    trajectory = await play(chat, await ready([encode(chat, "a")], routing=None))
+    assert "routed_experts" not in trajectory.samples[0].table
+
+
+async def test_rows_that_never_came_are_marked_and_hold_distinct_experts(chat):
+    table = (await play(chat, await ready([encode(chat, "a")], rows="none"))).samples[0].table
+    assert not table["routing_recorded"].any()
+    assert (table["routed_experts"] == np.arange(2)).all()
+
+
+async def test_a_slow_episode_times_out_with_the_setting(chat):
+    async def never():
+        import asyncio
+
+        await asyncio.sleep(30)
+
+    settings = EpisodeConfig(max_turns=1, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128, timeout=0.05)
+    with pytest.raises(EpisodeError, match=r"episode\.timeout"):
+        await play(chat, await ready([encode(chat, "a")], pace=never), settings)
+
+
+class Flaky(Talker):
+    """Fails on its first `failures` resets."""
+
+    failures = 1
+
+    async def reset(self, task_seed):
+        if Flaky.failures > 0:
+            Flaky.failures -= 1
+            raise ConnectionError("the environment is away")
+        return await super().reset(task_seed)
+
+
+class Greedy(Talker):
+    async def step(self, action: Action):
+        return StepResult(float("inf"), done=True)
+
+
+def player(chat, engine, factory, delivered, reports, settings=SETTINGS):
+    async def deliver(trajectory):
+        delivered.append(trajectory.trajectory_id)
+
+    return GroupPlayer(
+        factory=factory,
+        engine=engine,
+        renderer=chat,
+        settings=settings,
+        generator_id="g",
+        deliver=deliver,
+        report=lambda event, **fields: reports.append((event, fields)),
+    )
+
+
+async def test_a_group_plays_the_episodes_of_its_lease_and_retries_what_failed(chat):
+    delivered, reports = [], []
+    Flaky.failures = 1
+    engine = await ready([encode(chat, "a")])
+    await player(chat, engine, Flaky, delivered, reports).play(GroupLease(4, 9, (1, 3)))
+    assert sorted(delivered) == ["g00000004e0001", "g00000004e0003"]
+    assert [event for event, _ in reports] == ["episode_failed"]
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"), [(Flaky, "the environment is away"), (Greedy, "a reward must be a finite number, not inf")]
+)
+async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat, factory, message):
+    Flaky.failures = 99
+    engine = await ready([encode(chat, "a")])
+    with pytest.raises(ExceptionGroup) as caught:
+        await player(chat, engine, factory, [], []).play(GroupLease(4, 9, (0,)))
+    assert message in str(caught.value.exceptions[0])
+    assert "episode.retries = 2" in str(caught.value.exceptions[0])
+
+
+async def test_request_ids_differ_between_turns(chat):
+    engine = await ready([encode(chat, "a")])
+    await play(chat, engine)
+    ids = [call.request_id for call in engine.calls]
+    assert len(set(ids)) == 3
+    assert all(isinstance(call, GenerationRequest) for call in engine.calls)
+
+
+class Closes(Talker):
+    closed = 0
+
+    async def close(self):
+        Closes.closed += 1
+
+
+class ClosesPlainly(Talker):
+    def close(self):
+        Closes.closed += 1
+
+
+@pytest.mark.parametrize("kind", [Closes, ClosesPlainly])
+@pytest.mark.parametrize("turns", [1, 9])
+async def test_an_environment_is_closed_however_the_episode_ends(chat, kind, turns):
+    Closes.closed = 0
+    engine = await ready([encode(chat, "a")])
+    limits = EpisodeConfig(max_turns=turns, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128)
+    await play(chat, engine, limits, kind())
+    with pytest.raises(PromptTooLong):
+        await play(chat, engine, limits, kind("x" * 100))
+    assert Closes.closed == 2

@@ -1,0 +1,304 @@
+"""Episodes and tasks that fail for good: a few are done without, many stop the run."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.config import EpisodeConfig
+from r3async.data.model_shape import RoutingShape
+from r3async.envs import Message, StepResult
+from r3async.learner.batch.packing import pack
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import prepare, train_minibatch
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines import EngineError
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.episode import EngineAborted, EpisodeError, EpisodeTask, failed_trajectory
+from r3async.rollout.group import GroupPlayer, engine_failed
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.tasks import FEWEST, RECENT, Cursor, EpisodeEnd, FailedTask, TaskFailures
+from r3async.schedule.validation import age_metrics, check_ages, validate_trajectory
+from r3async.tools.init_model import byte_tokenizer
+from r3async.transport.wire import decode_trajectory, encode_trajectory
+from r3async.weights.publish import WeightManifest
+from tests.helpers import torch as ht
+
+LIMITS = EpisodeConfig(max_turns=1, max_new_tokens=8, retries=1)
+
+
+class Away:
+    """Its first episode fails, however often it is tried."""
+
+    tries = 0
+
+    async def reset(self, task_seed):
+        return [Message("user", "go")]
+
+    async def step(self, action):
+        Away.tries += 1
+        if Away.tries <= LIMITS.retries + 1:
+            raise ConnectionError("the tool server is away")
+        return StepResult(1.0, done=True)
+
+
+SAMPLES = 8
+
+
+def end_of(group, episode=0, by=None, task=None):
+    return EpisodeEnd(group, episode, 100 + group if task is None else task, by, "why" if by else "")
+
+
+def play_group(failures, group, by=None, episodes=SAMPLES):
+    """What is quarantined, and whether there were too many failures at any time, when `episodes` of a group have ended so."""
+    ends = [failures.ended(end_of(group, e, by if e < episodes else None)) for e in range(SAMPLES)]
+    return [task.task_seed for task in ends if task], by is not None and failures.too_many(by)
+
+
+def test_one_bad_task_among_many_costs_one_task_and_is_named():
+    """It stopped the run at its eleventh failed episode."""
+    failures = TaskFailures(0.1, 16)
+    for group in range(60):
+        assert not any(failures.ended(end_of(group, e)) for e in range(16))
+    ends = [failures.ended(end_of(60, e, "environment")) for e in range(16)]
+    assert not failures.too_many("environment")
+    assert [e for e in ends if e] == [FailedTask(160, 60, "environment", "why")]
+
+
+def test_an_environment_that_always_fails_stops_the_run_with_its_third_task():
+    failures = TaskFailures(0.1, SAMPLES)
+    assert [play_group(failures, g, "environment") for g in range(3)] == [([100], False), ([101], False), ([102], True)]
+    assert failures.describe("environment").startswith("24 episodes of 3 tasks, of the last 3 tasks, failed by the env")
+    assert "supervise.max_failed_fraction = 0.1 allows 16 of 8 a task" in failures.describe("environment")
+    first = TaskFailures(0.0, SAMPLES)
+    first.ended(end_of(0, by="engine"))
+    assert first.too_many("engine")
+    assert not first.too_many("environment")
+    with pytest.raises(ValueError, match="in 0"):
+        TaskFailures(1.5, 1)
+
+
+def test_a_task_that_fails_in_part_or_by_the_engine_is_not_quarantined():
+    failures = TaskFailures(0.5, SAMPLES)
+    assert play_group(failures, 0, "environment", episodes=SAMPLES - 1) == ([], False)
+    assert play_group(failures, 1, "engine") == ([], False)
+    assert play_group(failures, 2, "learner") == ([102], False)
+
+
+def test_a_task_that_fails_is_known_however_many_others_end_while_it_is_played():
+    """In a large fleet a group was forgotten before its last episode ended, and its task was posed again."""
+    others = 4 * RECENT
+    failures = TaskFailures(0.1, SAMPLES, in_flight=others)
+    ends = [failures.ended(end_of(0, e, "environment")) for e in range(SAMPLES - 1)]
+    ends += [failures.ended(end_of(group)) for group in range(1, others + 1)]
+    assert not any(ends)
+    assert failures.ended(end_of(0, SAMPLES - 1, "environment")) == FailedTask(100, 0, "environment", "why")
+
+
+def test_parts_of_a_group_on_several_generators_count_once_and_the_last_word_on_an_episode_counts():
+    failures = TaskFailures(0.1, 2)
+    assert failures.ended(end_of(0, 0, "environment")) is None
+    assert failures.ended(end_of(0, 0, "environment")) is None  # played again: its generator was lost
+    assert failures.ended(end_of(0, 1, "environment")) is not None
+    assert failures.ended(end_of(0, 1, "environment")) is None
+    assert failures.describe("environment").startswith("2 episodes of 1 tasks, of the last 1 tasks")
+    failures.ended(end_of(0, 0))  # another generator could play it
+    assert failures.describe("environment").startswith("1 episodes of 1 tasks")
+
+
+ends_of_runs = st.lists(
+    st.tuples(st.integers(0, 150), st.integers(0, 2), st.sampled_from([None, "environment", "engine", "learner"])),
+    max_size=400,
+)
+
+
+@settings(deadline=None)
+@given(ends_of_runs, st.sampled_from([0.0, 0.05, 0.2, 1.0]))
+def test_it_stops_exactly_when_the_share_of_recent_tasks_is_over_the_limit(ends, limit):
+    failures = TaskFailures(limit, 3)
+    groups: dict[int, dict[int, str | None]] = {}
+    for group, episode, by in ends:
+        failures.ended(end_of(group, episode, by))
+        groups.setdefault(group, {})[episode] = by
+        groups = dict(list(groups.items())[-RECENT:])
+        for who in ("environment", "engine", "learner"):
+            share = sum(sum(b == who for b in g.values()) for g in groups.values()) / 3
+            allowed = limit * max(len(groups), FEWEST)
+            assert failures.too_many(who) == (share > allowed + 1e-9), (share, allowed)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.dictionaries(st.integers(0, 29), st.integers(0, 100), max_size=12), st.integers(0, 9))
+def test_no_group_poses_a_quarantined_task_and_what_was_leased_before_stays(size, quarantined, seed):
+    quarantined = {task: group for task, group in quarantined.items() if task < size}
+    plain, cursor = Cursor(seed, size), Cursor(seed, size, quarantined)
+    for group in range(100):
+        left = [t for t in range(size) if quarantined.get(t, 1000) > group]
+        if not left:
+            with pytest.raises(ValueError, match=f"all {size} tasks of the environment are quarantined"):
+                cursor.task_seed(group)
+            continue
+        task = cursor.task_seed(group)
+        assert task in left
+        assert task == Cursor(seed, size, dict(quarantined)).task_seed(group)
+        if plain.task_seed(group) in left:
+            assert task == plain.task_seed(group)
+    # One that is quarantined later changes nothing before that.
+    later = Cursor(seed, size, {**quarantined, **{t: 50 for t in range(size) if t not in quarantined}})
+    for group in range(50):
+        if any(quarantined.get(t, 1000) > group for t in range(size)):
+            assert later.task_seed(group) == cursor.task_seed(group)
+
+
+def test_without_a_size_a_quarantined_task_is_not_posed_either():
+    plain = Cursor(3)
+    cursor = Cursor(3, quarantined={plain.task_seed(7): 5})
+    assert [g for g in range(20) if cursor.task_seed(g) != plain.task_seed(g)] == [7]
+
+
+async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
+    delivered, reports, ends = [], [], []
+    engine = ScriptedEngine([[65, 257]])
+    await engine.start()
+    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    Away.tries = 0
+
+    async def deliver(trajectory):
+        delivered.append(decode_trajectory(encode_trajectory(trajectory)))
+
+    player = GroupPlayer(
+        factory=Away,
+        engine=engine,
+        renderer=ChatRenderer(byte_tokenizer()),
+        settings=LIMITS,
+        generator_id="g",
+        deliver=deliver,
+        report=lambda event, **fields: reports.append(event),
+        over=ends.append,
+    )
+    await player.play(GroupLease(0, 9, (0,)))
+    await player.play(GroupLease(0, 9, (1, 2)))
+    assert reports == ["episode_failed", "episode_failed", "episode_abandoned"]
+    assert [t.stop_reason for t in delivered] == ["error", "env_done", "env_done"]
+    assert [(e.group_index, e.episode_index, e.task_seed) for e in ends] == [(0, i, 9) for i in range(3)]
+    assert [e.failed_by for e in ends] == ["environment", None, None]
+    buffer = GroupBuffer(3)
+    for trajectory in delivered:
+        validate_trajectory(trajectory, vocab_size=300, learner_version=0, max_tokens=100, routing=SCRIPTED_ROUTING)
+        assert buffer.add(trajectory, 1)
+    assert buffer.missing(0) == []
+
+
+def test_failed_episodes_are_not_trained_and_compared_with_nobody(tmp_path):
+    """Also where all of a step have failed."""
+    path = ht.make_model(tmp_path / "model", "qwen3", vocab_size=272)
+    shape = RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS)
+    config = ht.settings()
+    group = [failed_trajectory(EpisodeTask(0, i, 1), shape, 5) for i in range(2)]
+    check_ages([group], 3, 1)
+    assert age_metrics([group], 3, 1, 0.0)["staleness/max"] == 0
+    minibatches, figures = prepare([group], config)
+    assert figures["advantage/zero_variance_groups"] == 1
+    learner = TorchLearner.load(config, path)
+    before = {n: t.clone() for n, t in learner.export().items()}
+    result = train_minibatch(learner, pack(minibatches[0], 400))
+    assert result.metrics["batch/trained_tokens"] == 0
+    assert all(np.array_equal(before[n].numpy(), t.numpy()) for n, t in learner.export().items())
+
+
+class Unwell:
+    """An environment, or an engine, that fails as often as it is told to."""
+
+    def __init__(self, engine, environment_fails=0, engine_fails=0):
+        self.engine, self.environment_fails, self.engine_fails = engine, environment_fails, engine_fails
+        self.ends = []
+
+    async def play(self, tolerant=True, **settings):
+        async def generate(request):
+            self.engine_fails -= 1
+            if self.engine_fails >= 0:
+                raise EngineError("the engine is away")
+            return await ScriptedEngine.generate(self.engine, request)
+
+        async def step(action):
+            self.environment_fails -= 1
+            if self.environment_fails >= 0:
+                raise ConnectionError("the tool server is away")
+            return StepResult(1.0, done=True)
+
+        self.engine.generate = generate
+        environment = Away()
+        environment.step = step
+        delivered, reports = [], []
+
+        async def deliver(trajectory):
+            delivered.append(trajectory)
+
+        player = GroupPlayer(
+            factory=lambda: environment,
+            engine=self.engine,
+            renderer=ChatRenderer(byte_tokenizer()),
+            settings=EpisodeConfig(max_turns=1, max_new_tokens=8, **settings),
+            generator_id="g",
+            deliver=deliver,
+            report=lambda event, **fields: reports.append((event, fields.get("by"))),
+            over=self.ends.append if tolerant else None,
+        )
+        await player.play(GroupLease(0, 9, (0,)))
+        ending, failed = delivered[0].stop_reason, [event for event, _ in reports].count("episode_failed")
+        assert player.ended == failed + (ending != "error")
+        return ending, reports
+
+
+@pytest.fixture
+async def engine():
+    engine = ScriptedEngine([[65, 257]])
+    await engine.start()
+    await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    return engine
+
+
+async def test_what_the_engine_fails_at_is_not_charged_to_the_environment(engine):
+    """Nor the other way round: an episode lives through as many failures of each as are allowed of it."""
+    ending, reports = await Unwell(engine, environment_fails=2, engine_fails=1).play(retries=2, engine_retries=1)
+    assert ending == "env_done"
+    assert sorted(reports, key=str) == [("call_failed", None), *[("episode_failed", "environment")] * 2]
+
+
+async def test_an_episode_is_given_up_by_the_budget_that_is_spent(engine):
+    unwell = Unwell(engine, engine_fails=2)
+    ending, reports = await unwell.play(retries=9, engine_retries=1)
+    assert ending == "error"
+    assert reports[-1] == ("episode_abandoned", "engine")
+    assert [e.failed_by for e in unwell.ends] == ["engine"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "by", "message"),
+    [
+        (
+            {"environment_fails": 1},
+            "environment",
+            r"by the environment \(episode\.retries = 0\).*ConnectionError(?s:.)*in step(?s:.)*is away",
+        ),
+        ({"engine_fails": 1}, "engine", r"by the engine \(episode\.engine_retries = 0\).*EngineError"),
+    ],
+)
+async def test_a_failure_is_told_or_raised_with_the_traceback_of_what_failed(engine, fails, by, message):
+    unwell = Unwell(engine, **fails)
+    await unwell.play(retries=0, engine_retries=0)
+    assert [e.failed_by for e in unwell.ends] == [by]
+    assert re.search(message, unwell.ends[0].error)
+    with pytest.raises(ExceptionGroup) as raised:
+        await Unwell(engine, **fails).play(tolerant=False, retries=0, engine_retries=0)
+    assert re.search(message, str(raised.value.exceptions[0]))
+
+
+async def test_an_aborted_answer_is_the_engines_failure(engine):
+    error = EpisodeError("given up")
+    error.__cause__ = EngineAborted("aborted")
+    assert engine_failed(error)
+    assert not engine_failed(EpisodeError("ended without an answer"))

@@ -1,0 +1,463 @@
+"""The conductor's generators and their weights: the newest version only, confirmed, and probed. The generators are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+
+from r3async.actors.conductor import Conductor
+from r3async.actors.delivery import Published, choose_backend
+from r3async.actors.fleet import Fleet, Way
+from r3async.actors.installer import Installer
+from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
+from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
+from r3async.config import load_config, to_dict
+from r3async.rollout.engines import InstallReport
+from r3async.weights.probe import SampledProbe
+from r3async.weights.publish import Difference, Publication, WeightManifest
+from r3async.world import ActorLost
+from r3async.world.real import REAL
+from tests.helpers.world import StandIn
+
+TOKENS = list(range(40))
+SETTINGS = [
+    "weights.probe_every=3",
+    "generator.max_restarts=2",
+    "supervise.silence_seconds=10",
+    "supervise.restart_backoff=0.02",
+]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Events:
+    def __init__(self):
+        self.seen = []
+
+    def info(self, event, **facts):
+        self.seen.append((event, facts))
+
+    warning = info
+
+    def names(self):
+        return [event for event, _ in self.seen]
+
+
+def scores(version: int) -> np.ndarray:
+    return np.full(len(TOKENS) - 1, -1.0 - version, np.float32)
+
+
+def sampled(reported: float) -> SampledProbe:
+    """After the first token of the text; at temperature 1, what is reported is what the engine scores."""
+    return SampledProbe(*(np.asarray([x]) for x in (1, 5)), np.asarray([reported]), np.asarray([-2.0]))
+
+
+def published(version: int) -> Published:
+    return Published(Publication(WeightManifest(version, "", {}, 0)), np.stack([scores(version)] * 2))
+
+
+class Generator(StandIn):
+    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.version = -1
+        self.may_install = asyncio.Event()
+        self.may_install.set()
+        self.wrong: dict = {}
+
+    async def answer(self, name: str, *args):
+        if name == "install":
+            version = args[0].manifest.version
+            self.calls.append((name, version))
+            await self.may_install.wait()
+            self.version = version
+        else:
+            self.calls.append((name,))
+        answers = {
+            "install": InstallReport(self.version, 0.2, 0.1, load_seconds=0.05, verify_seconds=0.02),
+            "encode_probe": TOKENS,
+            "cached_from_older": 0,
+            "score": scores(self.version),
+            "sample_probe": sampled(-2.0),
+            "start": {"pid": 7, "host": "here"},
+            "connect": None,
+            "whereabouts": None,
+            "differences": [],
+        }
+        answer = self.wrong.get(name, answers[name])
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def asked(self, name: str) -> list:
+        return [call for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+async def handles():
+    return {"generator-0": Generator(), "generator-1": Generator()}
+
+
+async def loaded(handles):
+    """An installer whose generators have engines, and no weights."""
+    config, clock = load_config("quickstart", SETTINGS), Clock()
+    fleet = Fleet(config, Events(), handles, clock)
+    await fleet.load()
+    tokens = await fleet.probe_tokens()
+    assert tokens == TOKENS
+    return Installer(config, fleet.events, fleet, Way("tcp://learner", "shared_memory"), tokens, published(0), clock)
+
+
+@pytest.mark.parametrize("loss", [ActorLost("it was killed"), NotLoaded("generator-1 was lost")])
+async def test_one_that_is_lost_before_it_has_weights_is_left_to_its_supervisor_and_the_others_begin(handles, loss):
+    installer = await loaded(handles)
+    fleet = installer.fleet
+    handles["generator-1"].wrong["install"] = loss
+    await installer.begin()
+    assert [g.state.value for g in fleet] == ["healthy", "lost"]
+    assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
+
+
+async def test_if_all_are_lost_before_they_have_weights_the_run_restarts():
+    handles = {"generator-0": Generator()}
+    installer = await loaded(handles)
+    handles["generator-0"].wrong["install"] = NotLoaded("it was killed")
+    with pytest.raises(ProcessLost, match="every generator was lost"):
+        await installer.begin()
+
+
+async def test_a_failure_without_words_is_not_taken_for_silence(installer, handles):
+    handles["generator-0"].wrong["install"] = AssertionError()
+    installer.published = published(1)
+    with pytest.raises(RunFailed, match=r"generator-0: AssertionError\(\)"):
+        await installer.deliver()
+
+
+@pytest.fixture
+async def installer(handles):
+    installer = await loaded(handles)
+    await installer.begin()
+    return installer
+
+
+@pytest.fixture
+def fleet(installer):
+    return installer.fleet
+
+
+async def deliver(installer, version):
+    installer.published = published(version)
+    return await installer.deliver()
+
+
+async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fleet, handles):
+    slow = handles["generator-1"]
+    slow.may_install.clear()
+    first = asyncio.create_task(deliver(installer, 1))
+    await asyncio.sleep(0.01)
+    installer.published = published(2)
+    assert installer.reading == [1]
+    installer.published = published(3)
+    slow.may_install.set()
+    await first
+    await installer.deliver()
+    assert installer.reading == []
+    for handle in handles.values():
+        assert [v for _, v in handle.asked("install")] == [0, 1, 3]
+    assert {g.version for g in fleet} == {3}
+
+
+async def test_a_restarted_generator_installs_the_newest_version_only_and_is_probed(installer, fleet, handles):
+    for version in range(1, 6):
+        await deliver(installer, version)
+    fresh = handles["generator-0"]
+    fresh.calls, fresh.version = [], -1
+    generator = fleet["generator-0"]
+    generator.health.lost()
+    generator.probed = -1
+    await installer._revive(generator)
+    assert fresh.asked("install") == [("install", 5)]
+    assert fresh.asked("score")
+    assert (generator.state, generator.version) == ("healthy", 5)
+
+
+async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(installer, fleet, handles):
+    fresh, generator = handles["generator-0"], fleet["generator-0"]
+    generator.health.lost()
+    fresh.may_install.clear()
+    reviving = asyncio.create_task(installer._revive(generator))
+    await asyncio.sleep(0.1)
+    await deliver(installer, 1)
+    assert (generator.state, generator.health.may_lease) == ("stale", False)
+    fresh.may_install.set()
+    await reviving
+    assert [v for _, v in fresh.asked("install")] == [0, 0, 1]
+    assert generator.version == 1
+
+
+async def test_a_generator_that_is_lost_in_a_delivery_is_left_to_its_supervisor(installer, fleet, handles):
+    handles["generator-0"].wrong["install"] = ActorLost("it was killed")
+    assert await deliver(installer, 1) is not None
+    assert fleet["generator-0"].state == "lost"
+    handles["generator-1"].wrong["score"] = ActorLost("it was killed")
+    assert await deliver(installer, 3) is None
+
+
+async def test_a_generator_that_missed_an_update_is_named(installer, handles):
+    handles["generator-1"].wrong["install"] = InstallReport(0, 0.1, 0.1)
+    message = "generator-1 was given version 1 of the weights, but it has version 0: it missed an update"
+    with pytest.raises(RunFailed, match=message):
+        await deliver(installer, 1)
+
+
+async def test_the_probe_comes_at_the_start_and_every_so_many_versions(installer, handles):
+    probed = []
+    for version in (1, 2, 3, 4, 5, 8, 9):
+        before = len(handles["generator-0"].asked("score"))
+        await deliver(installer, version)
+        if len(handles["generator-0"].asked("score")) > before:
+            probed.append(version)
+    assert probed == [3, 8]
+    assert len(handles["generator-0"].asked("cached_from_older")) == 3
+
+
+async def test_a_failed_probe_names_generator_version_and_tensor(installer, fleet, handles):
+    bad = handles["generator-1"]
+    bad.wrong["score"] = scores(2)
+    bad.wrong["differences"] = [Difference("model.a", "model.ab", 5), Difference("model.b", "model.ab", 6)]
+    message = (
+        r"version 3 of the weights in generator-1 .* 'model\.a' \(5 elements of parameter 'model\.ab'\), 'model\.b'"
+    )
+    with pytest.raises(RunFailed, match=message):
+        await deliver(installer, 3)
+    assert fleet["generator-1"].version == 0
+
+
+async def test_a_failed_probe_without_a_difference_says_so(installer, handles):
+    handles["generator-0"].wrong["score"] = scores(2)
+    with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
+        await deliver(installer, 3)
+    handles["generator-0"].wrong["differences"] = RuntimeError("lost")
+    with pytest.raises(RunFailed, match="could not be found out: generator-0: lost"):
+        await deliver(installer, 6)
+
+
+async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(installer, handles):
+    handles["generator-1"].wrong["sample_probe"] = sampled(-1.5)
+    with pytest.raises(
+        RunFailed, match=r"generator-1 under version 3 reports other log-probs than it samples with.* 0.5 "
+    ):
+        await deliver(installer, 3)
+
+
+async def test_a_stale_prefix_cache_stops_the_run(installer, handles):
+    handles["generator-0"].wrong["cached_from_older"] = 128
+    with pytest.raises(
+        RunFailed, match="generator-0: a new request under version 3 took 128 positions from a prefix cache"
+    ):
+        await deliver(installer, 3)
+
+
+async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(installer):
+    installer._began -= 100  # two generators, 0.1 s each at the start
+    figures = await deliver(installer, 1)
+    assert figures["weights/pause_seconds"] == 0.1
+    assert figures["weights/load_seconds"] == 0.05
+    assert figures["weights/transfer_seconds"] == 0.02
+    assert figures["weights/paused_share"] == pytest.approx(0.4 / 200, rel=0.05)
+
+
+def test_the_backend_follows_from_the_hosts_unless_it_is_named():
+    def chosen(hosts, *overrides):
+        return choose_backend(load_config("quickstart", list(overrides)), hosts)
+
+    assert chosen({"a"}) == "shared_memory"
+    assert chosen({"a", "b"}) == "object_store"
+    assert chosen({"a"}, "weights.backend=object_store") == "object_store"
+    with pytest.raises(ValueError, match=r'different hosts \(a, b\).*weights\.backend="object_store"'):
+        chosen({"a", "b"}, "weights.backend=shared_memory")
+
+
+def test_equal_contents_have_equal_digests():
+    from r3async.weights.publish import TensorEntry
+
+    tensors = {"a": TensorEntry("float32", (2,), 1), "b": TensorEntry("float32", (2,), 2)}
+    manifest = WeightManifest(1, "x", tensors, 8)
+    assert manifest.digest == msgspec.structs.replace(manifest, version=2, path="y").digest
+    assert manifest.digest == WeightManifest(1, "x", dict(reversed(tensors.items())), 8).digest
+    assert manifest.digest != WeightManifest(1, "x", {**tensors, "b": TensorEntry("float32", (2,), 3)}, 8).digest
+
+
+async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
+    installer, fleet, handles
+):
+    clock, generator = fleet["generator-0"].health._clock, fleet["generator-0"]
+    clock.now += 9
+    fleet.answered(fleet["generator-1"])
+    clock.now += 2
+    fleet.tick()
+    fleet.tick()
+    assert [g.state.value for g in fleet] == ["suspect", "healthy"]
+    assert not generator.health.may_lease
+    assert [event for event in fleet.events.names() if not event.startswith("probe")] == ["generator_suspect"]
+    assert fleet.events.seen[-1][1]["generator"] == "generator-0"
+    await deliver(installer, 1)  # it may only be slow
+    assert (generator.state, generator.version) == ("healthy", 1)
+    assert fleet.events.names()[-1] == "generator_recovered"
+    assert fleet.events.seen[-1][1]["seconds"] == 11
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("r3async.actors.installer.LOOK_SECONDS", 0.01)
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come")
+
+
+async def fall_silent(fleet, name):
+    """All but `name` answer for as long as makes one suspect."""
+    for generator in fleet:
+        generator.health._clock.now += 11 / len(fleet.generators)
+    for generator in fleet:
+        if generator.generator_id != name:
+            fleet.answered(generator)
+    fleet.tick()
+    assert fleet[name].state == "suspect"
+
+
+async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_newest_when_it_wakes(
+    installer, fleet, handles, impatient
+):
+    wakes = []
+    installer._wake = lambda: wakes.append(1)
+    handles["generator-0"].may_install.clear()
+    delivering = asyncio.create_task(deliver(installer, 1))
+    await asyncio.sleep(0.05)
+    assert not delivering.done()
+    await fall_silent(fleet, "generator-0")
+    assert await asyncio.wait_for(delivering, 10) is not None
+    assert [g.version for g in fleet] == [0, 1]
+    assert await asyncio.wait_for(deliver(installer, 2), 10) is not None
+    assert [g.version for g in fleet] == [0, 2]
+    assert installer.reading == [1], "what a stopped engine reads stays"
+    assert not installer.behind, "it is being given what it needs"
+    handles["generator-0"].may_install.set()
+    await until(lambda: wakes and installer.behind)
+    await installer.deliver()
+    assert [(g.state, g.version) for g in fleet] == [("healthy", 2), ("healthy", 2)]
+    assert handles["generator-0"].asked("install") == [("install", v) for v in (0, 1, 2)]
+    assert installer.reading == []
+    assert not installer.behind
+
+
+async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(installer, fleet, handles, impatient):
+    for handle in handles.values():
+        handle.may_install.clear()
+    delivering = asyncio.create_task(deliver(installer, 1))
+    await asyncio.sleep(0.02)
+    fleet["generator-0"].health._clock.now += 11
+    fleet.tick()
+    assert await asyncio.wait_for(delivering, 10) is None
+    handles["generator-1"].may_install.set()
+    await until(lambda: installer.behind)
+    assert await asyncio.wait_for(installer.deliver(), 10) is not None
+    assert [g.version for g in fleet] == [0, 1]
+
+
+async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(installer, fleet, handles, impatient):
+    handles["generator-0"].may_install.clear()
+    await fall_silent(fleet, "generator-0")
+    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
+    handles["generator-0"].wrong["install"] = InstallReport(0, 0.1, 0.1)
+    handles["generator-0"].may_install.set()
+    await until(lambda: installer.behind)
+    with pytest.raises(RunFailed, match="it missed an update"):
+        await installer.deliver()
+
+
+async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(installer, fleet, handles, monkeypatch):
+    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
+    handles["generator-0"].may_install.clear()
+    await fall_silent(fleet, "generator-0")
+    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
+    await asyncio.sleep(0.2)
+    assert not installer.behind
+    fleet.answered(fleet["generator-0"])
+    await until(lambda: installer.behind)
+    with pytest.raises(RunFailed, match="generator-0: no answer to `install` within"):
+        await installer.deliver()
+
+
+async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):
+    fleet["generator-0"].finished = True
+    fleet["generator-0"].health._clock.now += 100
+    fleet.tick()
+    assert [g.state.value for g in fleet] == ["healthy", "suspect"]
+
+
+async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_and_then_ends_the_run(
+    installer, fleet, handles
+):
+    generator = fleet["generator-0"]
+    for _ in range(2):
+        generator.health.lost()
+        await installer._revive(generator)
+    waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
+    assert waits == [0.02, 0.04]
+    generator.health.lost()
+    with pytest.raises(RunFailed, match=r"generator-0 was lost 3 times \(generator\.max_restarts = 2\)"):
+        await installer._revive(generator)
+
+
+async def test_weights_that_a_generator_confirmed_before_it_was_lost_are_not_its_successors(installer, fleet, handles):
+    handle, generator = handles["generator-0"], fleet["generator-0"]
+    handle.may_install.clear()
+    delivering = asyncio.create_task(deliver(installer, 1))
+    await asyncio.sleep(0.01)
+    generator.health.lost()  # its supervisor knows
+    handle.may_install.set()
+    assert await delivering is not None  # the other one has it
+    assert (generator.state, generator.version) == ("lost", -1)
+
+
+async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.conductor.begin", lambda *args: None)
+    conductor = Conductor(REAL, "run", to_dict(fleet.config), str(tmp_path), StandIn(), {})
+    conductor.fleet, generator = fleet, fleet["generator-0"]
+    conductor.dispatch = Dispatch(conductor.admission, fleet, lambda: False)
+    stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
+
+    async def leases():
+        call = msgspec.msgpack.encode(
+            LeaseCall("generator-0", (generator.pid, generator.host), 8, {**stats, "limit": 8})
+        )
+        return len(msgspec.msgpack.decode(await conductor.lease(call), type=LeaseAnswer).leases)
+
+    assert await leases() == 1
+    generator.health._clock.now += 11
+    fleet.tick()
+    assert await leases() == 1  # by asking, it answered
+    generator.health.lost()
+    assert await leases() == 0
+    generator.health.restarting()
+    assert await leases() == 0
+    generator.health.loaded()
+    assert await leases() == 0
+    generator.health.installed(0, 0)
+    assert await leases() == 1

@@ -1,0 +1,234 @@
+"""Policy losses: what each promises beyond its formula (see test_objective), and losses of one's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from r3async.config import POLICY_LOSSES as NAMES
+from r3async.config import AlgorithmConfig, ConfigError, config_from_dict, load_config
+from r3async.learner.losses.policy_loss import POLICY_LOSSES, LossInputs, PolicyLoss, needs_old_logprobs, policy_loss
+from tests.helpers.algorithms import algorithm, distance, make_samples, run
+
+
+def inputs(config: AlgorithmConfig, ratios: list[float], advantages: list[float], **columns: list[float]) -> LossInputs:
+    """One sample whose tokens have these ratios to the anchor."""
+    anchor = torch.tensor(columns.pop("anchor", [-2.0] * len(ratios)), dtype=torch.float64)
+    old = torch.tensor(columns.pop("old", anchor.tolist()), dtype=torch.float64)
+    return LossInputs(
+        logprobs=(anchor + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
+        anchor_logprobs=anchor,
+        rollout_logprobs=anchor,
+        old_logprobs=old,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        mask=torch.ones(len(ratios), dtype=torch.bool),
+        sequence=torch.zeros(len(ratios), dtype=torch.int64),
+        sequences=1,
+        config=config,
+    )
+
+
+def slopes(given: LossInputs, loss: PolicyLoss) -> list[float]:
+    return torch.autograd.grad(loss.value.sum(), given.logprobs)[0].tolist()
+
+
+def test_names_of_the_configuration_are_those_of_the_registry():
+    assert set(NAMES) == set(POLICY_LOSSES)
+    assert all(policy_loss(name) is POLICY_LOSSES[name] for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_policy_every_loss_has_the_policy_gradient(name):
+    given = inputs(algorithm(policy_loss=name), [1.0] * 4, [1.0, -2.0, 0.5, 0.0])
+    loss = POLICY_LOSSES[name](given)
+    assert slopes(given, loss) == pytest.approx([-1.0, 2.0, -0.5, 0.0])
+    assert not loss.clipped.any()
+
+
+def test_bounds_of_tis_and_cispo_keep_every_token():
+    given = inputs(algorithm(ratio_cap=1.5), [0.5, 1.2, 3.0, 3.0], [1, 1, 1, -1])
+    loss = POLICY_LOSSES["tis"](given)
+    assert slopes(given, loss) == pytest.approx([-0.5, -1.2, -1.5, 1.5])
+    assert loss.clipped.tolist() == [False, False, True, True]
+    given = inputs(algorithm(), [0.1, 6.0, 6.0], [1, 1, -1])
+    assert slopes(given, POLICY_LOSSES["cispo"](given)) == pytest.approx([-0.1, -5, 5])
+    given = inputs(algorithm(cispo={"clip_low": 0.2}), [0.1], [1])
+    assert slopes(given, POLICY_LOSSES["cispo"](given)) == pytest.approx([-0.8])
+
+
+def test_ppo_stops_tokens_that_would_move_further_away():
+    given = inputs(algorithm(), [0.5, 0.5, 1.5, 1.5, 5.0], [1, -1, 1, -1, -1])
+    loss = POLICY_LOSSES["ppo"](given)
+    assert slopes(given, loss) == pytest.approx([-0.5, 0, 0, 1.5, 5])
+    assert loss.clipped.tolist() == [False, True, True, False, False]
+    assert loss.value.tolist() == pytest.approx([-0.5, 0.8, -1.2, 1.5, 5])
+    dual = inputs(algorithm(ppo={"dual_clip": 3}), [1.5, 5.0, 5.0], [-1, -1, 1])
+    loss = POLICY_LOSSES["ppo"](dual)
+    assert slopes(dual, loss) == pytest.approx([1.5, 0, 0])
+    assert loss.value.tolist() == pytest.approx([1.5, 3, -1.2])
+    assert loss.clipped.tolist() == [False, True, True]
+
+
+def test_gspo_clips_whole_samples():
+    given = inputs(algorithm(), [1.2, 1.2, 1.2], [1, 1, -1])
+    loss = POLICY_LOSSES["gspo"](given)
+    assert loss.clipped.tolist() == [True, True, False]
+    assert slopes(given, loss) == pytest.approx([0, 0, 1.2])
+    # Ratios 2 and 1/2 cancel in the geometric mean.
+    given = inputs(algorithm(), [2.0, 0.5], [1, 1])
+    loss = POLICY_LOSSES["gspo"](given)
+    assert loss.value.tolist() == pytest.approx([-1, -1])
+    assert slopes(given, loss) == pytest.approx([-1, -1])
+
+
+def test_gspo_in_its_token_form_has_the_gradient_of_the_sequence_form():
+    config = algorithm(policy_loss="gspo", gspo={"clip_low": 0.5, "clip_high": 0.5})
+    samples = make_samples(4, [6, 3], masked=0)
+    for s in samples:
+        s.advantages[:], s.weights[:] = s.advantages[0], 1 / (2 * len(s))
+    gradients = run([samples], config, torch.float64, coef=0.0).logprob_grads
+    want = []
+    for s in samples:
+        logprobs = torch.from_numpy(s.logprobs).requires_grad_()
+        ratio = (logprobs - torch.from_numpy(s.rollout)).mean().exp()  # GSPO, eq. 7
+        a = float(s.advantages[0])
+        (-torch.minimum(ratio * a, ratio.clamp(0.5, 1.5) * a) / 2).backward()
+        want.append(logprobs.grad.numpy())
+    assert distance(gradients, want) < 1e-12
+
+
+def test_sapo_weakens_both_directions_smoothly():
+    given = inputs(algorithm(), [1.0, 3.0, 0.2, 3.0], [1, 1, -1, -1])
+    loss = POLICY_LOSSES["sapo"](given)
+    on, up, down, negative = slopes(given, loss)
+    assert on == pytest.approx(-1)
+    assert -3 < up < 0
+    assert 0 < down < 0.2
+    assert 0 < negative < -up, "the gate of negative advantages is the narrower one"
+
+
+def test_dppo_bounds_probability_and_not_its_ratio():
+    config = algorithm(dppo={"threshold_low": 0.1, "threshold_high": 0.3})
+    p = [0.001, 0.4, 0.5, 0.9, 0.5, 0.5]
+    given = inputs(config, [10.0, 1.5, 1.7, 0.8, 0.8, 1.7], [1, 1, 1, -1, 1, -1], anchor=np.log(p).tolist())
+    loss = POLICY_LOSSES["dppo"](given)
+    # A rare token may grow tenfold; 0.5 -> 0.85 is too high; 0.9 -> 0.72 is too low, unless it is on its way back.
+    assert loss.clipped.tolist() == [False, False, True, True, False, False]
+    assert slopes(given, loss) == pytest.approx([-10, -1.5, 0, 0, -0.8, 1.7])
+
+
+def test_decoupled_ppo_clips_to_the_learner_before_the_step_and_weights_by_the_rollout():
+    config = algorithm(policy_loss="decoupled_ppo", decoupled_ppo={"behaviour_cap": 3.0})
+    mu, old = [-2.0] * 3, [-2 + np.log(2), -2 + np.log(4), -2.0]
+    given = inputs(config, [2.2, 4.0, 1.5], [1, 1, 1], anchor=mu, old=old)
+    loss = POLICY_LOSSES["decoupled_ppo"](given)
+    # u = 1.1, 1, 1.5; w = 2, 3 (of 4), 1.
+    assert slopes(given, loss) == pytest.approx([-2.2, -3, 0])
+    assert loss.value.tolist() == pytest.approx([-2.2, -3, -1.2])
+    assert loss.clipped.tolist() == [False, True, True]
+    with_other_anchor = algorithm(policy_loss="decoupled_ppo", anchor="recomputed")
+    samples = make_samples(3, [5])
+    a, b = (run([samples], c) for c in (with_other_anchor, algorithm(policy_loss="decoupled_ppo")))
+    assert a.loss == b.loss
+
+
+def test_which_losses_need_recomputed_logprobs():
+    assert not needs_old_logprobs(algorithm())
+    assert needs_old_logprobs(algorithm(anchor="recomputed"))
+    assert needs_old_logprobs(algorithm(policy_loss="decoupled_ppo"))
+
+
+# -- losses of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """An importable module with a loss, and things that are none."""
+
+    def reinforce(inputs: LossInputs) -> PolicyLoss:
+        scale = inputs.config.loss_args.get("scale", 1.0)
+        return PolicyLoss(-scale * inputs.advantages * inputs.logprobs, clipped=torch.zeros_like(inputs.mask))
+
+    made = types.ModuleType("made_up_losses")
+    made.reinforce, made.pair, made.value = reinforce, lambda a, b: None, 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up_losses", made)
+    return made
+
+
+def test_a_loss_of_one_s_own(module):
+    config = algorithm(policy_loss="made_up_losses:reinforce", loss_args={"scale": 2.0})
+    assert policy_loss(config.policy_loss) is module.reinforce
+    samples = make_samples(3, [5, 4])
+    got = run([samples], config, torch.float64, coef=0.0)
+    want = [np.where(s.mask, -2 * s.advantages * s.weights, 0) for s in samples]
+    assert distance(got.logprob_grads, want) < 1e-12
+
+
+def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
+    def careless(inputs: LossInputs) -> PolicyLoss:
+        value = torch.where(inputs.mask, -inputs.advantages * inputs.logprobs, torch.nan)
+        return PolicyLoss(value, clipped=torch.ones_like(inputs.mask))
+
+    module.careless = careless
+    settings = {"policy_loss": "made_up_losses:careless"}
+    samples = make_samples(3, [5, 9], masked=0.3)
+    got = run([samples], algorithm(**settings), torch.float64, coef=0.0, max_token_age=3)
+    keeps = [s.mask & (s.ages <= 3) for s in samples]
+    want = [np.where(k, -s.advantages * s.weights, 0) for s, k in zip(samples, keeps, strict=True)]
+    assert distance(got.logprob_grads, want) < 1e-12
+    assert got.loss == pytest.approx(sum(float(w @ x.logprobs) for w, x in zip(want, samples, strict=True)))
+    kept, trained = sum(k.sum() for k in keeps), sum(s.mask.sum() for s in samples)
+    assert 0 < kept < trained < 14
+    assert got.sums.metrics()["rollout_corr/clipped_fraction"] == pytest.approx(kept / trained)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ppoo", "no such loss; did you mean 'ppo'?"),
+        ("zzz", "no such loss; built in: tis, ppo, gspo, cispo, sapo, dppo, decoupled_ppo."),
+        ("no_such_module_at_all:loss", "cannot be loaded: No module named 'no_such_module_at_all'"),
+        ("made_up_losses:other", "cannot be loaded: module 'made_up_losses' has no attribute 'other'"),
+        ("made_up_losses:pair", "must be a function of one argument"),
+        ("made_up_losses:value", "must be a function of one argument"),
+        (":loss", "cannot be loaded"),
+    ],
+)
+def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):
+    with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = '{name}'.*{re.escape(says)}"):
+        load_config("quickstart", [f"algorithm.policy_loss='{name}'"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"ppo": {"clip_low": 0.0}}, "[algorithm.ppo] `clip_low` must be greater than 0"),
+        ({"ppo": {"dual_clip": 1.0}}, "[algorithm.ppo] `dual_clip` must be more than 1"),
+        ({"decoupled_ppo": {"behaviour_cap": 0.0}}, "[algorithm.decoupled_ppo] `behaviour_cap`"),
+        ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
+        ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),
+        ({"correction": {"product_high": 0.5}}, "[algorithm.correction] `product_high` must be at least 1"),
+        (
+            {"correction": {"max_token_age": 2}},
+            "unknown key `algorithm.correction.max_token_age`: it is `schedule.max_token_age` now",
+        ),
+        ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
+        ({"reduction": "mean"}, "`algorithm.reduction` = 'mean'"),
+        ({"advantage": "gae"}, "`algorithm.advantage` = 'gae'"),
+        (
+            {"advantage": "maxrl", "overlong_penalty": {"buffer": 4}},
+            "[algorithm] `overlong_penalty` makes rewards negative",
+        ),
+        ({"rollout_kl": {"target": 0.1, "max": 0.1}}, "[algorithm.rollout_kl] `max` must be more than `target`"),
+        ({"rollout_kl": {"target": 0.1, "coef": 0.0}}, "[algorithm.rollout_kl] with `target`, `coef` must be between"),
+        ({"rollout_kl": {"target": 0.0}}, "[algorithm.rollout_kl] `target` must be greater than 0"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        config_from_dict({"algorithm": settings})

@@ -1,0 +1,222 @@
+"""A step without contrast, or with a number that is not finite, leaves weights, moments and trust region as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3async.actors.ranks import LocalLearner
+from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict
+from r3async.data.records import Sample
+from r3async.learner import build_learner
+from r3async.learner.batch.packing import MicroBatch, pack, pack_for_ranks
+from r3async.learner.figures import combined
+from r3async.learner.losses.advantages import assign_advantages, has_contrast
+from r3async.learner.trainer import prepare, train_minibatch
+from tests.helpers import models as hm
+from tests.helpers.learner import replace_columns
+from tests.helpers.parity import of_rank
+from tests.unit.test_buffer import make_trajectory
+from tests.unit.test_trust_region_run import optimizer_state, same
+
+LENGTHS = [9, 24, 5, 17]
+BUDGET = 32
+BACKENDS = ["megatron", "torch"]
+
+
+def settings(backend: str, **changes: Any) -> Config:
+    """Every other term of the loss is on. `changes`: of `algorithm`, but for `dp`."""
+    algorithm = {
+        "rollout_kl": {"coef": 0.01, "target": 0.01},
+        "reference_kl": {"coef": 0.1},
+        "entropy_coef": 0.01,
+        "router_aux": {"coef": 0.01},
+    }
+    return config_from_dict(
+        {
+            "learner": {
+                "backend": backend,
+                "dtype": "float32",
+                "lr": 1e-2,
+                "weight_decay": 0.1,
+                "parallel": {"dp": changes.pop("dp", 1)},
+            },
+            "algorithm": algorithm | changes,
+            "routing": {"min_recorded_fraction": 0.0},
+            "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+def with_reference(sample: Sample) -> Sample:
+    """As the step before would have measured it."""
+    return replace_columns(sample, reference_logprobs=sample.table["rollout_logprobs"])
+
+
+def contrast() -> list[Sample]:
+    return [with_reference(s) for s in hm.make_samples(1, LENGTHS)]
+
+
+def flat(seed: int = 2) -> list[Sample]:
+    """Every advantage is 0."""
+    return [
+        replace_columns(with_reference(s), advantages=np.zeros(len(s.table), np.float32))
+        for s in hm.make_samples(seed, LENGTHS)
+    ]
+
+
+def state_of(learner: Any) -> tuple[Any, ...]:
+    return optimizer_state(learner), learner.optimizer.steps, learner.optimizer.lr, learner.trust_region.state()
+
+
+def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    return same(before[0], after[0]) and before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_bit(model_path, backend):
+    learner = build_learner(settings(backend), model_path)
+    train_minibatch(learner, pack(contrast(), BUDGET))
+    before = state_of(learner)
+    batches = [pack(flat(seed), BUDGET) for seed in range(4)]
+    results = [train_minibatch(learner, batches[step % 4]).metrics for step in range(100)]
+    assert unchanged(before, state_of(learner))
+    assert learner.version == 1
+    for metrics in results:
+        assert (metrics["optimizer/updates"], metrics["optimizer/skipped"]) == (0, 1)
+        assert (metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0)
+        assert metrics["rollout_kl/k3"] > 0  # what is measured is measured all the same
+    assert train_minibatch(learner, pack(contrast(), BUDGET)).metrics["optimizer/updates"] == 1
+    assert not same(before[0], optimizer_state(learner))
+    learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_without_contrast_leaves_a_learner_that_never_updated_as_it_was_loaded(model_path, backend):
+    learner = build_learner(settings(backend), model_path)
+    before = {name: tensor.clone() for name, tensor in learner.export().items()}
+    train_minibatch(learner, pack(flat(), BUDGET))
+    assert all((before[name] == tensor).all() for name, tensor in learner.export().items())
+    assert not learner.optimizer._adam.state
+    learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_two_minibatches_the_one_without_contrast_makes_no_update(model_path, backend):
+    config = settings(backend)
+    both, only = (LocalLearner.load(config, model_path) for _ in range(2))
+    good, bad = (pack_for_ranks(samples, BUDGET) for samples in (contrast(), flat()))
+    results = both.train([good, bad], version=0)
+    only.train([good], version=0)
+    assert unchanged(state_of(only.backend), state_of(both.backend))
+    metrics = combined(results).metrics
+    assert (metrics["optimizer/updates"], metrics["optimizer/skipped"], metrics["optimizer/no_contrast"]) == (1, 1, 0)
+
+
+def run_on_rank(path: Path, config: Config, good: list[MicroBatch], then: list[MicroBatch]) -> dict[str, Any]:
+    """`then` comes three times."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    learner = build_learner(config, path)
+    try:
+        train_minibatch(learner, of_rank(good, rank, 2))
+        before = state_of(learner)
+        results = [train_minibatch(learner, of_rank(then, rank, 2)).metrics for _ in range(3)]
+        return {"unchanged": unchanged(before, state_of(learner)), "results": results}
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_agree_on_contrast_where_only_one_of_them_has_any(two_ranks, model_path, backend):
+    config = settings(backend, dp=2)
+    good, none = pack(contrast(), BUDGET), pack(flat(), BUDGET)
+    assert len(good) == len(none) > 1
+    mixed = [g if i % 2 else n for i, (g, n) in enumerate(zip(good, none, strict=True))]  # rank 1 gets the odd ones
+    for batch, updates in ((none, 0), (mixed, 1)):
+        first, second = two_ranks.call(run_on_rank, model_path, config, good, batch)
+        assert first["results"] == second["results"]
+        assert [m["optimizer/updates"] for m in first["results"]] == [updates] * 3
+        assert first["unchanged"] == second["unchanged"] == (not updates)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(model_path, backend, bad):
+    learner = build_learner(settings(backend, rollout_kl={"coef": 0.01}), model_path)
+    train_minibatch(learner, pack(contrast(), BUDGET))
+    before = state_of(learner)
+    with np.errstate(all="ignore"):
+        spoilt = [replace_columns(s, advantages=s.table["advantages"] * np.float32(bad)) for s in contrast()]
+    metrics = train_minibatch(learner, pack(spoilt, BUDGET)).metrics
+    assert unchanged(before, state_of(learner))
+    assert (metrics["optimizer/skipped"], metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0, 0)
+    learner.close()
+
+
+def tokens_where(samples: list[Sample], name: str) -> np.ndarray:
+    return np.concatenate([s.table[name][s.table["loss_mask"]] for s in samples])
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn", "token"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"])
+def test_groups_of_equal_rewards_have_advantages_of_exactly_zero(advantage, credit):
+    for reward in (0.0, 1.0, 0.1, 1 / 3):
+        groups = [[make_trajectory(g, e, reward=reward) for e in range(7)] for g in range(3)]
+        samples, figures = assign_advantages(groups, AlgorithmConfig(advantage=advantage, credit=credit))
+        assert not tokens_where(samples, "advantages").any()
+        assert figures["advantage/zero_variance_groups"] == 3
+        assert figures["advantage/zero_variance_share"] == 1
+
+
+def test_reinforce_pp_finds_contrast_between_groups_that_have_none_within():
+    groups = [[make_trajectory(g, e, reward=float(g)) for e in range(2)] for g in range(2)]
+    for advantage, contrast_there in (("reinforce_pp", True), ("grpo", False), ("reinforce_pp_baseline", False)):
+        samples, figures = assign_advantages(groups, AlgorithmConfig(advantage=advantage))
+        assert bool(tokens_where(samples, "advantages").any()) == contrast_there
+        assert figures["advantage/zero_variance_share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "differ"),
+    [
+        ([], False),
+        ([1.0], False),
+        ([0.1 + 0.2, 0.3], False),
+        ([float(np.float32(0.1)) + float(np.float32(0.2)), float(np.float32(0.3))], False),
+        ([0.0, 0.0], False),
+        ([0.0, 1e-30], True),
+        ([1.0, 1.0 + 1e-5], True),
+        ([-1.0, 1.0], True),
+        ([1e6, 1e6 + 1], True),
+    ],
+)
+def test_scores_that_differ_by_rounding_are_no_contrast(scores, differ):
+    assert has_contrast(scores) == differ
+
+
+def test_a_step_counts_its_groups_without_contrast():
+    groups = [[make_trajectory(g, e, reward=float(g == 2 and e)) for e in range(2)] for g in range(4)]
+    _, metrics = prepare(groups, config_from_dict({}))
+    assert metrics["advantage/zero_variance_groups"] == 3
+    assert metrics["advantage/zero_variance_share"] == 0.75
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl"])
+def test_groups_of_one_are_refused_where_they_are_compared_with_nobody(advantage):
+    data = {"schedule": {"samples_per_group": 1}, "algorithm": {"advantage": advantage}}
+    with pytest.raises(
+        ConfigError, match=r"`schedule\.samples_per_group` = 1 .*`algorithm\.advantage`.*set .*2 or more"
+    ):
+        config_from_dict(data)
+    data["algorithm"]["advantage"] = "reinforce_pp"
+    assert config_from_dict(data).schedule.samples_per_group == 1

@@ -1,0 +1,75 @@
+"""Token-budget micro-batches: a hard cap, no padding but what ranks that run out are given, nothing lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.data.records import Sample
+from r3async.learner.batch.packing import PackingError, collate, pack, pack_for_ranks, padding_like
+from tests.unit.test_records import EXTRA, make_table
+
+
+def make_samples(lengths):
+    return [Sample(f"s{i}", make_table(n, seed=i, schema=EXTRA), 0.5 + i) for i, n in enumerate(lengths)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 30), st.integers(1, 5))
+def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap, ranks):
+    samples = make_samples(lengths)
+    by_id = {s.sample_id: s for s in samples}
+    divided = pack_for_ranks(samples, cap, ranks=ranks)
+    assert len(divided) == ranks
+    assert len({len(mine) for mine in divided}) == 1
+    seen = []
+    for batch in (m for mine in divided for m in mine):
+        for s, name in enumerate(batch.sample_ids):
+            start, stop = batch.cu_seqlens[s : s + 2]
+            assert batch.table.slice(start, stop) == by_id[name].table
+            assert batch.positions[start:stop].tolist() == list(range(stop - start))
+            assert np.allclose(batch.token_temperatures[start:stop], by_id[name].temperature)
+            seen.append(name)
+        assert batch.tokens <= cap
+        assert batch.tokens == (batch.real_tokens or 1)
+    assert sorted(seen) == sorted(by_id)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_that_runs_out_is_given_one_row_that_nothing_counts(ranks):
+    divided = pack_for_ranks(make_samples([9]), 4096, ranks=ranks)
+    assert [len(mine) for mine in divided] == [1] * ranks
+    real, *padding = sorted((m for (m,) in divided), key=lambda m: -m.tokens)
+    assert real.real_tokens == real.tokens == 9
+    for m in padding:
+        assert (m.tokens, m.real_tokens, m.sample_ids) == (1, 0, ())
+        assert list(m.table) == list(real.table)
+        assert m.cu_seqlens.tolist() == [0, 1]
+        assert m.temperatures.tolist() == [1.0]
+        for name, values in m.table.items():
+            fill = EXTRA.columns[name].fill
+            assert (values == (np.arange(values.shape[-1]) if fill == "arange" else fill)).all(), name
+            assert values.dtype == real.table[name].dtype
+
+
+def test_nothing_to_train_is_no_micro_batch():
+    assert pack([], 8) == []
+    assert pack_for_ranks([], 8, ranks=3) == [[], [], []]
+
+
+def test_padding_of_padding_stays_padding():
+    padding = padding_like(padding_like(collate(make_samples([3, 4]))), 5)
+    assert (padding.tokens, padding.real_tokens, padding.lengths.tolist()) == (5, 0, [5])
+
+
+def test_a_sample_longer_than_the_cap_is_refused_with_the_setting():
+    with pytest.raises(PackingError, match=r"sample 1 has 9 tokens.*learner\.max_tokens_per_micro_batch = 8"):
+        pack(make_samples([3, 9]), 8)
+
+
+@pytest.mark.parametrize("cap", [100, 3])
+def test_a_batch_that_mixes_columns_names_the_sample(cap):
+    """Also if no micro-batch does: ranks with different columns would run different passes."""
+    whole, without = make_table(3), make_table(3).without("routed_experts", "routing_recorded")
+    with pytest.raises(PackingError, match="sample b"):
+        pack([Sample("a", whole), Sample("b", without)], cap)

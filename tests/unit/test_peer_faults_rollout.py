@@ -1,0 +1,250 @@
+"""Bugs that other frameworks had between the engine and the batch. Each test is named after what must not happen again.
+
+Whatever the engine returned goes the whole way: builder, trajectory, wire, validation on arrival, packed micro-batches.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import SCHEMA, Column, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.data.versions import VersionSpan
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.rollout.engines import Generation
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.samples import SampleBuilder
+from r3async.schedule.validation import validate_trajectory
+from r3async.transport.wire import decode_trajectory, encode_trajectory
+from tests.helpers.engine import prompt, request
+from tests.unit.test_wire import make_trajectory
+
+SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
+
+
+def chosen(count: int, seed: int, high: int = SHAPE.num_experts, shape: RoutingShape = SHAPE) -> np.ndarray:
+    """Distinct experts, never those of an unrecorded row."""
+    chance = np.random.default_rng(seed)
+    picks = [2 + chance.permutation(high - 2)[: shape.top_k] for _ in range(count * shape.layers)]
+    return np.asarray(picks, np.int64).reshape(count, shape.layers, shape.top_k)
+
+
+def generation(sampled: int, rows: np.ndarray | None, routes_from: int = 0, stop_reason: str = "stop") -> Generation:
+    return Generation(
+        token_ids=np.arange(1, sampled + 1, dtype=np.int32),
+        logprobs=np.full(sampled, -0.5, np.float32),
+        version_spans=[VersionSpan(0, 0, sampled)] if sampled else [],
+        routed_experts=rows,
+        routes_from=routes_from,
+        stop_reason=stop_reason,
+    )
+
+
+def one_turn(prompt_tokens: int, answer: Generation, shape: RoutingShape = SHAPE) -> TokenTable:
+    builder = SampleBuilder(shape)
+    builder.observe([9] * prompt_tokens)
+    builder.answer(0, answer)
+    return builder.build()
+
+
+def turns_of(table: TokenTable) -> list[Turn]:
+    """Each turn that the tokens name, from its first to its last sampled token."""
+    places = {int(turn): np.flatnonzero(table["turn"] == turn) for turn in np.unique(table["turn"]) if turn >= 0}
+    return [Turn(turn, 0, int(at[0]), int(at[-1]) + 1, 0.5, "eos") for turn, at in places.items()]
+
+
+def to_the_batch(
+    tables: list[TokenTable], max_tokens: int = 10_000, shape: RoutingShape = SHAPE, schema: Schema = SCHEMA
+) -> list[MicroBatch]:
+    """Through a trajectory each, over the wire, validated and packed."""
+    samples = []
+    for i, table in enumerate(tables):
+        sent = Trajectory(f"t{i}", 0, i, 0, "g", "turns", turns_of(table), [Sample(f"s{i}", table)])
+        frames = [bytes(frame) for frame in encode_trajectory(sent, schema)]
+        received = decode_trajectory(frames, schema)
+        validate_trajectory(received, vocab_size=300, learner_version=0, max_tokens=10_000, routing=shape)
+        samples += received.samples
+    return pack(samples, max_tokens)
+
+
+def of_sample(batches: list[MicroBatch], name: str) -> TokenTable:
+    for batch in batches:
+        if name in batch.sample_ids:
+            index = batch.sample_ids.index(name)
+            return batch.table.slice(*batch.cu_seqlens[index : index + 2])
+    raise AssertionError(f"sample {name} is in no micro-batch")
+
+
+def check(table: TokenTable, expected: dict[int, np.ndarray]) -> None:
+    """Exactly these rows are recorded; the others are marked and name distinct experts."""
+    assert np.flatnonzero(table["routing_recorded"]).tolist() == sorted(expected)
+    for position, row in enumerate(table["routed_experts"]):
+        assert row.tolist() == (expected[position].tolist() if position in expected else [[0, 1]] * SHAPE.layers)
+
+
+def test_routes_are_not_dropped_on_the_way_to_the_batch():
+    """Every row that the engine returned is in a micro-batch, at its token."""
+    rows = [chosen(4 + i, seed=i) for i in range(7)]
+    batches = to_the_batch([one_turn(2, generation(3 + i, rows[i])) for i in range(7)], max_tokens=20)
+    assert len(batches) > 1
+    for i in range(7):
+        table = of_sample(batches, f"s{i}")
+        assert len(table) == 5 + i
+        check(table, dict(enumerate(rows[i])))
+
+
+@pytest.mark.parametrize("nothing", [None, np.empty((0, 2, 2), np.uint8), np.empty(0, np.float64)])
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_a_response_without_routes_does_not_shift_those_of_the_others(without, nothing):
+    rows = [chosen(4, seed=i) for i in range(3)]
+    returned = [nothing if i == without else rows[i] for i in range(3)]
+    batches = to_the_batch([one_turn(2, generation(3, r)) for r in returned])
+    for i in range(3):
+        check(of_sample(batches, f"s{i}"), {} if i == without else dict(enumerate(rows[i])))
+    builder = SampleBuilder(SHAPE)  # and the same for the turns of one episode
+    expected: dict[int, np.ndarray] = {}
+    for turn in range(3):
+        builder.observe([9] * 2)
+        first = builder.routes_from
+        assert first == (len(builder) - 3 if turn else 0)  # What was fed without a row is not asked for again.
+        fresh = chosen(len(builder) + 3 - 1 - first, seed=10 + turn)
+        builder.answer(turn, generation(3, nothing if turn == without else fresh, first))
+        if turn != without:
+            expected.update(enumerate(fresh, first))
+    check(of_sample(to_the_batch([builder.build()]), "s0"), expected)
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_turn_two_does_not_overwrite_the_routes_of_turn_one(from_the_start):
+    """The last token of turn one, which only turn two feeds, is turn two's; nothing else before it is."""
+    first, second = chosen(4, seed=1), chosen(9, seed=2)
+    builder = SampleBuilder(SHAPE)
+    builder.observe([9, 9])
+    builder.answer(0, generation(3, first))
+    builder.observe([8, 8])
+    start = 0 if from_the_start else builder.routes_from
+    builder.answer(1, generation(3, second[start:], start))
+    table = of_sample(to_the_batch([builder.build()]), "s0")
+    check(table, dict(enumerate(np.concatenate([first, second[4:]]))))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("where", ["turns", "samples"])
+def test_ids_above_255_do_not_wrap(where, order):
+    """One part whose ids all fit uint8 and comes in it, one in uint16: as turns of one sample, and as samples of one batch."""
+    low = chosen(3, seed=1, high=200).astype(np.uint8)
+    high = chosen(3, seed=2).astype(np.uint16)
+    high[:, 0] = [256, 299]
+    parts = [(low, high)[i] for i in order]
+    if where == "turns":
+        builder = SampleBuilder(SHAPE)
+        for turn, part in enumerate(parts):
+            builder.observe([9] * (2 if turn == 0 else 1))
+            builder.answer(turn, generation(2, part, builder.routes_from))
+        table = of_sample(to_the_batch([builder.build()]), "s0")
+        check(table, dict(enumerate(np.concatenate([p.astype(int) for p in parts]))))
+    else:
+        tables = [one_turn(2, generation(2, part)) for part in parts]
+        narrow = order.index(0)  # A generator that keeps the narrow dtype is as good.
+        tables[narrow] = tables[narrow].with_columns(routed_experts=tables[narrow]["routed_experts"].astype(np.uint8))
+        batches = to_the_batch(tables)
+        assert batches[0].table["routed_experts"].dtype == np.uint16
+        for i, part in enumerate(parts):
+            check(of_sample(batches, f"s{i}"), dict(enumerate(part.astype(int))))
+
+
+ADDED = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner=("width",)))
+
+
+def random_table(length: int, seed: int, schema: Schema, dtype: int) -> TokenTable:
+    chance, inner = np.random.default_rng(seed), {"layers": 2, "top_k": 2, "width": 3}
+    columns = {}
+    for name, column in schema.columns.items():
+        shape = (length, *(inner[d] for d in column.inner))
+        kind = np.dtype(column.dtypes[min(dtype, len(column.dtypes) - 1)])
+        columns[name] = chance.integers(0, 2 if kind.name == "bool" else 100, shape).astype(kind)
+    return TokenTable(columns, schema)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.integers(0, 1)), min_size=1, max_size=5),
+    st.sampled_from([SCHEMA, ADDED]),
+    st.integers(0, 4),
+)
+def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, schema, padding):
+    """Every declared column, one that is declared here among them, has every token's value after each of them."""
+    tables = [random_table(length, seed, schema, dtype) for seed, (length, _, dtype) in enumerate(pieces)]
+    halves = [
+        (table.slice(0, cut), table.slice(cut, len(table)))
+        for table, (length, part, _) in zip(tables, pieces, strict=True)
+        for cut in [round(part * length)]
+    ]
+    merged = TokenTable.concat([half for pair in halves for half in pair])
+    padded = [TokenTable.concat(pair).padded(len(pair[0]) + len(pair[1]) + padding) for pair in halves]
+    sent = make_trajectory(tables=padded)
+    received = decode_trajectory([bytes(f) for f in encode_trajectory(sent, schema)], schema)
+    batches = pack([msgspec.structs.replace(s, sample_id=f"s{i}") for i, s in enumerate(received.samples)], 16)
+    at = 0
+    for i, table in enumerate(tables):
+        packed = of_sample(batches, f"s{i}")
+        assert list(packed) == list(merged) == list(schema.columns)
+        for name, column in schema.columns.items():
+            assert np.array_equal(merged[name][at : at + len(table)], table[name]), name
+            assert np.array_equal(packed[name][: len(table)], table[name]), name
+            fill = np.arange(2) if column.fill == "arange" else column.fill
+            assert (packed[name][len(table) :] == fill).all(), name
+        at += len(table)
+
+
+class Completion(msgspec.Struct):
+    """What vLLM says of one answer."""
+
+    token_ids: list[int]
+    finish_reason: str
+    routed_experts: np.ndarray | None
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "returned", "kept"),
+    [
+        ("length", None, 0),
+        ("length", 0, 0),
+        ("length", 5, 0),  # It has fed 7 positions: which two are missing is not known.
+        ("length", 9, 0),
+        ("length", 7, 7),
+        ("abort", None, 0),
+        ("abort", 5, 5),  # Rows come in order; the last ones had not come.
+    ],
+)
+def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_zero(
+    tiny_model, finish_reason, returned, kept
+):
+    engine = VllmEngine(str(tiny_model), dtype="float32", concurrency=1, max_model_len=64)
+    assert engine.routing is not None
+    shape = RoutingShape(layers=3, top_k=2, num_experts=8)  # vLLM returns rows of all layers, the second one is dense
+    layers = chosen(9, seed=3, high=8, shape=shape).astype(np.uint8)
+    rows = None if returned is None else layers[:returned]
+    routes = engine._routes(request(prompt(4), 4), Completion([1, 2, 3, 4], finish_reason, rows), 0)
+    assert engine.stats()["unrecorded_rows"] == 7 - kept
+    answer = generation(4, routes, stop_reason=finish_reason)
+    table = of_sample(to_the_batch([one_turn(4, answer, engine.routing)], shape=engine.routing), "s0")
+    assert table["routing_recorded"].tolist() == [True] * kept + [False] * (8 - kept)
+    assert np.array_equal(table["routed_experts"][:kept], layers[:kept, [0, 2]])
+    assert (table["routed_experts"][kept:] == np.arange(2)).all()
+
+
+@pytest.mark.parametrize(("rows", "kept"), [("none", 0), ("half", 3), ("all", 6)])
+async def test_rows_that_an_engine_does_not_return_are_marked_up_to_the_batch(rows, kept):
+    engine = ScriptedEngine([[5, 6, 7]], rows=rows)
+    await engine.start()
+    answer = await engine.generate(request(prompt(4), 3))
+    answer = msgspec.structs.replace(answer, version_spans=[VersionSpan(0, 0, 3)])
+    batches = to_the_batch([one_turn(4, answer, SCRIPTED_ROUTING)], shape=SCRIPTED_ROUTING)
+    assert batches[0].table["routing_recorded"].tolist() == [True] * kept + [False] * (7 - kept)
+    assert (batches[0].table["routed_experts"][kept:] == np.arange(2)).all()

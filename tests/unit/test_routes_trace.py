@@ -1,0 +1,446 @@
+"""Routes written down by engine and learner, read back, put together from several ranks, and compared."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
+from r3async.data.records import Sample, TokenTable
+from r3async.data.routes import RoutingError
+from r3async.envs.tasks import ReverseText
+from r3async.learner import MinibatchResult, RouteTrace
+from r3async.learner.batch.packing import aligned, pack
+from r3async.learner.replay import RoutingReplay
+from r3async.record.reading import read_objects
+from r3async.record.routes import (
+    LOAD_EVERY,
+    EngineCall,
+    RouteFile,
+    RouteFileError,
+    RouteIndex,
+    StepTracer,
+    TracePlan,
+    TrainedRoutes,
+    load,
+    merge_traces,
+    parse_id,
+    recording,
+    scan,
+)
+from r3async.record.verify import verify_routes
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines import GenerationRequest
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
+from r3async.rollout.group import GroupPlayer
+from r3async.schedule.admission import GroupLease
+from r3async.tools.init_model import byte_tokenizer
+from r3async.world.real import REAL
+from tests.helpers.routes import (
+    EXPERTS,
+    ID,
+    LAYERS,
+    episode,
+    experts,
+)
+
+
+def traced(mode: str = "all", **routing) -> Config:
+    return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"groups_per_step": 4}})
+
+
+# --- files
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    trained, calls = episode()
+    RouteFile(tmp_path / "routes", "learner").append(trained)
+    engine = RouteFile(tmp_path / "routes", "engine-generator-0")
+    for each in reversed(calls):
+        engine.append(each)
+    index = RouteIndex(tmp_path)
+    assert index.problems == []
+    (entry,) = index.trained
+    again = load(entry, TrainedRoutes)
+    for name, value in msgspec.structs.asdict(trained).items():
+        found = getattr(again, name)
+        np.testing.assert_array_equal(found, value)
+        assert not isinstance(value, np.ndarray) or (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert [c.turn for c in index.calls_of(ID)] == [0, 1], "in order of time, not of writing"
+    assert verify_routes(index).verified
+    with pytest.raises(RouteFileError, match="a record of TrainedRoutes"):
+        load(entry, EngineCall)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 10_000])
+def test_a_torn_file_is_read_up_to_there_and_reported(tmp_path: Path, cut: int) -> None:
+    file = RouteFile(tmp_path / "routes", "learner")
+    trained, _ = episode()
+    file.append(trained)
+    path = tmp_path / "routes" / "learner.0.routes"
+    whole = path.stat().st_size
+    file.append(trained)
+    path.write_bytes(path.read_bytes()[: min(whole + cut, 2 * whole - 1)])
+    entries, problem = scan(path)
+    assert len(entries) == 1
+    assert f"from byte {whole} on there is no record" in problem
+    assert "its process was killed, or is still writing" in problem
+    index = RouteIndex(tmp_path)
+    assert len(index.trained) == 1
+    assert index.problems == [problem]
+
+
+def test_damage_is_reported_and_not_taken_for_routes(tmp_path: Path) -> None:
+    file = RouteFile(tmp_path, "learner")
+    trained, _ = episode()
+    file.append(trained)
+    path = tmp_path / "learner.0.routes"
+    good = path.read_bytes()
+    path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])  # the last 7 bytes may be padding
+    ((entry,), problem) = scan(path)
+    assert problem == ""
+    with pytest.raises(RouteFileError, match=r"learner\.0\.routes: the record at byte \d+ is damaged"):
+        load(entry, TrainedRoutes)
+    header = good.index(b"kind")
+    path.write_bytes(good[:header] + bytes([good[header] ^ 1]) + good[header + 1 :] + good)
+    assert scan(path)[0] == []
+    assert "the record at byte 0 is damaged" in scan(path)[1]
+    path.write_bytes(good + b"something else entirely, longer than a frame's head")
+    assert f"from byte {len(good)} on there is no record: b'somethin' is not the beginning of a record" in scan(path)[1]
+    path.write_bytes(b"R3RT" + good[4:])  # before they were containers
+    assert scan(path)[0] == []
+    assert "is not the beginning of a record, which is b'r3route2'" in scan(path)[1]
+
+
+def test_a_process_that_comes_back_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    trained, _ = episode()
+    for _ in range(3):
+        RouteFile(tmp_path, "learner").append(trained)
+    RouteFile(tmp_path, "idle")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"learner.{n}.routes" for n in range(3)]
+
+
+def test_threads_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RouteFile(tmp_path, "learner")
+    opened = file._open
+    monkeypatch.setattr(file, "_open", lambda: (time.sleep(0.05), opened())[1])  # so that all of them want to open it
+    trained, _ = episode()
+    threads = [threading.Thread(target=lambda: [file.append(trained) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    entries, problem = scan(tmp_path / "learner.0.routes")
+    assert (len(entries), problem) == (200, "")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- which trajectories
+
+
+def test_the_plan_is_a_question_of_the_id_alone() -> None:
+    assert parse_id("g00000012e0003s1") == ("g00000012e0003", 12, 3, 1)
+    assert parse_id("score#1") is None
+    plan = TracePlan(traced("sample", trace_every=3))
+    wanted = [g for g in range(30) if plan.wants(f"g{g:08d}e0000t2")]
+    assert wanted == [0, 12, 24], "groups_per_step = 4, every third step"
+    assert not plan.wants("g00000012e0001")
+    assert not plan.wants("score#1")
+    assert not TracePlan(traced("off")).wants(ID)
+    assert TracePlan(traced("all")).wants("g00000007e0003s0")
+    with pytest.raises(ConfigError, match="trace_every"):
+        traced(trace_every=0)
+
+
+# --- several ranks
+
+
+def parts(trace: RouteTrace, rows: list[slice], columns: list[list[int]]) -> list[RouteTrace]:
+    return [
+        msgspec.structs.replace(trace, first=r.start, columns=c, own=trace.own[r][:, c], used=trace.used[r][:, c])
+        for r in rows
+        for c in columns
+    ]
+
+
+def whole_trace(name: str = "a", tokens: int = 11) -> RouteTrace:
+    cu_seqlens = np.asarray([0, 4, tokens], np.int32)
+    own, used = (experts(seed, tokens).astype(np.uint16) for seed in (1, 2))
+    return RouteTrace((f"{name}0", f"{name}1"), cu_seqlens, 0, list(range(LAYERS)), own, used)
+
+
+def assert_same(one: RouteTrace, other: RouteTrace) -> None:
+    assert (one.sample_ids, one.first, one.columns) == (other.sample_ids, other.first, other.columns)
+    np.testing.assert_array_equal(one.own, other.own)
+    np.testing.assert_array_equal(one.used, other.used)
+
+
+def test_traces_split_by_tokens_and_layers_are_put_together() -> None:
+    one, other = whole_trace("a"), whole_trace("b", 6)
+    # Tensor parallel over padded tokens: the last rank has padding only, and so no row at all.
+    split = parts(one, [slice(0, 4), slice(4, 8), slice(8, 11), slice(11, 11)], [[0, 2], [1]])
+    split += parts(other, [slice(0, 6)], [[1], [0], [2]])
+    padding = RouteTrace((), np.zeros(1, np.int32), 0, [0], one.own[:0, :1], one.used[:0, :1])
+    merged = merge_traces([*reversed(split), padding, split[0]], LAYERS)
+    assert len(merged) == 2
+    assert_same(merged[1], one)
+    assert_same(merged[0], other)
+
+
+def test_log_probs_of_the_last_stage_are_kept_beside_routes_of_the_others() -> None:
+    first, last = parts(whole_trace(), [slice(0, 11)], [[0, 1], [2]])
+    nothing = np.zeros((0, 0, 0), np.uint16)
+    scores = np.linspace(-2, 0, 11, dtype=np.float32)
+    for split in (
+        [first, msgspec.structs.replace(last, logprobs=scores)],
+        # The last stage has no MoE layer.
+        [msgspec.structs.replace(last, columns=[], own=nothing, used=nothing, logprobs=scores), first, last],
+    ):
+        (merged,) = merge_traces(split, LAYERS)
+        assert_same(merged, whole_trace())
+        np.testing.assert_array_equal(merged.logprobs, scores)
+
+
+def test_a_part_that_is_missing_or_contradicts_is_refused() -> None:
+    split = parts(whole_trace(), [slice(0, 4), slice(4, 11)], [[0, 1], [2]])
+    with pytest.raises(RoutingError, match=r"no trace has row 4 of MoE layer 2 in the micro-batch of a0"):
+        merge_traces(split[:3], LAYERS)
+    changed = split[1].used.copy()
+    changed[0, 0] = changed[0, 0] + 1
+    with pytest.raises(RoutingError, match="contradict"):
+        merge_traces([*split, msgspec.structs.replace(split[1], used=changed)], LAYERS)
+
+
+# --- who writes
+
+
+class Reports(list):
+    def __call__(self, event: str, **fields: object) -> None:
+        self.append((event, fields))
+
+
+def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:
+    return GenerationRequest(f"{name}{number}", np.asarray([1, 2, 3], np.int32), 4, routes_from=start)
+
+
+async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path: Path) -> None:
+    inner = ScriptedEngine([[5, 6, 7, 8]])
+    await inner.start()
+    engine = recording(inner, tmp_path, "generator-0", traced())
+    assert (engine.routing, engine.version, engine.stats()["running"]) == (SCRIPTED_ROUTING, -1, 0)
+    first = await engine.generate(request(0, 0))
+    second = await engine.generate(request(1, 2))
+    await engine.generate(request(0, 0, "other-"))
+    rows = first.routed_experts.copy()
+    first.routed_experts[:] = 0  # whatever becomes of it, the record is what came
+    calls = RouteIndex(tmp_path).calls_of(ID)
+    assert [(c.turn, c.routes_from) for c in calls] == [(0, 0), (1, 2)]
+    np.testing.assert_array_equal(calls[0].rows, rows)
+    np.testing.assert_array_equal(calls[1].rows, second.routed_experts)
+    np.testing.assert_array_equal(calls[0].token_ids, [5, 6, 7, 8])
+    np.testing.assert_array_equal(calls[0].logprobs, first.logprobs)
+
+
+async def test_an_engine_is_left_alone_where_nothing_is_traced(tmp_path: Path) -> None:
+    dense, moe = ScriptedEngine([[5]], routing=None), ScriptedEngine([[5]])
+    assert recording(dense, tmp_path, "g", traced()) is dense
+    assert recording(moe, tmp_path, "g", traced("off")) is moe
+    await moe.start()
+    await recording(moe, tmp_path, "g", traced("sample")).generate(request(0, 0, "g00000001e0000t"))
+    assert not (tmp_path / "routes").exists()
+
+
+async def test_routes_that_the_disk_does_not_take_end_no_episode_and_are_written_later(tmp_path: Path) -> None:
+    (tmp_path / "routes").write_text("a file where the directory should be")
+    inner = ScriptedEngine([[5, 6]])
+    await inner.start()
+    engine = recording(inner, tmp_path, "generator-0", traced())
+    for number in range(3):
+        assert len((await engine.generate(request(number, 0))).token_ids) == 2
+    (tmp_path / "routes").unlink()
+    assert await REAL.keeper.finish(10.0) == 0
+    (path,) = (tmp_path / "routes").iterdir()
+    entries, problem = scan(path)
+    assert (len(entries), problem) == (3, "")
+
+
+def step_result(samples: list[Sample], *, whole: bool = True) -> MinibatchResult:
+    traces = []
+    for micro_batch in pack(samples, 24):
+        tokens = micro_batch.real_tokens
+        own, used = (experts(seed, tokens).astype(np.uint16) for seed in (3, 4))
+        columns = list(range(LAYERS if whole else LAYERS - 1))
+        cu_seqlens = micro_batch.cu_seqlens
+        traces.append(RouteTrace(micro_batch.sample_ids, cu_seqlens, 0, columns, own[:, columns], used[:, columns]))
+    return MinibatchResult(
+        {}, np.asarray([0.5, 1.0, 1 / 3], np.float32), np.arange(24).reshape(LAYERS, EXPERTS), traces
+    )
+
+
+def sample(number: int) -> Sample:
+    table = TokenTable.of_tokens(np.arange(10) + 100 * number)
+    return Sample(f"g{number:08d}e0000s0", table)
+
+
+def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None:
+    samples = [sample(n) for n in range(5)]
+    reports = Reports()
+    tracer = StepTracer(tmp_path, traced("sample", trace_every=1), reports)  # groups 0 and 4
+    assert tracer.wants(samples)
+    assert not tracer.wants(samples[1:4])
+    result = step_result(samples)
+    tracer.write(1, samples, result)
+    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    assert [(t.step, t.sample_id) for t in written] == [(1, samples[0].sample_id), (1, samples[4].sample_id)]
+    for trained in written:
+        trace = next(t for t in result.traces if trained.sample_id in t.sample_ids)
+        start = int(trace.cu_seqlens[trace.sample_ids.index(trained.sample_id)])
+        np.testing.assert_array_equal(trained.used, trace.used[start : start + 10])
+        np.testing.assert_array_equal(trained.own, trace.own[start : start + 10])
+        assert trained.used.dtype == np.uint8
+        number = int(trained.sample_id[1:9])
+        np.testing.assert_array_equal(trained.token_ids, np.arange(10) + 100 * number)
+        assert trained.learner_logprobs is None
+        np.testing.assert_array_equal(trained.turn, np.full(10, -1))
+        np.testing.assert_array_equal(trained.rewards, np.zeros(10))
+    assert reports == []
+
+
+def test_each_sample_gets_its_own_part_of_the_learners_log_probs(tmp_path: Path) -> None:
+    samples = [sample(n) for n in range(5)]
+    result = step_result(samples)
+    scores = {s.sample_id: np.full(10, -float(n), np.float32) for n, s in enumerate(samples)}
+    traces = [
+        msgspec.structs.replace(t, logprobs=np.concatenate([scores[i] for i in t.sample_ids])) for t in result.traces
+    ]
+    assert any(len(t.sample_ids) > 1 for t in traces)
+    StepTracer(tmp_path, traced(), Reports()).write(1, samples, msgspec.structs.replace(result, traces=traces))
+    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    assert len(written) == 5
+    for trained in written:
+        np.testing.assert_array_equal(trained.learner_logprobs, scores[trained.sample_id])
+
+
+def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Path) -> None:
+    tracer = StepTracer(tmp_path, traced("off"), Reports())
+    samples = [sample(0)]
+    result = msgspec.structs.replace(step_result(samples), traces=[])
+    for step in range(1, LOAD_EVERY + 2):
+        tracer.write(step, samples, result)
+    lines = read_objects(tmp_path / "routing.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, LOAD_EVERY + 2))
+    assert lines[0]["agreement"] == [0.5, 1.0, 0.33333]
+    assert [line["step"] for line in lines if "load" in line] == [1, LOAD_EVERY + 1]
+    assert lines[0]["load"] == np.arange(24).reshape(LAYERS, EXPERTS).tolist()
+    assert not (tmp_path / "routes").exists()
+
+
+def test_a_dense_model_writes_nothing(tmp_path: Path) -> None:
+    none = np.zeros((0, 0), np.int64)
+    StepTracer(tmp_path, traced(), Reports()).write(1, [], MinibatchResult({}, np.zeros(0, np.float32), none))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_traces_that_are_not_whole_are_told_and_end_no_run(tmp_path: Path) -> None:
+    reports = Reports()
+    samples = [sample(0)]
+    StepTracer(tmp_path, traced(), reports).write(1, samples, step_result(samples, whole=False))
+    ((event, fields),) = reports
+    assert (event, fields["step"]) == ("routes_not_written", 1)
+    assert "no trace has row 0 of MoE layer 2" in fields["error"]
+
+
+# --- the whole way, without Ray
+
+
+async def play(engine, fail_first: bool) -> list[Sample]:
+    """Three-turn episodes of two groups; the first try at one of them fails after its first turn."""
+    failing = [fail_first]
+
+    class Fails(ReverseText):
+        async def step(self, action):
+            result = await super().step(action)
+            if failing.pop() if failing else False:
+                raise RuntimeError("the environment broke")
+            return result
+
+    delivered = []
+
+    async def deliver(trajectory):
+        delivered.append(trajectory)
+
+    player = GroupPlayer(
+        factory=lambda: Fails(4, 3),
+        engine=engine,
+        renderer=ChatRenderer(byte_tokenizer()),
+        settings=EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
+        generator_id="generator-0",
+        deliver=deliver,
+        report=Reports(),
+    )
+    for group in range(2):
+        await player.play(GroupLease(group, 7, (0, 1)))
+    return [s for t in delivered for s in t.samples]
+
+
+def train(samples: list[Sample]) -> MinibatchResult:
+    """What a learner's routers do, on two pipeline stages and two sequence-parallel ranks."""
+    shape, traces = SCRIPTED_ROUTING, []
+    for micro_batch in (aligned(m, 2) for m in pack(samples, 128)):
+        for column, rank in itertools.product(range(shape.layers), range(2)):
+            replay = RoutingReplay(
+                layers=shape.layers,
+                columns=[column],
+                top_k=shape.top_k,
+                num_experts=shape.num_experts,
+                enabled=True,
+                device=torch.device("cpu"),
+                shard=(rank, 2),
+            )
+            with replay.bound(micro_batch, keep=True) as routes:
+                routes.choose(0, torch.rand(routes.local_tokens, shape.num_experts).topk(shape.top_k).indices)
+                traces.append(routes.trace())
+    load = np.zeros((shape.layers, shape.num_experts), np.int64)
+    return MinibatchResult({}, np.ones(shape.layers, np.float32), load, traces)
+
+
+@pytest.mark.parametrize("rows", ["all", "half", "none"])
+@pytest.mark.parametrize("fail_first", [False, True])
+async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: bool) -> None:
+    answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
+    inner = ScriptedEngine(answers, rows=rows)
+    inner.version = 0
+    await inner.start()
+    samples = await play(recording(inner, tmp_path, "generator-0", traced()), fail_first)
+    reports = Reports()
+    StepTracer(tmp_path, traced(), reports).write(1, samples, train(samples))
+    result = verify_routes(RouteIndex(tmp_path))
+    tokens, layers = sum(len(s.table) for s in samples), SCRIPTED_ROUTING.layers
+    recorded = sum(int(s.table["routing_recorded"].sum()) for s in samples)
+    assert reports == []
+    assert (result.samples, result.different, result.unmatched) == (4, 0, [])
+    assert result.equal == recorded * layers
+    assert result.equal + result.unrecorded == tokens * layers
+    assert (result.equal > 0) == (rows != "none")
+
+
+async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: Path) -> None:
+    inner = ScriptedEngine([[*b"dcba", 257]])
+    inner.version = 0
+    await inner.start()
+    samples = await play(recording(inner, tmp_path, "generator-0", traced()), False)
+    table = samples[2].table
+    slipped = table.with_columns(routed_experts=np.roll(table["routed_experts"], 1, axis=0))
+    samples[2] = Sample(samples[2].sample_id, slipped)
+    StepTracer(tmp_path, traced(), Reports()).write(1, samples, train(samples))
+    result = verify_routes(RouteIndex(tmp_path))
+    assert result.different > 0
+    assert result.first is not None
+    assert result.first.sample_id == samples[2].sample_id

@@ -1,0 +1,218 @@
+"""Comparing what training used with what the engine chose."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from r3async.data.records import UNSAMPLED_VERSION
+from r3async.record.routes import EngineCall, RouteFileError, TrainedRoutes
+from r3async.record.verify import compare_routes, engine_rows
+from tests.helpers.routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
+
+
+def with_rows(trained: TrainedRoutes, **columns: np.ndarray) -> TrainedRoutes:
+    return msgspec.structs.replace(trained, **columns)
+
+
+def test_routes_that_were_replayed_are_equal_and_the_last_token_routes_by_itself() -> None:
+    result = compare_routes(*episode())
+    assert (result.equal, result.different, result.unrecorded) == (9 * LAYERS, 0, LAYERS)
+    assert result.verified
+    assert result.first is None
+
+
+def test_the_order_of_experts_within_a_row_does_not_matter() -> None:
+    trained, calls = episode()
+    assert compare_routes(with_rows(trained, used=trained.used[..., ::-1]), calls).verified
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_sample_of_which_the_loss_takes_nothing_or_a_part_is_compared_whole(left: int) -> None:
+    # A group without contrast, an episode that was cut: their tokens are fed forward, and are out of the loss.
+    trained, calls = episode()
+    mask = trained.loss_mask & (np.cumsum(trained.loss_mask) <= left)
+    result = compare_routes(with_rows(trained, loss_mask=mask), calls)
+    assert (result.samples, result.equal, result.different) == (1, 9 * LAYERS, 0)
+    assert not result.unmatched
+
+
+def test_a_sample_that_no_engine_sampled_has_no_rows_of_one() -> None:
+    trained, calls = episode()
+    nothing = with_rows(trained, policy_version=np.full_like(trained.policy_version, UNSAMPLED_VERSION))
+    assert engine_rows(nothing, calls) is None
+
+
+@pytest.mark.parametrize(("position", "layer"), [(0, 0), (4, 2), (5, 1), (8, 2)])
+def test_one_flipped_expert_is_found_and_named(position: int, layer: int) -> None:
+    trained, calls = episode()
+    used = trained.used.copy()
+    before = used[position, layer].tolist()
+    used[position, layer, 1] = next(e for e in range(EXPERTS) if e not in before)
+    result = compare_routes(with_rows(trained, used=used), calls)
+    assert (result.equal, result.different) == (9 * LAYERS - 1, 1)
+    assert not result.verified
+    assert result.first is not None
+    found = result.first
+    assert (found.sample_id, found.step, found.position, found.layer) == (f"{ID}s0", 1, position, layer)
+    assert (found.recorded, found.expected, found.used) == (True, before, used[position, layer].tolist())
+    assert f"position {position}, MoE layer {layer}: the engine chose {before}" in found.describe()
+
+
+def test_what_a_later_call_returns_for_a_position_fed_before_does_not_count() -> None:
+    trained, calls = episode()
+    again = experts(7, 9)  # the second call's prefill disagrees about every position that the first one fed
+    again[5:] = calls[1].rows
+    calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=again)
+    assert compare_routes(trained, calls).verified
+    late = trained.used.copy()
+    late[2] = again[2]  # had the learner been given the later row, it would be found
+    assert compare_routes(with_rows(trained, used=late), calls).different > 0
+
+
+def test_positions_without_a_row_are_counted_and_have_to_route_by_themselves() -> None:
+    trained, calls = episode()
+    calls[0] = msgspec.structs.replace(calls[0], rows=calls[0].rows[:2])  # positions 2, 3 and 4 came without
+    used = trained.used.copy()
+    used[2:5] = trained.own[2:5]
+    result = compare_routes(with_rows(trained, used=used), calls)
+    assert (result.equal, result.different, result.unrecorded) == (6 * LAYERS, 0, 4 * LAYERS)
+    used[3, 1] = [0, 1] if set(trained.own[3, 1].tolist()) != {0, 1} else [2, 3]  # a fill where there is no record
+    result = compare_routes(with_rows(trained, used=used), calls)
+    assert result.first is not None
+    assert (result.different, result.first.position, result.first.recorded) == (1, 3, False)
+    assert "recorded nothing" in result.first.describe()
+
+
+def test_a_call_without_any_rows_leaves_its_positions_unrecorded_for_good() -> None:
+    trained, calls = episode()
+    calls[0] = msgspec.structs.replace(calls[0], rows=np.zeros((0, 0, 0), np.uint8))
+    calls[1] = msgspec.structs.replace(calls[1], routes_from=0, rows=np.concatenate([experts(3, 5), calls[1].rows]))
+    found = engine_rows(trained, calls)
+    assert found is not None
+    assert found[1].tolist() == [False] * 5 + [True] * 4 + [False]
+
+
+def test_of_several_attempts_the_one_that_sampled_these_log_probs_counts() -> None:
+    trained, calls = episode()
+    _, failed = episode(logprob=-2.0)
+    failed = [msgspec.structs.replace(c, rows=experts(20 + c.turn, len(c.rows))) for c in failed]
+    assert compare_routes(trained, [*failed, *calls]).verified
+    assert compare_routes(trained, [*calls, *failed]).verified
+    assert compare_routes(trained, [failed[0], *calls]).verified  # it failed after its first turn
+    result = compare_routes(trained, failed)
+    assert (result.unmatched, result.verified) == ([f"{ID}s0"], False)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_sample_whose_sampling_is_not_in_the_record_is_unmatched(missing: int) -> None:
+    trained, calls = episode()
+    del calls[missing]
+    assert compare_routes(trained, calls).unmatched == [f"{ID}s0"]
+    assert compare_routes(trained, []).unmatched == [f"{ID}s0"]
+
+
+def test_a_trained_token_that_the_engine_did_not_sample_is_unmatched() -> None:
+    trained, calls = episode()
+    tokens = trained.token_ids.copy()
+    tokens[4] += 1
+    assert compare_routes(with_rows(trained, token_ids=tokens), calls).unmatched == [f"{ID}s0"]
+
+
+def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> None:
+    """Sample s1 keeps the first five tokens and differs after them: rows 5.. belong to the call that fed its own tokens."""
+    trained, calls = episode()
+    rest, sampled = [6, 7], [15]
+    tokens = np.asarray([*TOKENS[:5], *rest, *sampled], np.int32)
+    fresh = experts(30, 2)
+    calls.append(call(2, tokens[:7], sampled, fresh, start=5))
+    own = experts(31, 8)
+    used = own.copy()
+    used[:5], used[5:7] = calls[0].rows, fresh
+    branch = msgspec.structs.replace(
+        trained,
+        sample_id=f"{ID}s1",
+        token_ids=tokens,
+        loss_mask=np.arange(8) == 7,
+        rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
+        policy_version=np.where(np.arange(8) == 7, 0, -1).astype(np.int32),
+        own=own,
+        used=used,
+    )
+    result = compare_routes(branch, calls)
+    assert (result.equal, result.different, result.unrecorded, result.unmatched) == (7 * LAYERS, 0, LAYERS, [])
+    assert compare_routes(trained, calls).verified
+
+
+def of_version(calls, *versions: int):
+    """The calls, each sampled by one version."""
+    return [
+        msgspec.structs.replace(c, policy_version=np.full(len(c.token_ids), v, np.int32))
+        for c, v in zip(calls, versions, strict=True)
+    ]
+
+
+def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
+    """Two calls of the same prompt, of which the second, a row of its own, was asked only for what the first did not return."""
+    trained, calls = episode()
+    lent, own = experts(30, 5), experts(31, 8)
+    tokens = np.asarray([*TOKENS[:5], 6, 7, 15], np.int32)
+    fresh = experts(32, 2)
+    used = own.copy()
+    used[:5], used[5:7] = lent, fresh
+    branch = msgspec.structs.replace(
+        trained,
+        sample_id=f"{ID}s1",
+        token_ids=tokens,
+        loss_mask=np.arange(8) == 7,
+        rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
+        policy_version=np.where(np.arange(8) == 7, 0, -1).astype(np.int32),
+        own=own,
+        used=used,
+    )
+    older = calls[0]
+    again = msgspec.structs.replace(older, turn=1, rows=lent)
+    return branch, [older, again, call(2, tokens[:7], [15], fresh, start=5)]
+
+
+def test_a_branch_has_to_have_the_rows_of_its_own_weights() -> None:
+    branch, calls = branched()
+    assert compare_routes(branch, of_version(calls, 0, 1, 1)).verified
+    stale = branch.used.copy()
+    stale[:5] = calls[0].rows
+    result = compare_routes(with_rows(branch, used=stale), of_version(calls, 0, 1, 1))
+    assert result.different > 0
+    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).verified
+
+
+def test_rows_that_newer_weights_made_within_a_call_are_not_those_of_its_version() -> None:
+    branch, calls = branched()
+    calls = of_version(calls, 0, 1, 1)
+    crossed = msgspec.structs.replace(calls[1], policy_version=np.asarray([1, 2, 2], np.int32))
+    found = engine_rows(branch, [calls[0], crossed, calls[2]])
+    assert found is not None
+    assert found[1].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False]
+
+
+def test_of_two_calls_of_the_same_weights_either_may_have_lent_its_rows() -> None:
+    branch, calls = branched()
+    for order in ((0, 1), (1, 0)):
+        assert compare_routes(branch, of_version([*[calls[i] for i in order], calls[2]], 1, 1, 1)).verified
+
+
+def test_a_call_that_was_asked_for_everything_has_its_own_rows_and_nobody_elses() -> None:
+    branch, calls = branched()
+    whole = experts(40, 7)
+    calls = of_version([*calls[:2], call(2, branch.token_ids[:7], [15], whole)], 1, 1, 1)
+    assert compare_routes(branch, calls).different > 0
+    used = branch.own.copy()
+    used[:7] = whole
+    assert compare_routes(with_rows(branch, used=used), calls).verified
+
+
+def test_rows_of_another_model_are_refused() -> None:
+    trained, calls = episode()
+    calls[0] = msgspec.structs.replace(calls[0], rows=calls[0].rows[:, :2])
+    with pytest.raises(RouteFileError, match="different models"):
+        compare_routes(trained, calls)

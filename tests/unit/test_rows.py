@@ -1,0 +1,347 @@
+"""Every engine call lands in a row whose tokens are what the engine saw, and every sampled token is trained once."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.config import EpisodeConfig
+from r3async.data.model_shape import RoutingShape
+from r3async.data.records import Trajectory
+from r3async.data.versions import VersionSpan
+from r3async.envs import Message, StepResult
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines import Generation, GenerationRequest
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
+from r3async.rollout.samples import EpisodeSamples, PrefixBroken, common_prefix
+from r3async.tools.init_model import byte_tokenizer
+from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, QWEN3, Family, renderer
+
+SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
+LIMITS = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)
+
+
+def generation(
+    prompt_length: int, sampled: list[int], routes_from: int, seed: int, rows: bool = True, version: int | None = None
+) -> Generation:
+    rng = np.random.default_rng(seed)
+    count = prompt_length + len(sampled) - 1 - routes_from
+    scores = rng.random((count, SHAPE.layers, SHAPE.num_experts))
+    return Generation(
+        token_ids=np.asarray(sampled, np.int32),
+        logprobs=-rng.random(len(sampled), np.float32) - 0.1,
+        version_spans=[VersionSpan(seed if version is None else version, 0, len(sampled))],
+        routed_experts=scores.argsort(-1)[..., : SHAPE.top_k].astype(np.uint16) if rows else None,
+        routes_from=routes_from,
+        stop_reason="stop",
+    )
+
+
+class Says:
+    """An engine that says what it is told, one answer a call, and keeps what it saw. Each version answers two calls."""
+
+    version, routing = 0, SHAPE
+
+    def __init__(self, answers, rows=True):
+        self.answers, self.rows = list(answers), rows
+        self.calls: list[tuple[GenerationRequest, Generation]] = []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        index = len(self.calls)
+        sampled = self.answers[index % len(self.answers)][: request.max_tokens]
+        first = request.routes_wanted(index // 2)
+        out = generation(len(request.prompt_ids), sampled, first, index, self.rows, version=index // 2)
+        self.calls.append((request, out))
+        return out
+
+
+class Told:
+    """An environment that follows a list: `("say", messages)` or `("rewrite", messages)`."""
+
+    def __init__(self, script, reward=1.0):
+        self.script, self.reward = list(script), reward
+
+    async def reset(self, task_seed):
+        return [Message("user", "go")]
+
+    async def step(self, action):
+        if not self.script:
+            return StepResult(self.reward, done=True)
+        how, messages = self.script.pop(0)
+        return StepResult(self.reward, messages, rewrites=how == "rewrite")
+
+
+def play(env, engine, chat, limits=LIMITS) -> Trajectory:
+    return asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play())
+
+
+def check(trajectory: Trajectory, engine: Says) -> None:
+    """Each call is the beginning of one row; its answer is trained there and nowhere else, with its own numbers. Routes are
+    those of the call that the row asked for them; what it did not ask for, an earlier call fed after the very same tokens, in
+    the same row or under the same weights."""
+    assert len(trajectory.turns) == len(engine.calls)
+    trained = {s.sample_id: np.zeros(len(s.table), bool) for s in trajectory.samples}
+    fed: dict[tuple[int, ...], list[list]] = {}
+    """By version and tokens."""
+    asked = {s.sample_id: 0 for s in trajectory.samples}
+    for turn, (request, out) in zip(trajectory.turns, engine.calls, strict=True):
+        sample = trajectory.samples[turn.sample]
+        table, prompt = sample.table, request.prompt_ids.tolist()
+        seen = prompt + out.token_ids.tolist()
+        assert table["token_ids"][: turn.stop].tolist() == seen
+        assert turn.start == len(prompt)
+        rows = slice(turn.start, turn.stop)
+        assert not trained[sample.sample_id][rows].any()
+        trained[sample.sample_id][rows] = True
+        assert (table["rollout_logprobs"][rows] == out.logprobs).all()
+        version = out.version_spans[0].version
+        assert (table["policy_version"][rows] == version).all()
+        assert (table["turn"][rows] == turn.index).all()
+        for i in range(asked[sample.sample_id], len(seen) - 1):
+            if i < out.routes_from:
+                assert table["routed_experts"][i].tolist() in fed[(version, *seen[: i + 1])]
+            else:
+                assert (table["routed_experts"][i] == out.routed_experts[i - out.routes_from]).all()
+        asked[sample.sample_id] = len(seen) - 1
+        for i in range(out.routes_from, len(seen) - 1):
+            fed.setdefault((version, *seen[: i + 1]), []).append(out.routed_experts[i - out.routes_from].tolist())
+    for sample in trajectory.samples:
+        table = sample.table
+        ids = table["token_ids"].tolist()
+        assert (table["loss_mask"] == trained[sample.sample_id]).all()
+        assert (table["policy_version"][~table["loss_mask"]] == -1).all()
+        assert (table["rollout_logprobs"][~table["loss_mask"]] == 0).all()
+        assert table["routing_recorded"].tolist() == [True] * (len(ids) - 1) + [False]
+    assert sum(s.table["rewards"].sum() for s in trajectory.samples) == pytest.approx(trajectory.reward)
+
+
+STRIPS = "{%- if '</think>' in c -%}{%- set c = c.split('</think>')[-1] -%}{%- endif -%}"
+
+
+def template(strip: str, trim: bool, system: bool, blank: bool, empty_thought: bool) -> str:
+    """`strip`: thoughts of which answers are left out of history: `none`, `all`, or all but the `last` one."""
+    cut = {"none": "", "all": STRIPS, "last": "{%- if not last -%}" + STRIPS + "{%- endif -%}"}[strip]
+    return (
+        ("<|system|>be good<|end|>" if system else "")
+        + "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+        "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+        "{%- for m in messages -%}{%- set c = m.content -%}"
+        "{%- if m.role == 'assistant' -%}{%- set last = loop.index0 == ns.last -%}"
+        + cut
+        + ("{%- set c = c | trim -%}" if trim else "")
+        + "{{- '<|assistant|>"
+        + (" " if blank else "")
+        + "' + c + '<|end|>' -}}{%- else -%}{{- '<|' + m.role + '|>' + c -}}{%- endif -%}{%- endfor -%}"
+        "{{- '<|assistant|>' -}}" + ("{{- '<think></think>' -}}" if empty_thought else "")
+    )
+
+
+templates = st.builds(
+    template,
+    strip=st.sampled_from(["none", "all", "last"]),
+    trim=st.booleans(),
+    system=st.booleans(),
+    blank=st.booleans(),
+    empty_thought=st.booleans(),
+)
+texts = st.sampled_from(["a", "bc", " d ", "<think>x</think>y", "<think>x", "", "caf\u00e9", "\n", "end"])
+answers = st.tuples(texts, st.booleans())
+histories = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.lists(st.tuples(st.just("user"), texts), min_size=1, max_size=2)),
+        st.tuples(
+            st.just("rewrite"),
+            st.lists(st.tuples(st.sampled_from(["user", "assistant"]), texts), max_size=5),
+        ),
+    ),
+    max_size=7,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]))
+def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(written, spoken, history, mode):
+    chat = renderer(written)
+    tokens = [[*chat.encode(text), *([chat.end_id] if ended or not text else [])] for text, ended in spoken]
+    script = [
+        (how, [Message(role, text) for role, text in messages] + [Message("user", "?")]) for how, messages in history
+    ]
+    engine = Says(tokens)
+    limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000, rows=mode)
+    trajectory = play(Told(script), engine, chat, limits)
+    check(trajectory, engine)
+    if mode == "stepwise":
+        assert [t.sample for t in trajectory.turns] == list(range(len(engine.calls)))
+    for (request, out), (after, _) in zip(engine.calls, engine.calls[1:], strict=False):
+        seen = [*request.prompt_ids.tolist(), *out.token_ids.tolist()]
+        if mode == "auto" and after.prompt_ids[: len(seen)].tolist() == seen:
+            at = engine.calls.index((after, next(o for r, o in engine.calls if r is after)))
+            assert trajectory.turns[at].sample == trajectory.turns[at - 1].sample
+            assert after.routes_from == len(seen) - 1
+
+
+@pytest.mark.parametrize("family", [QWEN3, DEEPSEEK_R1], ids=["qwen3", "deepseek-r1"])
+def test_a_template_that_strips_thoughts_gives_a_row_a_turn_of_what_the_engine_saw(family):
+    chat = renderer(family)
+    answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]
+    engine = Says([answer])
+    trajectory = play(Told([("say", [Message("user", f"{i}?")]) for i in range(3)]), engine, chat)
+    check(trajectory, engine)
+    assert len(trajectory.samples) == 4
+    assert all(chat.decode(s.table["token_ids"]).count("hm") == 1 for s in trajectory.samples)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f not in (DEEPSEEK_R1,)])
+def test_a_template_that_keeps_history_gives_one_row(family: Family):
+    chat = renderer(family)
+    engine = Says([[*chat.encode("five"), chat.end_id], chat.encode("cut")])
+    trajectory = play(Told([("say", [Message("user", f"{i}?")]) for i in range(5)]), engine, chat)
+    check(trajectory, engine)
+    assert len(trajectory.samples) == 1
+
+
+def test_where_one_row_is_demanded_a_rewritten_history_is_an_error_that_names_the_setting():
+    chat = renderer(QWEN3)
+    engine = Says([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.end_id]])
+    limits = EpisodeConfig(max_new_tokens=64, rows="merged")
+    with pytest.raises(PrefixBroken, match=r'episode\.rows = "merged"'):
+        play(Told([("say", [Message("user", "?")])]), engine, chat, limits)
+    engine = Says([[*chat.encode("five"), chat.end_id]])
+    assert len(play(Told([("say", [Message("user", "?")])]), engine, chat, limits).samples) == 1
+
+
+def test_a_tokenizer_that_does_not_tokenise_its_own_text_back_is_trained_on_what_was_sampled():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["ab", "abab", "ba"])
+    chat = ChatRenderer(tokenizer)
+    a, b = (tokenizer.convert_tokens_to_ids(c) for c in "ab")
+    rng = random.Random(0)
+    sampled = [[rng.choice([a, b]) for _ in range(12)] + [chat.end_id] for _ in range(10)]
+    engine = Says(sampled)
+    trajectory = play(Told([("say", [Message("user", "go on")])] * 9), engine, chat)
+    check(trajectory, engine)
+    (sample,) = trajectory.samples
+    assert len(trajectory.turns) == 10
+    for turn, ids in zip(trajectory.turns, sampled, strict=True):
+        assert sample.table["token_ids"][turn.start : turn.stop].tolist() == ids
+        assert chat.encode(chat.decode(ids)) != ids
+
+
+@pytest.mark.parametrize("mode", ["auto", "stepwise"])
+def test_no_row_has_a_longer_prompt_than_allowed_however_long_observations_are(mode):
+    """Long observations, of which the environment shows only the last: a row a turn, each within its limits."""
+    chat = renderer()
+    limits = EpisodeConfig(max_turns=8, max_new_tokens=16, max_prompt_tokens=2200, max_total_tokens=2300, rows=mode)
+    turns = [("rewrite", [Message("user", "the task"), Message("user", "x" * 2000)])] * 5
+    engine = Says([[*chat.encode("look further"), chat.end_id]])
+    trajectory = play(Told(turns), engine, chat, limits)
+    check(trajectory, engine)
+    assert trajectory.stop_reason == "env_done"
+    assert len(trajectory.samples) == 6
+    for turn in trajectory.turns:
+        table = trajectory.samples[turn.sample].table
+        assert turn.start <= limits.max_prompt_tokens
+        assert len(table) <= limits.max_prompt_tokens + limits.max_new_tokens
+        assert table["loss_mask"].sum() == 13  # no observation in a response
+
+
+@pytest.mark.parametrize("mode", ["auto", "stepwise"])
+def test_the_prompt_limit_is_that_of_this_turns_prompt(mode):
+    """It ends the episode before the turn that would exceed it, and no later."""
+    chat = renderer()
+    limits = EpisodeConfig(max_turns=8, max_new_tokens=16, max_prompt_tokens=1000, max_total_tokens=5000, rows=mode)
+    engine = Says([[*chat.encode("yes"), chat.end_id]])
+    trajectory = play(Told([("say", [Message("user", "x" * 300)])] * 9), engine, chat, limits)
+    check(trajectory, engine)
+    assert trajectory.stop_reason == "length"
+    lengths = [len(request.prompt_ids) for request, _ in engine.calls]
+    assert max(lengths) <= 1000 < max(lengths) + 300
+    assert len(trajectory.samples) == (1 if mode == "auto" else len(lengths))
+
+
+def test_the_last_answer_gets_the_context_that_is_left():
+    chat = renderer()
+    limits = EpisodeConfig(max_turns=8, max_new_tokens=16, max_prompt_tokens=98, max_total_tokens=100)
+    engine = Says([chat.encode("x" * 40)])
+    trajectory = play(Told([("say", [Message("user", "y" * 10)])] * 9), engine, chat, limits)
+    assert [r.max_tokens for r, _ in engine.calls] == [min(16, 100 - len(r.prompt_ids)) for r, _ in engine.calls]
+    assert max(len(s.table) for s in trajectory.samples) <= 100
+
+
+def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_asked_again():
+    rows = EpisodeSamples(SHAPE)
+    first = rows.begin([1, 2, 3])
+    second = rows.begin([1, 2, 3])  # an agent that asks twice at once
+    assert second is not first
+    rows.end(second, generation(3, [7, 8], 0, seed=1))
+    rows.end(first, generation(3, [9], 0, seed=2))
+    third = rows.begin([1, 2, 3, 7, 8, 4])
+    assert third is second
+    rows.cancel(third)
+    again = rows.begin([1, 2, 3, 7, 8, 4])
+    assert again is third
+    assert len(again) == 6
+    rows.cancel(again)
+    samples, turns = rows.build("g", 1.0)
+    assert [s.table["token_ids"].tolist() for s in samples] == [[1, 2, 3, 7, 8], [1, 2, 3, 9]]
+    assert [t.sample for t in turns] == [0, 1]
+
+
+def test_an_answer_without_tokens_is_no_turn_and_leaves_its_prompt_to_the_next_call():
+    rows = EpisodeSamples(SHAPE)
+    call = rows.begin([1, 2])
+    empty = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), [], None, 0, "abort")
+    assert rows.end(call, empty) == -1
+    assert rows.turns == 0
+    rows.end(rows.begin([1, 2]), generation(2, [5], 0, seed=0))
+    samples, turns = rows.build("g", 1.0)
+    assert [s.table["token_ids"].tolist() for s in samples] == [[1, 2, 5]]
+    assert len(turns) == 1
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["routes", "no routes"])
+def test_injected_tokens_are_in_the_sequence_and_never_in_the_loss(rows):
+    chat = renderer()
+    engine = Says([chat.encode("cut short")], rows=rows)
+    trajectory = play(Told([("say", [Message("user", "go on")])]), engine, chat)
+    (sample,) = trajectory.samples
+    table = sample.table
+    for turn in trajectory.turns[:-1]:
+        assert table["token_ids"][turn.stop] == chat.end_id
+        assert not table["loss_mask"][turn.stop]
+        assert table["rollout_logprobs"][turn.stop] == 0
+        assert table["policy_version"][turn.stop] == -1
+        assert table["turn"][turn.stop] == -1
+        assert table["routing_recorded"][turn.stop] == rows  # by the call that fed it, if that recorded anything
+    assert table["loss_mask"][-1]
+
+
+async def test_time_that_runs_out_leaves_the_turns_that_have_a_reward():
+    class Slow(Told):
+        async def step(self, action):
+            if len(self.script) == 1:
+                await asyncio.sleep(30)
+            return await super().step(action)
+
+    chat = renderer()
+    engine = Says([[*chat.encode("yes"), chat.end_id]])
+    limits = EpisodeConfig(max_new_tokens=8, timeout=0.2)
+    env = Slow([("say", [Message("user", "?")])] * 4)
+    trajectory = await EpisodePlayer(EpisodeTask(0, 0, 0), env, engine, chat, limits).play()
+    assert trajectory.stop_reason == "timeout"
+    assert len(engine.calls) == 4
+    assert [t.index for t in trajectory.turns] == [0, 1, 2]
+    (sample,) = trajectory.samples
+    assert len(sample.table) == trajectory.turns[-1].stop
+    with pytest.raises(EpisodeError, match=r"episode\.timeout = 0.2"):
+        await EpisodePlayer(EpisodeTask(0, 0, 0), Slow([("say", [])]), engine, chat, limits).play()
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_common_prefix(a, b):
+    n = common_prefix(a, b)
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]

@@ -1,0 +1,241 @@
+"""An episode is trained alike as one row and as many: the same gradient for every loss, reduction, correction and credit."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.config import POLICY_LOSSES, AlgorithmConfig, Config, CorrectionConfig, config_from_dict
+from r3async.learner import LearnerError
+from r3async.learner.batch.packing import pack
+from r3async.learner.losses.policy_loss import LossInputs, PolicyLoss
+from r3async.learner.minibatch import agreed
+from r3async.learner.trainer import prepare
+from tests.helpers.algorithms import distance
+from tests.helpers.layouts import VERSION, Leaves, Outcome, Said, leaves_of, played, trained, with_logprobs
+
+Groups = list[list[list[Said]]]
+
+
+def choices(name: str) -> list[str]:
+    """The values that `algorithm.NAME` may have, from the configuration itself."""
+    return list(typing.get_args(typing.get_type_hints(AlgorithmConfig)[name]))
+
+
+BITES = {"low": 0.9, "high": 1.1}
+"""Bounds at which a correction leaves out some of the made-up episodes; others leave out what is above 0.05."""
+CORRECTIONS: list[dict[str, float]] = [
+    {},
+    *({name: BITES.get(name.rsplit("_", 1)[-1], 0.05)} for name in CorrectionConfig.__struct_fields__),
+    {"max_token_age": 2},  # of the schedule
+]
+OWN = "losses_of_this_test:sequence_ratio"
+
+
+@pytest.fixture(autouse=True)
+def losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of one's own, whose gradient by a token's log-prob reaches it through all tokens of the episode."""
+
+    def sequence_ratio(inputs: LossInputs) -> PolicyLoss:
+        ratio = inputs.episode_mean(inputs.ratio()) + 0.1 * inputs.episode_sum(inputs.advantages.square())
+        return PolicyLoss(-ratio * inputs.advantages, torch.zeros_like(inputs.mask))
+
+    made = types.ModuleType("losses_of_this_test")
+    made.sequence_ratio = sequence_ratio  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "losses_of_this_test", made)
+
+
+def configured(correction: dict[str, float] | None = None, minibatches: int = 1, **algorithm: object) -> Config:
+    correction = dict(correction or {})
+    schedule = {"minibatches_per_step": minibatches, "max_token_age": correction.pop("max_token_age", None)}
+    terms = {"entropy_coef": 0.1, "reference_kl": {"coef": 0.2}, "gspo": {"clip_low": 0.1, "clip_high": 0.1}}
+    return config_from_dict(
+        {
+            "schedule": {k: v for k, v in schedule.items() if v is not None},
+            "algorithm": terms | {"correction": correction} | algorithm,
+            "routing": {"replay": "off"},
+        }
+    )
+
+
+said = st.builds(
+    Said,
+    before=st.integers(1, 3),
+    tokens=st.integers(1, 5),
+    version=st.integers(0, 5),
+    reward=st.integers(0, 3).map(float),
+    kind=st.sampled_from(["on", "on", "forgets", "aside"]),
+)
+episodes = st.lists(st.lists(st.lists(said, min_size=1, max_size=4), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+def same(got: Outcome, want: Outcome) -> None:
+    assert len(got.by_logprob) == len(want.by_logprob)
+    assert distance(got.by_logprob, want.by_logprob) < 1e-9
+    assert distance(got.by_entropy, want.by_entropy) < 1e-9
+    assert got.losses == pytest.approx(want.losses, rel=1e-9, abs=1e-12)
+    for mine, other in zip(got.metrics, want.metrics, strict=True):
+        assert mine == pytest.approx(other, rel=1e-9, abs=1e-9)
+
+
+def check(groups: Groups, leaves: Leaves, config: Config, ranks: int, cap: int) -> Outcome:
+    """Rows as they come and a row a turn, scattered over micro-batches and ranks, against rows that are all together."""
+    want = trained(played(groups, leaves, "auto"), leaves, config)
+    stepwise = played(groups, leaves, "stepwise")
+    got = trained(stepwise, leaves, config, ranks=ranks, cap=cap)
+    same(got, want)
+    same(trained(played(groups, leaves, "auto"), leaves, config, ranks=ranks, cap=cap), want)
+    return got
+
+
+def longest(groups: Groups) -> int:
+    return max(sum(t.before + t.tokens for t in episode) for group in groups for episode in group)
+
+
+@pytest.mark.parametrize("loss", [*POLICY_LOSSES, OWN])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), groups=episodes)
+def test_merged_and_stepwise_rows_have_one_gradient(loss, data, groups):
+    """Any episodes, with any settings, in any number of minibatches, on any number of ranks, in micro-batches of any size."""
+    names = ("reduction", "advantage", "credit", "anchor")
+    drawn = {name: data.draw(st.sampled_from(choices(name)), label=name) for name in names}
+    correction = data.draw(st.sampled_from(CORRECTIONS), label="correction")
+    minibatches, ranks = (data.draw(st.integers(1, n), label=label) for n, label in ((2, "minibatches"), (3, "ranks")))
+    cap = longest(groups) + data.draw(st.integers(0, 10), label="spare")
+    leaves = leaves_of(groups, data.draw(st.integers(0, 99), label="seed"))
+    check(groups, leaves, configured(correction, minibatches, policy_loss=loss, **drawn), ranks, cap)
+
+
+@pytest.mark.parametrize("loss", [*POLICY_LOSSES, OWN])
+def test_each_loss_with_each_reduction_and_each_correction_has_one_gradient(loss):
+    """Each two of the three together, with two minibatches, of episodes whose rows are in several micro-batches on two ranks."""
+    groups = [group[:2] for group in LONG[:2]]
+    leaves = leaves_of(groups, 1)
+    merged, stepwise = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
+    losses, reductions = [*POLICY_LOSSES, OWN], choices("reduction")
+    assert len(reductions) <= min(len(losses), len(CORRECTIONS)), "so that each of them meets all the others"
+    first = losses.index(loss)
+    for i, correction in enumerate(CORRECTIONS):
+        config = configured(correction, 2, policy_loss=loss, reduction=reductions[(first + i) % len(reductions)])
+        same(trained(stepwise, leaves, config, ranks=2, cap=longest(groups)), trained(merged, leaves, config))
+
+
+LONG: Groups = [
+    [
+        [Said(2, 4, v, float(e + (g + i) % 3), "on" if i % 3 else "forgets") for i, v in enumerate((5, 3, 4, 5, 2, 5))]
+        for e in range(4)
+    ]
+    for g in range(3)
+]
+"""Episodes whose rows cannot be together in a small micro-batch."""
+
+
+BANDS = {
+    "geometric_low": 0.97,
+    "geometric_high": 1.03,
+    "product_low": 0.5,
+    "product_high": 2.0,
+    "max_token_kl": 0.1,
+}
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy_loss": "gspo", "gspo": {"clip_low": 0.005, "clip_high": 0.005}},
+        {"policy_loss": OWN},
+        *({"correction": {k: v}} for k, v in BANDS.items()),
+    ],
+    ids=str,
+)
+def test_episodes_in_several_micro_batches_and_ranks_are_judged_whole(changes, minibatches):
+    leaves = leaves_of(LONG, 1, drift=0.2)
+    config = configured(minibatches=minibatches, reduction="sequence_mean", **changes)
+    got = check(LONG, leaves, config, ranks=2, cap=longest(LONG))
+    assert all(n > 2 for n in got.spread), "episodes are in several micro-batches"
+    judged = "masked_sequence_fraction" if "correction" in changes else "clipped_fraction"
+    if changes.get("policy_loss") != OWN:
+        assert 0 < sum(m[f"rollout_corr/{judged}"] for m in got.metrics) < minibatches, (
+            "some are judged so, some are not"
+        )
+
+
+@pytest.mark.parametrize("reduction", choices("reduction"))
+def test_a_sequence_of_the_reductions_is_an_episode(reduction):
+    """Two episodes with rewards that differ, of as many tokens: one of one turn, one of four."""
+    groups = [[[Said(1, 8, 5, 0.0)], [Said(1, 2, 5, 0.25, "aside") for _ in range(4)]]]
+    leaves = leaves_of(groups, 0, lost=0.0)
+    config = configured(policy_loss="tis", reduction=reduction, rollout_kl={"coef": 0.0}, entropy_coef=1.0)
+    got = trained(played(groups, leaves, "stepwise"), leaves, config)
+    # The entropy bonus has the gradient of the weights alone.
+    first, second = -got.by_entropy[0][1:9], -got.by_entropy[0][9:]
+    assert first == pytest.approx(second), "episodes weigh the same"
+
+
+def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
+    leaves = leaves_of(LONG, 1)
+    groups = played(LONG, leaves, "stepwise")
+    parts, _ = prepare(groups, configured())
+    micro_batches = pack(parts[0], longest(LONG))
+    for loss in [*POLICY_LOSSES, OWN]:
+        config = configured(policy_loss=loss)
+        minibatch = agreed(
+            [with_logprobs(m, leaves) for m in micro_batches],
+            config,
+            replays=False,
+            version=VERSION,
+            rollout_kl_coef=0.1,
+        )
+        assert minibatch.needs_logprobs == (loss in ("gspo", OWN))
+    (together,) = pack(parts[0], 10**6)
+    assert not agreed([together], config, replays=False, version=VERSION, rollout_kl_coef=0.1).needs_logprobs
+
+
+def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
+    leaves = leaves_of(LONG, 1)
+    parts, _ = prepare(played(LONG, leaves, "stepwise"), configured())
+    bare = [replace(m, table=m.table.without("place")) for m in pack(parts[0], longest(LONG))]
+    settings = {"replays": False, "version": VERSION, "rollout_kl_coef": 0.1}
+    agreed(bare, configured(), **settings)
+    with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
+        agreed(bare, configured(policy_loss="gspo"), **settings)
+
+
+@pytest.mark.parametrize("advantage", choices("advantage"))
+def test_credit_by_token_follows_the_turns_and_not_the_rows(advantage):
+    """An aside between two turns of a conversation is a row of its own, behind both of them."""
+    groups = [
+        [[Said(1, 2, 5, r) if i != 1 else Said(1, 3, 5, r, "aside") for i, r in enumerate(rewards)]]
+        for rewards in ((1.0, 5.0, 0.0), (0.0, 2.0, 3.0))
+    ]
+    groups = [[episode for group in groups for episode in group]]
+    leaves = leaves_of(groups, 0, lost=0.0)
+    rows, single = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
+    assert [t.samples[0].table["turn"].max() for t in rows[0]] == [2, 2], (
+        "the first row has the first turn and the last"
+    )
+    config = configured(credit="token", advantage=advantage)
+    same(trained(single, leaves, config), trained(rows, leaves, config))
+
+
+def test_an_episode_that_fits_is_in_one_micro_batch_where_the_loss_takes_it_whole():
+    leaves = leaves_of(LONG, 1)
+    config = configured(policy_loss="gspo")
+    (part,), _ = prepare(played(LONG, leaves, "stepwise"), config)
+    cap = max(sum(len(s.table) for s in part if s.table["episode"][0] == e) for e in range(12))
+    plain = trained(played(LONG, leaves, "stepwise"), leaves, config, ranks=2, cap=cap)
+    whole = trained(played(LONG, leaves, "stepwise"), leaves, config, ranks=2, cap=cap, whole_episodes=True)
+    assert plain.spread[0] > 0
+    assert whole.spread == [0]
+    same(whole, plain)
+    scarce = pack(part, cap // 2, whole_episodes=True)
+    assert max(m.tokens for m in scarce) <= cap // 2
+    assert sorted(i for m in scarce for i in m.sample_ids) == sorted(s.sample_id for s in part)

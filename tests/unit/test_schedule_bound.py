@@ -1,0 +1,164 @@
+"""The bound on age is what can happen: never more, and in some order exactly that."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.schedule.admission import oldest_age
+from r3async.schedule.validation import AgeError, age_metrics, check_ages
+from tests.helpers.schedule import Run, Shape, episode
+
+
+def worst(shape: Shape) -> int:
+    """The age that an adversary reaches in a run of the real scheduler: the last group of the first slots is played with
+    version 0 and finished only when nothing can go on without it; everything else is done at once."""
+    run = Run(shape, players=1)
+    late = run.admission.slots - 1
+    player = run.players["p0"]
+    while late not in run.trained:
+        while run.lease("p0", 1000):
+            pass
+        for key in [k for k in player.playing if k[0] != late]:
+            player.outbox[key] = player.playing.pop(key)
+        while run.arrive("p0"):
+            pass
+        moved = run.train()
+        moved |= run.publish()
+        moved |= run.install()
+        if not moved:
+            assert run.finish("p0")
+            assert run.arrive("p0")
+        run.check()
+    return run.oldest
+
+
+GRID = list(itertools.product(range(4), (1, 2, 3, 5), (1, 2, 3), (1, 2, 3, 4, 5, 6, 8, 11, 16)))
+
+
+def test_for_every_setting_there_is_an_order_that_reaches_the_bound():
+    for staleness, per_step, per_version, window in GRID:
+        enough = staleness + window + 3  # versions: at least so many that nothing ends before the late group is trained
+        shape = Shape(staleness, per_step, per_version, samples=1, window=window, versions=enough)
+        assert worst(shape) == shape.bound, shape
+
+
+@pytest.mark.parametrize(
+    ("staleness", "per_step", "per_version", "window"),
+    [(0, 2, 1, 3), (1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 3), (1, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2)],
+)
+def test_no_order_at_all_exceeds_the_bound_and_none_gets_stuck(staleness, per_step, per_version, window):
+    """Every order of leases, arrivals, steps and installations of a short run: all of its states are visited."""
+    versions = 4 if per_step * per_version == 2 else 6
+    shape = Shape(staleness, per_step, per_version, samples=1, window=window, versions=versions)
+    seen, waiting, oldest, ends = set(), [()], 0, 0
+    while waiting:
+        path = waiting.pop()
+        state, age, moves, done = visit(shape, path)
+        oldest = max(oldest, age)
+        if state in seen:
+            continue
+        seen.add(state)
+        ends += done
+        assert moves or done, f"stuck after {path}"
+        waiting += [(*path, move) for move in moves]
+    assert ends
+    assert oldest == shape.bound
+
+
+def visit(shape, path):
+    """Play the moves of `path`; the state, the greatest age so far, the moves that are possible, and whether it is the end."""
+    run = Run(shape, players=1)
+    player = run.players["p0"]
+    for move in path:
+        if move == "lease":
+            run.lease("p0", 1000)
+        elif move == "train":
+            run.train()
+        elif move == "install":
+            run.publish()
+            run.install()
+        else:
+            player.outbox[move, 0] = player.playing.pop((move, 0))
+            run.arrive("p0")
+    playing = tuple(sorted((g, v) for (g, _), v in player.playing.items()))
+    here = tuple(sorted((g, int(e[0][0].samples[0].table["policy_version"][1])) for g, e in run.buffer._groups.items()))
+    taken = run.buffer._taken
+    state = (playing, here, taken.head, tuple(sorted(taken.beyond)), run.steps, run.admission.version, run.oldest)
+    moves: list = [g for g, _ in playing]
+    if not run.done:
+        moves += ["lease"] * (run.admission.can_lease())
+        moves += ["train"] * bool(run.batch())
+        moves += ["install"] * (run.admission.version < run.learner_version)
+    return state, run.oldest, [] if run.done else moves, run.done
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(
+        Shape,
+        staleness=st.integers(0, 4),
+        per_step=st.integers(1, 4),
+        per_version=st.integers(1, 3),
+        samples=st.just(1),
+        window=st.integers(1, 12),
+        versions=st.integers(4, 12),
+        tokens=st.sampled_from([0, 3]),
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_long_random_runs_with_stragglers_keep_the_bound(shape, chance):
+    run = Run(shape, players=2)
+    for _ in range(4000):
+        if run.done:
+            break
+        for name, player in run.players.items():
+            while chance.random() < 0.7 and run.lease(name, 40):
+                pass
+            for key in list(player.playing):
+                if chance.random() < (0.03 if key[0] % 5 == 0 else 0.5):  # every fifth group is late
+                    player.outbox[key] = player.playing.pop(key)
+            while run.arrive(name):
+                pass
+        run.train()
+        if chance.random() < 0.5:
+            run.publish()
+            run.install()
+        run.check()
+    run.finish_run(40)
+    assert run.oldest <= shape.bound
+
+
+def test_strict_order_is_a_window_of_one_and_a_window_of_one_step_may_be_a_version_older():
+    """Not `W = P`: where a step chooses its groups one by one, strict order leaves it no choice at all."""
+    assert worst(Shape(1, 4, window=1, samples=1, versions=8)) == oldest_age(1, 1, 4) == 1
+    assert worst(Shape(1, 4, window=4, samples=1, versions=8)) == oldest_age(1, 4, 4) == 2
+    assert worst(Shape(1, 4, window=5, samples=1, versions=8)) == 2
+    assert worst(Shape(1, 4, window=6, samples=1, versions=8)) == 3
+
+
+def test_a_token_older_than_the_bound_stops_the_run_and_is_named():
+    young, old = [episode(6, 0, 5, 0)], [episode(7, 0, 5, 0), episode(7, 1, 2, 0)]
+    check_ages([young, old], version=5, bound=3)
+    with pytest.raises(AgeError, match=r"group 7 holds a token of age 4 \(trajectory g7e1 .*version 6.* at most 3"):
+        check_ages([young, old], version=6, bound=3)
+
+
+def test_ages_are_counted_by_token_with_the_time_they_queued():
+    groups = [[episode(0, 0, 5, 0), episode(0, 1, 3, 0)], [episode(1, 0, 4, 0), episode(1, 1, 5, 0)]]
+    for i, trajectory in enumerate(t for g in groups for t in g):
+        trajectory.finished_at = 100.0 + i
+    found = age_metrics(groups, version=5, bound=3, now=110.0, max_token_age=1)
+    assert found == {
+        "staleness/mean": 0.75,
+        "staleness/max": 2.0,
+        "staleness/bound": 3.0,
+        "staleness/masked_fraction": 0.25,
+        "staleness/queue_seconds_mean": 8.5,
+        "staleness/queue_seconds_max": 10.0,
+        "staleness/age_0": 2.0,
+        "staleness/age_1": 1.0,
+        "staleness/age_2": 1.0,
+        "staleness/age_3": 0.0,
+    }

@@ -1,0 +1,283 @@
+"""The scripted engine keeps the promises of `Engine`, so that tests built on it prove something."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from r3async.config import ConfigError, load_config
+from r3async.data.model_shape import RoutingShape
+from r3async.data.routes import validate_rows
+from r3async.data.versions import expand
+from r3async.rollout.engines import Engine, EngineError, GenerationRequest, build_engine
+from r3async.rollout.engines.scripted import LETTERS, SCRIPTED_ROUTING, ScriptedEngine
+from r3async.weights.publish import WeightManifest
+from tests.helpers.scripted import scripted_logprob, scripted_routes
+
+PROMPT = np.asarray([5, 6, 7], np.int32)
+
+
+class Gate:
+    """A pace that lets tokens through one by one."""
+
+    def __init__(self):
+        self._semaphore = asyncio.Semaphore(0)
+
+    async def __call__(self) -> None:
+        async with asyncio.timeout(5):
+            await self._semaphore.acquire()
+
+    async def let(self, tokens: int) -> None:
+        for _ in range(tokens):
+            self._semaphore.release()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version=version, path="", tensors={}, nbytes=0)
+
+
+async def started(script, **options) -> ScriptedEngine:
+    engine = ScriptedEngine(script, **options)
+    await engine.start()
+    return engine
+
+
+def request(max_tokens: int = 10, **values) -> GenerationRequest:
+    return GenerationRequest("r", PROMPT, max_tokens, **values)
+
+
+async def test_it_is_an_engine():
+    engine: Engine = await started([[1]])
+    assert engine.version == -1
+
+
+@pytest.mark.parametrize(
+    ("answer", "max_tokens", "expected", "reason"),
+    [
+        ([1, 2, 9, 3], 10, [1, 2, 9], "stop"),
+        ([1, 2, 3, 4], 2, [1, 2], "length"),
+        ([1, 2], 10, [1, 2], "stop"),
+        ([1, 9], 2, [1, 9], "stop"),
+        ([], 2, [], "stop"),
+    ],
+)
+async def test_answers_end_at_a_stop_token_or_the_limit(answer, max_tokens, expected, reason):
+    engine = await started([answer])
+    generation = await engine.generate(request(max_tokens, stop_token_ids=(9,)))
+    assert generation.token_ids.tolist() == expected
+    assert generation.token_ids.dtype == np.int32
+    assert generation.logprobs.dtype == np.float32
+    assert generation.stop_reason == reason
+
+
+async def test_scripts_are_functions_of_the_call_or_tables():
+    engine = await started(lambda request, index: [index, len(request.prompt_ids)])
+    assert [(await engine.generate(request())).token_ids.tolist() for _ in range(2)] == [[0, 3], [1, 3]]
+    assert len(engine.calls) == 2
+    engine = await started([[1], [2]])
+    assert [(await engine.generate(request())).token_ids.tolist() for _ in range(3)] == [[1], [2], [1]]
+
+
+async def test_numbers_depend_on_position_version_and_token_only():
+    first, second = await started([[4, 5]]), await started([[9], [4, 5]])
+    await second.generate(request())
+    a, b = await first.generate(request()), await second.generate(request())
+    assert a.logprobs.tolist() == b.logprobs.tolist()
+    assert np.array_equal(a.routed_experts, b.routed_experts)
+    assert a.logprobs[1] == pytest.approx(scripted_logprob(4, -1, 5))
+    assert a.routed_experts[3].tolist() == scripted_routes(3, -1, 4, SCRIPTED_ROUTING)
+    assert len({scripted_logprob(p, v, t) for p in range(20) for v in range(5) for t in range(20)}) == 2000
+    assert (await first.score(np.asarray([5, 6, 7, 4]))).tolist() == pytest.approx(
+        [scripted_logprob(1, -1, 6), scripted_logprob(2, -1, 7), scripted_logprob(3, -1, 4)]
+    )
+
+
+@pytest.mark.parametrize("shape", [RoutingShape(3, 2, 8), RoutingShape(2, 8, 8), RoutingShape(1, 4, 300)])
+async def test_routes_are_valid_and_begin_where_asked(shape):
+    engine = await started([list(range(50))], routing=shape)
+    everything = (await engine.generate(request(50))).routed_experts
+    assert everything.shape == (3 + 50 - 1, shape.layers, shape.top_k)
+    assert everything.dtype == (np.uint8 if shape.num_experts <= 256 else np.uint16)
+    validate_rows(everything, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+    for first in (1, 3):
+        rows = (await engine.generate(request(50, routes_from=first))).routed_experts
+        assert np.array_equal(rows, everything[first:])
+
+
+async def test_routes_can_be_missing():
+    assert (await (await started([[1, 2]], rows="none")).generate(request())).routed_experts is None
+    assert (await (await started([[1, 2]], routing=None)).generate(request())).routed_experts is None
+    assert len((await (await started([[1, 2]], rows="half")).generate(request())).routed_experts) == 2
+
+
+async def test_an_installation_in_the_middle_of_an_answer_splits_its_spans():
+    gate = Gate()
+    engine = await started([[1, 2, 3, 4, 5]], pace=gate)
+    running = asyncio.create_task(engine.generate(request()))
+    await gate.let(2)
+    report = await engine.install(manifest(0), 1.0)
+    assert report.version == engine.version == 0
+    await gate.let(1)
+    await engine.install(manifest(3), 1.0)
+    await gate.let(2)
+    generation = await asyncio.wait_for(running, 5)
+    versions = expand(generation.version_spans, 5)
+    assert versions.tolist() == [-1, -1, 0, 3, 3]
+    assert generation.logprobs.tolist() == pytest.approx(
+        [scripted_logprob(3 + i, v, i + 1) for i, v in enumerate(versions.tolist())]
+    )
+    # Token i is fed by the step that samples token i + 1, under its version.
+    assert generation.routed_experts[4].tolist() == scripted_routes(4, 0, 2, SCRIPTED_ROUTING)
+    assert engine.installed == [0, 3]
+
+
+async def test_nothing_is_sampled_while_weights_are_installed():
+    gate, loading = Gate(), asyncio.Event()
+
+    async def slow(manifest):
+        await loading.wait()
+
+    engine = await started([[1, 2, 3]], pace=gate, before_install=slow)
+    running = asyncio.create_task(engine.generate(request()))
+    await gate.let(1)
+    installing = asyncio.create_task(engine.install(manifest(0), 5.0))
+    await gate.let(2)
+    assert not running.done()
+    loading.set()
+    await asyncio.wait_for(installing, 5)
+    generation = await asyncio.wait_for(running, 5)
+    assert expand(generation.version_spans, 3).tolist() == [-1, 0, 0]
+
+
+async def test_abort_returns_what_was_sampled_and_cancel_nothing():
+    gate = Gate()
+    engine = await started([[1, 2, 3, 4]], pace=gate)
+    running = asyncio.create_task(engine.generate(request()))
+    await gate.let(2)
+    await engine.abort("r")
+    await gate.let(1)
+    generation = await asyncio.wait_for(running, 5)
+    assert (generation.token_ids.tolist(), generation.stop_reason) == ([1, 2], "abort")
+    assert len(generation.routed_experts) == 3 + 2 - 1
+    running = asyncio.create_task(engine.generate(request()))
+    await gate.let(1)
+    assert engine.stats()["running"] == 1
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert engine.stats() == {"running": 0, "generated_tokens": 2, "pause_seconds": 0.0}
+
+
+async def test_failures_are_engine_errors():
+    async def broken(manifest):
+        raise OSError("no such file")
+
+    engine = ScriptedEngine([[1]], before_install=broken)
+    with pytest.raises(EngineError, match="not running"):
+        await engine.generate(request())
+    await engine.start()
+    with pytest.raises(EngineError, match="installing version 1 failed: OSError"):
+        await engine.install(manifest(1), 1.0)
+    with pytest.raises(EngineError, match="not running"):
+        await engine.generate(request())
+    engine = await started([[1]])
+    await engine.install(manifest(2), 1.0)
+    with pytest.raises(EngineError, match="version 1 is older"):
+        await engine.install(manifest(1), 1.0)
+    await engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await engine.score(PROMPT)
+
+
+class Watch:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in_its_middle():
+    clock, loading = Watch(), asyncio.Event()
+
+    async def load(manifest):
+        clock.now += 5.0
+        await loading.wait()
+
+    engine = await started([list(range(1, 11))] * 2, seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    first = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    clock.now = 0.4
+    engine._before_install = load
+    installing = asyncio.create_task(engine.install(manifest(3), 5))
+    await asyncio.sleep(0.2)  # the loop's clock goes on, and the engine's stands
+    second = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    assert not first.done()
+    loading.set()
+    assert (await installing).pause_seconds == 5.0
+    await asyncio.sleep(0.2)
+    assert not first.done()
+    clock.now = 6.5
+    a, b = await asyncio.wait_for(asyncio.gather(first, second), 5)
+    assert [(s.version, s.start, s.stop) for s in a.version_spans] == [(-1, 0, 4), (3, 4, 10)]
+    assert a.routed_experts[0].tolist() == scripted_routes(0, -1, 5, SCRIPTED_ROUTING)
+    assert [(s.version, s.start, s.stop) for s in b.version_spans] == [(3, 0, 10)]
+    assert b.routed_experts[0].tolist() == scripted_routes(0, 3, 5, SCRIPTED_ROUTING)
+    assert engine.stats()["generated_tokens"] == 20
+
+
+async def test_an_answer_that_takes_time_is_aborted_with_what_was_sampled_and_ends_with_the_engine():
+    clock = Watch()
+    engine = await started([list(range(1, 11))] * 2, seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
+    first = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    clock.now = 0.3
+    await engine.abort("r")
+    generation = await asyncio.wait_for(first, 5)
+    assert (generation.token_ids.tolist(), generation.stop_reason) == ([1, 2, 3], "abort")
+    second = asyncio.create_task(engine.generate(request(20)))
+    await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        await asyncio.wait_for(second, 5)
+
+
+async def test_a_run_can_have_an_engine_without_vllm_whose_routes_fit_the_model(tmp_path):
+    geometry = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3, "mlp_only_layers": [0]}
+    (tmp_path / "config.json").write_text(json.dumps(geometry))
+    config = load_config("quickstart", ["generator.engine=scripted", "weights.probe=false"])
+    engines = [build_engine(config, str(tmp_path), seed) for seed in (1, 2)]
+    answers = []
+    for engine in engines:
+        await engine.start()
+        await engine.install(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+        prompt = np.asarray([5, 6], np.int32)
+        requests = [GenerationRequest(name, prompt, max_tokens=50, stop_token_ids=(257,)) for name in "abca"]
+        generations = [await engine.generate(request) for request in requests]
+        answers.append([g.token_ids.tolist() for g in generations])
+        for generation in generations:
+            assert generation.routed_experts.shape == (1 + len(generation.token_ids), 2, 2)
+            assert generation.stop_reason in ("stop", "length")
+            assert set(generation.token_ids.tolist()) <= {*LETTERS, 257}
+        assert engine.calls == []  # a long run asks millions
+    # An episode that is played again, by whomever, is the same: what a resumed run trains can be compared.
+    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[0][3]
+    assert len({tuple(answer) for answer in answers[0]}) == 3
+
+
+def test_an_engine_without_weights_refuses_a_probe_and_settings_of_another(tmp_path):
+    with pytest.raises(ConfigError, match=r"weights\.probe"):
+        load_config("quickstart", ["generator.engine=scripted"])
+    args = "generator.engine_args={ block_size = 16 }"
+    config = load_config("quickstart", ["generator.engine=scripted", "weights.probe=false", args])
+    with pytest.raises(ValueError, match="'block_size': the scripted engine knows `token_seconds` only"):
+        build_engine(config, str(tmp_path), 0)

@@ -1,0 +1,387 @@
+"""The endpoint as the `openai` package sees it: what is served is recorded, and what cannot be granted is refused."""
+
+import asyncio
+import json
+
+import numpy as np
+import openai
+import pytest
+
+from r3async.config import ConfigError, EpisodeConfig, Secret, ServingConfig, config_from_dict
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from r3async.rollout.episode import EpisodeError
+from tests.helpers.scripted import scripted_logprob, scripted_routes
+from tests.helpers.serving import ADD, HERMES, answer_ids, client_of, ready, renderer, serving, talking, until, user
+
+CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
+
+
+async def ask(client, messages, **values):
+    return await client.chat.completions.create(model="any", messages=messages, **values)
+
+
+def sampled(table):
+    return table["token_ids"][table["loss_mask"]].tolist()
+
+
+async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_routes_are_the_engines():
+    async with talking(["one", "two"]) as (_, session, client):
+        first = await ask(client, [user("a")])
+        assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("one", "stop")
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 4)
+        history = [user("a"), first.choices[0].message, user("b")]
+        assert (await ask(client, history)).choices[0].message.content == "two"
+        session.reward(1.5)
+        session.close()
+        trajectory = session.trajectory("stop")
+    (sample,) = trajectory.samples
+    table, chat = sample.table, session.renderer
+    assert sampled(table) == [t for answer in answer_ids(chat, "one", "two") for t in answer]
+    assert (
+        chat.decode(table["token_ids"].tolist()) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
+    )
+    assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
+    for at, token in enumerate(table["token_ids"].tolist()):
+        if table["loss_mask"][at]:
+            assert table["rollout_logprobs"][at] == pytest.approx(scripted_logprob(at, 5, token))
+            assert table["policy_version"][at] == 5
+        if table["routing_recorded"][at]:
+            assert (table["routed_experts"][at] == scripted_routes(at, 5, token, SCRIPTED_ROUTING)).all()
+    assert [turn.reward for turn in trajectory.turns] == [0, 1.5]
+    assert table["rewards"][-1] == 1.5
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.trajectory_id) == (1.5, "stop", "g00000003e0000")
+
+
+@pytest.mark.parametrize("template", [None, HERMES])
+async def test_a_tool_call_that_comes_back_parsed_keeps_the_tokens_that_were_sampled(template):
+    async with talking([f"Let me see. {CALL}", "It is 7."], template) as (_, session, client):
+        answer = (await ask(client, [user("3+4")], tools=[ADD])).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content == "Let me see."
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "add"
+        assert json.loads(call.function.arguments) == {"a": 3, "b": 4}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        # As frameworks do: a message of their own, without what the package adds, arguments written anew.
+        rewritten = {"name": "add", "arguments": json.dumps({"a": 3, "b": 4}, indent=1)}
+        again = {
+            "role": "assistant",
+            "content": answer.message.content,
+            "tool_calls": [{"id": call.id, "type": "function", "function": rewritten}],
+        }
+        final = (await ask(client, [user("3+4"), again, result], tools=[ADD])).choices[0]
+        assert (final.message.content, final.finish_reason) == ("It is 7.", "stop")
+        session.reward(1)
+        session.close()
+        (sample,) = session.trajectory("stop").samples
+    assert sampled(sample.table) == [
+        t for a in answer_ids(session.renderer, f"Let me see. {CALL}", "It is 7.") for t in a
+    ]
+    assert f"{CALL}<|end|><|tool|>7" in session.renderer.decode(sample.table["token_ids"].tolist())
+
+
+async def test_a_template_that_insists_on_the_call_gets_it_and_the_row_branches():
+    strict = HERMES.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('a result without its call') }}{% endif %}",
+    )
+    async with talking([CALL, "7"], strict) as (_, session, client):
+        message = (await ask(client, [user("3+4")], tools=[ADD])).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
+        await ask(client, [user("3+4"), message, result], tools=[ADD])
+        session.reward(1)
+        session.close()
+        samples = session.trajectory("stop").samples
+    assert [sampled(s.table) for s in samples] == answer_ids(session.renderer, CALL, "7")
+
+
+async def test_streams_are_the_same_answers_in_pieces():
+    async with talking(["hello", CALL], template=HERMES) as (_, session, client):
+        chunks = [c async for c in await ask(client, [user("a")], stream=True, stream_options={"include_usage": True})]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "hello"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert chunks[-1].usage.completion_tokens == 6
+        chunks = [c async for c in await ask(client, [user("b")], tools=[ADD], stream=True)]
+        (call,) = next(c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls)
+        assert (call.index, call.function.name) == (0, "add")
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        assert session.turns == 2
+
+
+async def test_the_logprob_of_each_sampled_token_is_returned():
+    async with talking(["hi"]) as (_, _, client):
+        content = (await ask(client, [user("a")], logprobs=True, top_logprobs=3)).choices[0].logprobs.content
+    chat = renderer()
+    tokens = [*chat.encode("hi"), chat.end_id]
+    assert [c.token for c in content] == ["h", "i", "<|end|>"]
+    assert [c.logprob for c in content] == pytest.approx([scripted_logprob(3 + i, 5, t) for i, t in enumerate(tokens)])
+    assert [[t.token for t in c.top_logprobs] for c in content] == [["h"], ["i"], ["<|end|>"]]
+
+
+async def test_completions_keep_the_tokens_of_a_text_that_is_continued():
+    async with talking(["bcd ", "ghi", "x"]) as (_, session, client):
+        first = await client.completions.create(model="m", prompt="a", max_tokens=50, logprobs=1)
+        assert (first.choices[0].text, first.choices[0].finish_reason) == ("bcd ", "stop")
+        assert first.choices[0].logprobs.tokens == ["b", "c", "d", " ", "<|end|>"]
+        second = await client.completions.create(model="m", prompt="abcd ef", max_tokens=2)
+        assert (second.choices[0].text, second.choices[0].finish_reason) == ("gh", "length")
+        ids = session.renderer.encode("abcd efgh")
+        chunks = [c async for c in await client.completions.create(model="m", prompt=[ids], stream=True)]
+        assert "".join(c.choices[0].text for c in chunks) == "x"
+        session.reward(1)
+        session.close()
+        rows = session.trajectory("stop").samples
+    # The first answer's stop token is not part of the text that goes on: a branch. The third extends the second exactly.
+    assert [sampled(r.table) for r in rows] == [
+        answer_ids(session.renderer, "bcd ")[0],
+        [*session.renderer.encode("gh"), *answer_ids(session.renderer, "x")[0]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": 0.2}, "episode.temperature = 1.0"),
+        ({"top_p": 0.9}, "top_p = 0.9"),
+        ({"n": 2}, "n = 2"),
+        ({"stop": ["\n"]}, "stop = "),
+        ({"frequency_penalty": 1.0}, "frequency_penalty = 1"),
+        ({"tool_choice": "required", "tools": [ADD]}, "tool_choice = 'required'"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"extra_body": {"top_k": 5}}, "top_k = 5"),
+    ],
+)
+async def test_what_would_change_the_sampling_and_cannot_be_granted_is_refused(values, message):
+    async with talking(["a"]) as (_, session, client):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, [user("a")], **values)
+        assert message in caught.value.body["message"]
+        assert caught.value.body["type"] == "invalid_request_error"
+        await ask(client, [user("a")], temperature=1, top_p=1.0, n=1, stop=None, seed=7, user="me")
+        assert session.turns == 1
+
+
+async def test_max_tokens_is_honoured_and_bounded_by_the_episode():
+    settings = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=40, max_total_tokens=44)
+    async with talking(["x" * 50], settings=settings) as (server, _, client):
+        for values in ({"max_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 7}, {"max_tokens": 99}, {}):
+            answer = await ask(client, [user("a")], **values)
+            assert answer.choices[0].finish_reason == "length"
+        await ask(client, [user("a" * 36)])
+        assert [c.max_tokens for c in server._engine.calls] == [3, 3, 8, 8, 44 - 38]
+
+
+async def test_a_context_that_is_too_long_and_too_many_turns_are_errors_that_agents_know():
+    settings = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=40, max_total_tokens=60)
+    async with talking(["a"], settings=settings) as (_, session, client):
+        with pytest.raises(openai.BadRequestError, match=r"maximum context length is 40 .* 62 tokens") as caught:
+            await ask(client, [user("a" * 60)])
+        assert caught.value.code == "context_length_exceeded"
+        assert session.limit == "length"
+        await ask(client, [user("a")])
+        await ask(client, [user("a")])
+        with pytest.raises(openai.BadRequestError, match=r"episode\.max_turns = 2"):
+            await ask(client, [user("a")])
+        assert session.limit == "turns"
+
+
+async def test_only_an_open_key_is_answered():
+    async with talking(["a"]) as (server, session, client):
+        assert [m.id async for m in await client.models.list()] == ["policy"]
+        async with client_of(server, "r3-guess") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await ask(stranger, [user("a")])
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+        other = server.open(session.task)
+        assert other.key != session.key
+        assert len(session.key) > 40
+        server.close(session)
+        with pytest.raises(openai.AuthenticationError, match="it has ended"):
+            await ask(client, [user("a")])
+        async with client_of(server, other.key) as neighbour:
+            await ask(neighbour, [user("a")])
+        assert (session.turns, other.turns) == (0, 1)
+
+
+async def test_closing_a_session_aborts_what_runs_in_it():
+    never = asyncio.Event()
+    async with talking(["abc"], options={"pace": never.wait}) as (server, session, client):
+        asking = asyncio.create_task(ask(client, [user("a")]))
+        await until(lambda: server._engine.calls)
+        server.close(session)
+        with pytest.raises(openai.AuthenticationError):
+            await asking
+        assert server._engine.stats()["running"] == 0
+        session.reward(1)
+        with pytest.raises(EpisodeError, match="got no answer"):
+            session.trajectory("stop")
+
+
+async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
+    never = asyncio.Event()
+    async with talking(["abc"], options={"pace": never.wait}) as (server, session, client):
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client, [user("a")], timeout=0.3)
+        await until(lambda: not server._engine.stats()["running"])
+        never.set()
+        await ask(client, [user("a")])
+        session.reward(1)
+        session.close()
+        (sample,) = session.trajectory("stop").samples
+    assert sample.table["routing_recorded"][:-1].all()
+
+
+async def test_an_engine_failure_is_reported_once_and_remembered():
+    async with talking(["a"]) as (server, session, _):
+        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=2) as client:
+            await server._engine.stop()
+            with pytest.raises(openai.InternalServerError, match="the engine failed"):
+                await ask(client, [user("a")])
+    assert "not running" in str(session.failure)
+
+
+async def test_rewards_add_up_are_credited_where_they_belong_and_can_be_replaced():
+    async with talking(["a", "b", "c"]) as (_, session, client):
+        path = "/r3async/reward"
+        first = await ask(client, [user("1")])
+        await client.post(path, body={"reward": 9, "turn": 0}, cast_to=object)
+        await client.post(path, body={"reward": 0.5, "id": first.id}, cast_to=object)
+        await ask(client, [user("2")])
+        await ask(client, [user("3")])
+        for wrong in ({"reward": "x"}, {"reward": float(3), "turn": 7}, {}, {"reward": True}, {"reward": 1, "id": "x"}):
+            with pytest.raises(openai.BadRequestError):
+                await client.post(path, body=wrong, cast_to=object)
+        answer = await client.post(path, body={"reward": 1, "done": True}, cast_to=object)
+        assert answer == {"episode": "g00000003e0000", "task_seed": 11, "turns": 3, "reward": 1.5}
+        assert session.closed.is_set()
+        with pytest.raises(openai.AuthenticationError):
+            await ask(client, [user("4")])
+        trajectory = session.trajectory("stop")
+    assert [t.reward for t in trajectory.turns] == [0.5, 0, 1]
+    assert sum(s.table["rewards"].sum() for s in trajectory.samples) == pytest.approx(1.5)
+    assert [p["role"] for p in trajectory.preview] == ["user", "assistant"] * 3
+
+
+async def test_an_episode_without_a_reward_is_an_error_that_names_the_call_unless_it_has_a_worth():
+    async with talking(["a"]) as (_, session, client):
+        await ask(client, [user("1")])
+        session.close()
+        with pytest.raises(EpisodeError, match=r"gave no reward.*POST /v1/r3async/reward.*serving\.unrewarded"):
+            session.trajectory("stop")
+    async with talking(["a"], unrewarded=-1.0) as (_, session, client):
+        await ask(client, [user("1")])
+        session.close()
+        assert session.trajectory("stop").reward == -1
+
+
+async def test_answers_after_the_last_reward_are_left_out_when_time_ran_out():
+    async with talking(["a", "b"]) as (_, session, client):
+        await ask(client, [user("1")])
+        session.reward(1, turn=0)
+        await ask(client, [user("2")])
+        session.close()
+        trajectory = session.trajectory("timeout")
+    assert [t.reward for t in trajectory.turns] == [1]
+    assert len(trajectory.samples) == 1
+
+
+async def test_ill_formed_requests_and_unknown_paths_are_errors_in_the_same_shape():
+    async with talking(["a"]) as (_, session, client):
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="m", input="x")
+        bad = (
+            [],
+            [{"role": "alien", "content": "x"}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            [{"role": "user", "content": 3}],
+            [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
+        )
+        for messages in bad:
+            with pytest.raises(openai.BadRequestError):
+                await ask(client, messages)
+        with pytest.raises(openai.BadRequestError, match="ids of 0"):
+            await client.completions.create(model="m", prompt=[1, 10**6])
+        with pytest.raises(openai.BadRequestError):
+            await client.post("/chat/completions", body=[1], cast_to=object)
+        assert session.turns == 0
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        await ask(client, [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}])
+
+
+# -- who may begin ------------------------------------------------------------------------------------------------
+
+
+async def test_beginning_a_session_takes_the_token_and_the_endpoint_is_on_loopback():
+    chat = renderer()
+    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True, max_sessions=1) as server:
+        assert server.base_url.startswith("http://127.0.0.1:")
+        async with client_of(server, "guess") as stranger:
+            with pytest.raises(openai.AuthenticationError, match=r"serving\.token"):
+                await stranger.post("/r3async/sessions", body={"task_seed": 4}, cast_to=object)
+        async with client_of(server, server.token) as owner:
+            begun = await owner.post("/r3async/sessions", body={"task_seed": 4}, cast_to=object)
+            assert begun["task_seed"] == 4
+            with pytest.raises(openai.RateLimitError, match=r"serving\.max_sessions = 1"):
+                await owner.post("/r3async/sessions", body={"task_seed": 5}, cast_to=object)
+            with pytest.raises(openai.InternalServerError, match="no episode waits"):
+                await owner.post("/r3async/sessions", body={}, cast_to=object)
+            with pytest.raises(openai.AuthenticationError):
+                await ask(owner, [user("a")])
+        async with client_of(server, begun["key"]) as agent:
+            await ask(agent, [user("a")])
+            done = await agent.post("/r3async/reward", body={"reward": 1, "done": True}, cast_to=object)
+            assert (done["turns"], done["reward"]) == (1, 1)
+        async with client_of(server, server.token) as owner:
+            await owner.post("/r3async/sessions", body={"task_seed": 5}, cast_to=object)
+    async with serving(await ready(answer_ids(chat, "a")), chat) as server, client_of(server, server.token) as owner:
+        with pytest.raises(openai.AuthenticationError, match=r"serving\.enabled is false"):
+            await owner.post("/r3async/sessions", body={"task_seed": 4}, cast_to=object)
+
+
+def test_a_host_that_others_can_reach_needs_a_token(monkeypatch):
+    for host in ("0.0.0.0", "192.168.0.1", "example.org", "::"):
+        with pytest.raises(ConfigError, match=r"\[serving\] `host` = .* is open to other machines: set `token`"):
+            config_from_dict({"serving": {"host": host}})
+        assert config_from_dict({"serving": {"host": host, "token": "secret"}}).serving.token == Secret("secret")
+    for host in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
+        config_from_dict({"serving": {"host": host}})
+
+
+async def test_a_token_may_be_kept_in_the_environment_and_a_taken_port_is_named(monkeypatch):
+    chat, engine = renderer(), await ready([[1]])
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    async with serving(engine, chat, enabled=True, token="$MY_TOKEN") as server:
+        assert server.token == "secret"
+        port = int(server.base_url.split(":")[2].split("/")[0])
+        with pytest.raises(ConfigError, match=rf"`serving.port` = {port} cannot be listened on"):
+            async with serving(engine, chat, port=port):
+                pass
+    with pytest.raises(ConfigError, match="no such environment variable"):
+        async with serving(engine, chat, token="$NOWHERE"):
+            pass
+    with pytest.raises(ValueError, match="port"):
+        ServingConfig(port=70000)
+
+
+async def test_parallel_requests_branch_share_their_prompts_routes_and_are_trained_once():
+    texts = ["a1", "b2", "c3"]
+    async with talking(texts) as (_, session, client):
+        answers = await asyncio.gather(*(ask(client, [user("q")]) for _ in texts))
+        got = [a.choices[0].message for a in answers]
+        await ask(client, [user("q"), got[1], user("more")])
+        session.reward(1)
+        session.close()
+        trajectory = session.trajectory("stop")
+    assert len(trajectory.samples) == 3
+    assert sorted(len(s.table) for s in trajectory.samples)[:2] == [6, 6]
+    long = max(trajectory.samples, key=lambda s: len(s.table)).table
+    assert session.renderer.decode(long["token_ids"].tolist()).startswith(
+        f"<|user|>q<|assistant|>{got[1].content}<|end|>"
+    )
+    assert sum(int(s.table["loss_mask"].sum()) for s in trajectory.samples) == 4 * 3
+    recorded = np.concatenate([s.table["routing_recorded"][:-1] for s in trajectory.samples])
+    assert recorded.all()

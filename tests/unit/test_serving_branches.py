@@ -1,0 +1,205 @@
+"""Whatever an agent sends, in whatever order: each answer is trained once, in a row that is exactly what the engine saw."""
+
+import asyncio
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from r3async.config import EpisodeConfig
+from r3async.envs import Message
+from r3async.record.routes import EngineCall, TrainedRoutes, parse_id
+from r3async.record.verify import engine_rows
+from r3async.rollout.agents.protocol import Refused
+from r3async.rollout.agents.session import Session
+from r3async.rollout.engines.scripted import SCRIPTED_ROUTING
+from tests.helpers.scripted import scripted_logprob, scripted_routes
+from tests.helpers.serving import HERMES, TASK, merging_renderer, ready
+
+RENDERERS = {name: merging_renderer(template) for name, template in (("plain", None), ("hermes", HERMES))}
+ADD = {"type": "function", "function": {"name": "add"}}
+ANSWERS = ["ab", "abab", "ba", "aa", "b", "", '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>', "ab aa\n"]
+
+request_strategy = st.fixed_dictionaries(
+    {
+        "after": st.integers(-1, 8),  # which earlier answer it continues; -1 begins anew
+        "drop": st.integers(0, 3),  # so many messages of that history are forgotten
+        "edit": st.booleans(),  # the oldest message is rewritten
+        "say": st.sampled_from(["x", "ab", "aba"]),
+        "answer": st.sampled_from(ANSWERS),
+        "spelled": st.booleans(),  # sampled byte by byte, not as the tokenizer would write it
+        "ended": st.booleans(),
+        "beside": st.booleans(),  # does not wait for the request before it
+    }
+)
+
+
+@given(
+    requests=st.lists(request_strategy, min_size=1, max_size=7),
+    rows=st.sampled_from(["auto", "stepwise"]),
+    template=st.sampled_from(list(RENDERERS)),
+)
+@settings(max_examples=120, deadline=None)
+def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(requests, rows, template):
+    asyncio.run(_play(requests, rows, RENDERERS[template]))
+
+
+async def _play(requests, rows, chat):
+    limits = EpisodeConfig(max_turns=99, max_new_tokens=120, max_prompt_tokens=3000, max_total_tokens=4000, rows=rows)
+    answers = []
+    for r in requests:
+        ids = [chat.encode(c)[0] for c in r["answer"]] if r["spelled"] else chat.encode(r["answer"])
+        # An answer has at least one token; one that does not end runs to the limit, of which there is none in reach.
+        answers.append([*ids, chat.end_id] if r["ended"] or not ids else ids)
+    engine = await ready(lambda request, index: answers[int(request.request_id.rpartition("t")[2])])
+    session = Session(TASK, engine, chat, limits)
+    histories: list[list[Message]] = []
+
+    async def one(request):
+        history = list(histories[request["after"] % len(histories)]) if histories and request["after"] >= 0 else []
+        history = history[: len(history) - request["drop"]] if request["drop"] else history
+        if request["edit"] and history:
+            history = [Message(history[0].role, history[0].content + "!"), *history[1:]]
+        history.append(Message("user", request["say"]))
+        sampled, message = await session.chat(history, [ADD])
+        calls = [{**c, "function": {**c["function"], "arguments": {"a": 1}}} for c in message.get("tool_calls", [])]
+        histories.append([*history, Message("assistant", message["content"] or "", tool_calls=calls)])
+        return sampled
+
+    running = []
+    for request in requests:
+        if not request["beside"]:
+            await asyncio.gather(*running)
+        running.append(asyncio.ensure_future(one(request)))
+    got = await asyncio.gather(*running)
+    session.reward(1.0)
+    session.close()
+    trajectory = session.trajectory("stop")
+
+    by_turn = {s.turn: s for s in got}
+    asked = {int(c.request_id.rpartition("t")[2]): c.prompt_ids.tolist() for c in engine.calls}
+    prompts = sorted((p, answers[i]) for i, p in asked.items())
+    seen = []
+    for turn in trajectory.turns:
+        ids = trajectory.samples[turn.sample].table["token_ids"].tolist()
+        assert ids[turn.start : turn.stop] == by_turn[turn.index].token_ids
+        seen.append((ids[: turn.start], ids[turn.start : turn.stop]))
+    assert sorted(seen) == prompts
+    trained = sum(int(s.table["loss_mask"].sum()) for s in trajectory.samples)
+    assert trained == sum(len(a) for a in answers[: len(got)])
+    if rows == "stepwise":
+        assert len(trajectory.samples) == len(got)
+    for sample in trajectory.samples:
+        table = sample.table
+        assert table["loss_mask"][-1]
+        assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
+        for at, token in enumerate(table["token_ids"].tolist()):
+            if at < len(table) - 1:
+                assert (table["routed_experts"][at] == scripted_routes(at, 5, token, SCRIPTED_ROUTING)).all()
+            if table["loss_mask"][at]:
+                assert table["rollout_logprobs"][at] == pytest.approx(scripted_logprob(at, 5, token))
+
+
+@pytest.mark.parametrize("template", list(RENDERERS))
+async def test_an_answer_keeps_its_own_tokens_on_every_branch_that_repeats_it(template):
+    chat = RENDERERS[template]
+    spelled = [[chat.encode(c)[0] for c in text] + [chat.end_id] for text in ("abab", "ba", "aa", "b")]
+    engine = await ready(spelled)
+    session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
+    root = [Message("user", "ab")]
+    first, _ = await session.chat(root)
+    left = [*root, Message("assistant", "abab"), Message("user", "left")]
+    await session.chat(left)
+    await session.chat([*root, Message("assistant", "abab"), Message("user", "right")])
+    # The older branch goes on after the newer one.
+    await session.chat([*left, Message("assistant", "ba"), Message("user", "more")])
+    prompts = [call.prompt_ids.tolist() for call in engine.calls]
+    head = [*prompts[0], *first.token_ids]
+    for prompt in prompts[1:]:
+        assert prompt[: len(head)] == head
+    assert prompts[3][: len(prompts[1]) + 3] == [*prompts[1], *spelled[1]]
+    session.reward(1)
+    session.close()
+    assert len(session.trajectory("stop").samples) == 2
+
+
+async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
+    chat = RENDERERS["hermes"]
+    spelled = [[chat.encode(c)[0] for c in text] + [chat.end_id] for text in ("abab", "ba", "b")]
+    engine = await ready(spelled)
+    session = Session(TASK, engine, chat, EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000))
+    history = [Message("user", "one"), Message("assistant", "abab"), Message("user", "two"), Message("assistant", "ba")]
+    await session.chat(history[:1])
+    await session.chat(history[:3])
+    summary = [Message("user", "so far"), *history[1:], Message("user", "go on")]
+    await session.chat(summary)
+    tokens = engine.calls[2].prompt_ids.tolist()
+    text = chat.decode(tokens)
+    assert text == chat.render(summary)
+    for answer in spelled[:2]:
+        assert any(tokens[i : i + len(answer)] == answer for i in range(len(tokens)))
+    session.reward(1)
+    session.close()
+    rows = session.trajectory("stop").samples
+    assert [int(r.table["loss_mask"].sum()) for r in rows] == [len(spelled[0]) + len(spelled[1]), len(spelled[2])]
+
+
+async def test_merged_rows_refuse_a_branch_and_name_the_setting():
+    chat = RENDERERS["plain"]
+    limits = EpisodeConfig(max_turns=9, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
+    session = Session(TASK, await ready([[chat.end_id]]), chat, limits)
+    await session.chat([Message("user", "one")])
+    with pytest.raises(Refused, match=r"episode\.rows"):
+        await session.chat([Message("user", "two")])
+    assert np.isfinite(session.total_reward)
+
+
+async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_still_proved():
+    """Two requests at once, the second answered first, and a third that continues it."""
+    chat = RENDERERS["plain"]
+    gates = {f"g00000003e0000t{i}": asyncio.Event() for i in range(4)}
+    calls = []
+
+    class Recorded:
+        """What `observe.tracing.recording` writes down, in its order."""
+
+        def __init__(self, engine):
+            self.engine, self.routing = engine, engine.routing
+
+        async def generate(self, request):
+            await gates[request.request_id].wait()
+            got = await self.engine.generate(request)
+            which = parse_id(request.request_id)
+            versions = np.zeros(len(got.token_ids), np.int32)
+            facts = (request.prompt_ids, got.token_ids, got.logprobs, got.routed_experts, versions)
+            calls.append(EngineCall(which.trajectory_id, which.number, 0.0, got.routes_from, *facts))
+            return got
+
+    engine = await ready([[*chat.encode(c), chat.end_id] for c in "pqrs"])
+    session = Session(TASK, Recorded(engine), chat, EpisodeConfig(max_prompt_tokens=900, max_total_tokens=1000))
+    gates["g00000003e0000t0"].set()
+    root = [Message("user", "x")]
+    sampled, _ = await session.chat(root)
+    root += [Message("assistant", sampled.text), Message("user", "y")]
+    asked = [asyncio.create_task(session.chat(root)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for i in (2, 1):
+        gates[f"g00000003e0000t{i}"].set()
+        await asyncio.wait([asked[i - 1]])
+    gates["g00000003e0000t3"].set()
+    second, _ = asked[1].result()
+    await session.chat([*root, Message("assistant", second.text), Message("user", "z")])
+    session.reward(1)
+    session.close()
+    assert [call.turn for call in calls] == [0, 2, 1, 3]
+    for sample in session.trajectory("stop").samples:
+        table = sample.table
+        names = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
+        columns = {n: table[n] for n in names}
+        used = table["routed_experts"]
+        found = engine_rows(TrainedRoutes(1, sample.sample_id, "g00000003e0000", **columns, own=used, used=used), calls)
+        assert found is not None, f"{sample.sample_id}: no attempt sampled it"
+        rows, recorded = found
+        assert recorded.tolist() == table["routing_recorded"].tolist()
+        assert np.array_equal(rows[recorded], used[recorded])

@@ -1,0 +1,235 @@
+"""What a request to the endpoint may take: bytes, messages, characters, connections, time; and never the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import aiohttp
+import pytest
+
+from r3async.config import EpisodeConfig
+from r3async.rollout.agents.session import Session
+from tests.helpers.serving import SETTINGS, TASK, answer_ids, client_of, ready, renderer, serving, talking, user
+
+LIMIT = 10.0
+
+
+@contextlib.contextmanager
+def watched_tokenizer(chat):
+    """The threads in which `chat` rendered and encoded."""
+    threads: list[int] = []
+    encode, render = chat.encode, chat.render
+
+    def watched(function):
+        def call(*args, **kwargs):
+            threads.append(threading.get_ident())
+            return function(*args, **kwargs)
+
+        return call
+
+    chat.encode, chat.render = watched(encode), watched(render)
+    try:
+        yield threads
+    finally:
+        chat.encode, chat.render = encode, render
+
+
+async def post(server, session, path, body, **options):
+    headers = {"Authorization": f"Bearer {session.key}", **options.pop("headers", {})}
+    timeout = aiohttp.ClientTimeout(total=LIMIT)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        http.post(f"{server.base_url}/{path}", json=body, headers=headers, **options) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+async def test_texts_are_rendered_and_tokenised_off_the_event_loop():
+    async with talking(["one", "two"]) as (server, session, client):
+        with watched_tokenizer(server._renderer) as threads:
+            await client.chat.completions.create(model="m", messages=[user("a question")])
+            await client.completions.create(model="m", prompt="a text")
+        assert len(threads) >= 3
+        assert threading.get_ident() not in threads
+        assert len(set(threads)) == 1  # a tokenizer is not for several threads at once
+        assert session.turns == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50_000}] * 2}),
+        ("completions", {"prompt": "x" * 100_000}),
+        ("completions", {"prompt": [5] * 100_000}),
+    ],
+)
+async def test_what_cannot_fit_is_refused_before_it_is_tokenised(path, body):
+    async with talking(["never"]) as (server, session, _):
+        with watched_tokenizer(server._renderer) as threads:
+            encoded = []
+            server._renderer.encode = lambda text: encoded.append(text)
+            server._renderer.decode = lambda ids: encoded.append(ids)
+            status, answer = await post(server, session, path, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "episode.max_prompt_tokens" in answer["error"]["message"]
+        assert encoded == []
+        assert (session.limit, session.turns) == ("length", 0)
+        assert threading.get_ident() not in threads
+
+
+async def test_a_text_that_fits_is_never_refused_for_its_characters():
+    """As long as can be: of the longest token, as often as the prompt may have tokens."""
+    chat = renderer()
+    longest = max(chat.tokenizer.get_vocab(), key=len)
+    chat.check_length(longest * 900, 900)
+    with pytest.raises(ValueError, match="characters are more than 900 tokens"):
+        chat.check_length(longest * 900 + "x", 900)
+
+
+async def test_a_body_messages_and_tools_have_limits():
+    async with talking(["ok"], max_body_bytes=20_000, max_messages=3) as (server, session, _):
+        with watched_tokenizer(server._renderer) as threads:
+            status, answer = await post(server, session, "chat/completions", {"messages": [user("x" * 30_000)]})
+            assert status == 413
+            status, answer = await post(server, session, "chat/completions", {"messages": [user("x")] * 4})
+            assert (status, answer["error"]["param"]) == (400, "messages")
+            assert "serving.max_messages = 3" in answer["error"]["message"]
+            tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(4)]
+            status, answer = await post(server, session, "chat/completions", {"messages": [user("x")], "tools": tools})
+            assert (status, answer["error"]["param"]) == (400, "tools")
+        assert threads == []
+        status, _ = await post(server, session, "chat/completions", {"messages": [user("x")] * 3})
+        assert status == 200
+
+
+async def test_a_body_that_is_no_json_or_too_deep_is_refused():
+    async with talking(["ok"]) as (server, session, _):
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with aiohttp.ClientSession() as http:
+            for body in (b"{", b"\xff", b"[" * 100_000):
+                async with http.post(f"{server.base_url}/chat/completions", data=body, headers=headers) as answer:
+                    assert answer.status == 400
+                    assert "the body is not JSON" in (await answer.json())["error"]["message"]
+
+
+async def connect(server):
+    port = int(server.base_url.split(":")[2].split("/")[0])
+    return await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), LIMIT)
+
+
+async def ended(reader) -> bytes:
+    """What comes until the other end closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := await asyncio.wait_for(reader.read(65536), LIMIT):
+            received += data
+    return received
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nA: "])
+async def test_a_connection_that_does_not_say_what_it_wants_is_closed(sent):
+    async with talking(["ok"], read_timeout=0.3) as (server, _, _):
+        reader, writer = await connect(server)
+        writer.write(sent)
+        assert await ended(reader) == b""
+        writer.close()
+        assert len(server._runner.server.connections) == 0
+
+
+async def test_a_connection_that_is_idle_after_an_answer_is_closed_and_a_long_answer_is_not():
+    async with talking(["ok"], read_timeout=0.3) as (server, session, _):
+        generate, release = server._engine.generate, asyncio.Event()
+
+        async def slow(request):
+            await release.wait()
+            return await generate(request)
+
+        server._engine.generate = slow
+        asking = asyncio.create_task(post(server, session, "chat/completions", {"messages": [user("x")]}))
+        await asyncio.sleep(0.8)
+        assert not asking.done()
+        release.set()
+        assert (await asking)[0] == 200
+        reader, writer = await connect(server)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await ended(reader)).startswith(b"HTTP/1.1 401")
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    async with talking(["ok"], read_timeout=0.3) as (server, session, _):
+        reader, writer = await connect(server)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        received = await ended(reader)
+        assert received.startswith(b"HTTP/1.1 408")
+        assert b"serving.read_timeout = 0.3 s" in received
+        writer.close()
+
+
+async def test_connections_beyond_the_limit_are_closed_and_leave_capacity_when_others_close():
+    async with talking(["ok"], max_connections=3) as (server, session, _):
+        held = [await connect(server) for _ in range(3)]
+        reader, writer = await connect(server)
+        assert await ended(reader) == b""
+        assert len(server._runner.server.connections) == 3
+        for other in (writer, *(w for _, w in held)):
+            other.close()
+        async with asyncio.timeout(LIMIT):
+            while len(server._runner.server.connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await post(server, session, "chat/completions", {"messages": [user("x")]}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{"X-Long": "x" * 10_000}, {f"X-{i}": "x" for i in range(200)}], ids=["one long", "many"]
+)
+async def test_headers_have_limits(headers):
+    async with talking(["ok"]) as (server, session, _):
+        reader, writer = await connect(server)
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        writer.write(
+            f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n{lines}\r\n".encode()
+        )
+        assert b" 400 " in (await ended(reader)).splitlines()[0]
+        writer.close()
+        async with client_of(server, session.key) as client:
+            assert (await client.models.list()).data
+
+
+async def test_overlapping_requests_of_one_session_are_tokenised_in_order():
+    chat = renderer()
+    settings = SETTINGS
+    async with serving(await ready(answer_ids(chat, *"abcdef")), chat, settings) as server:
+        session = server.open(TASK)
+        async with client_of(server, session.key) as client:
+            asked = [client.chat.completions.create(model="m", messages=[user(f"q{i}")]) for i in range(6)]
+            answers = await asyncio.gather(*asked)
+        assert sorted(a.choices[0].message.content for a in answers) == list("abcdef")
+        assert session.turns == 6
+
+
+async def test_an_answer_counts_once_also_before_its_caller_has_it():
+    chat = renderer()
+    engine = await ready(answer_ids(chat, "a", "b"))
+    answered, generate = asyncio.Event(), engine.generate
+
+    async def answer(request):
+        generation = await generate(request)
+        answered.set()  # whoever waits for it runs before the caller of this one
+        return generation
+
+    engine.generate = answer
+    settings = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)
+    session = Session(TASK, engine, chat, settings)
+
+    async def ask_after_the_first():
+        await answered.wait()
+        return await session.complete([*b"second"])
+
+    async with asyncio.timeout(LIMIT):
+        await asyncio.gather(session.complete([*b"first"]), ask_after_the_first())
+    assert session.turns == 2

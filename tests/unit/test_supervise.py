@@ -1,0 +1,229 @@
+"""A run's driver: what it does if a conductor ends, is lost, does not answer, or is to stop. Its actors are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from r3async.actors import supervise as driver
+from r3async.actors.process import NotTrained, ProcessLost, RunFailed
+from r3async.actors.supervise import Pipeline, Running, supervise
+from r3async.config import load_config
+from r3async.record.reading import read_objects
+from r3async.world import ActorLost
+from tests.helpers.world import Clock, Outside, StandIn
+
+LIMIT = 60.0
+ENDED = {"steps": 3, "stopped": False, "updates": 3, "without_update": {}, "model": "model"}
+STALL = 100.0
+
+
+class Conductor(StandIn):
+    """Answers with a status; `run` ends with `result` when `ends` is set. `deaf`: it answers nothing."""
+
+    def __init__(self, result=ENDED):
+        self.result, self.ends, self.deaf, self.stopped = result, asyncio.Event(), False, 0
+        self.rows, self.since = [], []
+
+    async def run(self):
+        await self.ends.wait()
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    async def status(self, since):
+        if self.deaf:
+            await asyncio.Event().wait()
+        self.since.append(since)
+        return {"rows": [r for r in self.rows if r > since], "processes": {"conductor": (7, "here")}}
+
+    async def stop(self):
+        self.stopped += 1
+        self.result = ENDED | {"stopped": True}
+        self.ends.set()
+
+
+class Person:
+    """Looks at each status with `look`."""
+
+    def __init__(self, look=lambda status: None):
+        self.stop_requested, self.step, self.said, self.look = False, 0, [], look
+        self.say = self.said.append
+        self.report = self.phase = lambda *args, **kwargs: None
+        self.loads = 0
+
+    def loading(self):
+        self.loads += 1
+
+    def started(self):
+        self.look(None)
+
+    def show(self, status):
+        self.step = max([self.step, *status["rows"]])
+        self.look(status)
+
+    def rewind(self, step):
+        self.step = step
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def world(clock):
+    return Outside(clock)
+
+
+@pytest.fixture
+def follow(world, tmp_path, monkeypatch):
+    """`await follow(person, *conductors)`: one for each start."""
+    monkeypatch.setattr(driver, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "STACKS_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "STATUS_SECONDS", 0.005)
+    monkeypatch.setattr(driver, "RESULT_SECONDS", 0.005)
+
+    async def again(config, run, say, report, *, world):
+        return run
+
+    monkeypatch.setattr(driver, "restart_run", again)
+
+    async def call(person, *conductors, **settings):
+        waiting = list(conductors)
+
+        class Alone(Pipeline):
+            def start(self):
+                return Running(self, waiting.pop(0), StandIn(), {})
+
+        overrides = [f"supervise.{name}={value}" for name, value in settings.items()]
+        config = load_config(
+            "quickstart", [f"supervise.stall_seconds={STALL}", "learner.start_timeout=300", *overrides]
+        )
+        run = SimpleNamespace(path=tmp_path, resume=None)
+        await asyncio.wait_for(supervise(world, config, tmp_path, run, person, Alone), LIMIT)
+
+    return call
+
+
+async def test_a_run_that_ends_is_shown_to_its_last_row_and_its_actors_are_ended(follow, world):
+    conductor = Conductor()
+
+    def look(status):
+        if status is not None and conductor.since[-1] == 2:
+            conductor.rows = [1, 2, 3]
+            conductor.ends.set()
+        elif not conductor.ends.is_set():
+            conductor.rows = [1, 2]
+
+    person = Person(look)
+    await follow(person, conductor)
+    assert person.step == 3
+    assert any(line.startswith("trained model: ") for line in person.said)
+    assert [actor for actor, restart in world.killed if actor is conductor and not restart]
+    assert (7, "here") in world.killed
+    assert world.disconnected == 1
+
+
+async def test_a_run_without_an_update_is_not_trained(follow):
+    conductor = Conductor(ENDED | {"updates": 0, "model": None, "without_update": "all rewards are equal"})
+    conductor.ends.set()
+    with pytest.raises(NotTrained, match=r"none of 3 steps made an update \(all rewards are equal\)"):
+        await follow(Person(), conductor)
+
+
+async def test_a_stop_is_handed_on_once_and_the_end_says_how_to_resume(follow, world):
+    conductor = Conductor()
+    person = Person()
+
+    def look(status):
+        person.stop_requested = status is not None
+
+    person.look = look
+    await follow(person, conductor)
+    assert conductor.stopped == 1
+    assert any("to resume: the same command" in line for line in person.said)
+    assert world.disconnected == 1
+
+
+@pytest.mark.parametrize("loss", [ActorLost("it was killed"), ProcessLost("the learner's process was lost")])
+async def test_a_loss_restarts_the_run_and_a_failure_does_not(follow, world, loss):
+    first, second = Conductor(loss), Conductor()
+    first.ends.set()
+    second.ends.set()
+    person = Person()
+    await follow(person, first, second, max_run_restarts=1)
+    assert person.loads == 1
+    assert world.disconnected == 2
+    assert any("(1 of 1, supervise.max_run_restarts)" in line for line in person.said)
+    failed = Conductor(RunFailed("the model has no MoE layer"))
+    failed.ends.set()
+    with pytest.raises(RunFailed, match="no MoE layer") as caught:
+        await follow(Person(), failed, max_run_restarts=1)
+    assert not isinstance(caught.value, ProcessLost)
+
+
+@pytest.mark.parametrize(("action", "error"), [("restart", ProcessLost), ("abort", RunFailed)])
+async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ended(
+    follow, world, clock, tmp_path, action, error
+):
+    conductor = Conductor()
+
+    def look(status):
+        if status is not None and not conductor.deaf:
+            conductor.deaf = True
+            asyncio.get_running_loop().create_task(pass_time())
+
+    async def pass_time():
+        for _ in range(60):
+            clock.now += 2.0
+            await asyncio.sleep(0.01)
+
+    person = Person(look)
+    with pytest.raises(error, match=r"the conductor has not answered for 1\d\d s \(limit 100 s") as caught:
+        await follow(person, conductor, on_stall=action, max_run_restarts=0)
+    assert isinstance(caught.value, ProcessLost) == (action == "restart")
+    assert world.asked == [(7, "here")]
+    assert (7, "here") in world.killed
+    (stalled,) = [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == "stalled"]
+    assert (stalled["stage"], stalled["action"]) == ("answering/conductor", action)
+
+
+async def test_a_driver_that_was_stopped_itself_blames_nobody(follow, clock):
+    conductor = Conductor()
+
+    def look(status):
+        if status is not None and not conductor.deaf:
+            conductor.deaf = True
+            asyncio.get_running_loop().create_task(wake_up())
+
+    async def wake_up():
+        clock.now += 10 * STALL
+        await asyncio.sleep(0.1)
+        conductor.ends.set()
+
+    person = Person(look)
+    await follow(person, conductor)
+    assert not any("has not answered" in line for line in person.said)
+
+
+async def test_actors_that_do_not_end_are_ended(follow, clock, world):
+    conductor = Conductor()
+
+    async def stop():
+        conductor.stopped += 1
+
+    conductor.stop = stop
+    person = Person()
+
+    def look(status):
+        person.stop_requested = True
+        clock.now += 1.0
+
+    person.look = look
+    with pytest.raises(RunFailed, match=r"within 8 s \(4 x supervise.stop_grace_seconds\)"):
+        await follow(person, conductor, stop_grace_seconds=2)
+    assert conductor.stopped == 1
+    assert world.disconnected == 1

@@ -1,0 +1,162 @@
+"""Which models the transformers learner takes, found by what they do, and which it refuses at start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from r3async.data.model_shape import RoutingShape
+from r3async.learner import LearnerError
+from r3async.learner.batch.packing import collate, pack
+from r3async.learner.torch.backend import TorchLearner
+from r3async.learner.trainer import train_minibatch
+from tests.helpers import torch as ht
+from tests.helpers.torch import SHARED, settings
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {name: ht.make_model(tmp_path_factory.mktemp(name), name) for name in ("qwen3", "mixtral")}
+
+
+def test_a_dense_model_trains_without_routes(tmp_path):
+    config = {k: v for k, v in SHARED.items() if k != "num_experts_per_tok"}
+    path = ht.save_random(tmp_path / "m", tf.Qwen3Config(**config, head_dim=16, intermediate_size=56))
+    learner = TorchLearner.load(settings(learner__recompute="selective", routing__min_recorded_fraction=0.9), path)
+    micro_batches = pack(ht.recorded_samples(0), ht.BUDGET)
+    assert learner.record_routes(micro_batches) == micro_batches
+    result = train_minibatch(learner, micro_batches)
+    assert result.metrics["optimizer/skipped"] == 0
+    assert len(result.layer_agreement) == 0
+
+
+MOE = {"intermediate_size": 56, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK = SHARED | MOE | LATENT | {"qk_nope_head_dim": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+QWEN = SHARED | {"intermediate_size": 56, "moe_intermediate_size": 40, "num_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (lambda: tf.DeepseekV3Config(**DEEPSEEK), 2),
+        (lambda: tf.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=40), 3),
+        (lambda: tf.Glm4MoeConfig(**(SHARED | MOE), head_dim=16, n_routed_experts=8), 2),
+    ],
+    ids=["deepseek-v3", "qwen2-moe", "glm4-moe"],
+)
+def test_other_families_are_found_by_structure(tmp_path, config, layers):
+    """Sigmoid scores, groups of experts, corrected scores, shared experts, latent attention: nothing of it is known here."""
+    path = ht.save_random(tmp_path / "m", config())
+    learner, reference = TorchLearner.load(settings(), path), ht.load_reference(path)
+    samples = ht.recorded_samples(layers)
+    for sample in samples:
+        ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
+        with torch.no_grad():
+            want = torch.log_softmax(reference(ids[None]).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0]
+        assert np.abs(learner.score(sample.table["token_ids"]) - want.numpy()).max() < 1e-4
+    with torch.no_grad(), learner.replay.bound(collate(samples), keep=True) as routes:
+        assert torch.isfinite(ht.logits(learner, collate(samples))).all()
+        used = torch.stack(routes.used, dim=1).numpy()
+    assert np.array_equal(np.sort(used, -1), np.sort(collate(samples).table["routed_experts"], -1))
+    _, gradients = ht.gradients_of_step(learner, pack(samples, ht.BUDGET))
+    assert all(gradients[n].abs().max() > 0 for n in gradients if n.endswith("mlp.gate.weight"))
+    source = load_file(path / "model.safetensors")
+    assert set(source) == set(learner.export())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            lambda: tf.DeepseekV2Config(**DEEPSEEK, topk_method="group_limited_greedy"),
+            "DeepseekV2TopkRouter takes gate weights from scores in which some groups of experts are masked",
+        ),
+        (lambda: tf.GptOssConfig(**SHARED, head_dim=16, intermediate_size=40, num_local_experts=8), "attention sinks"),
+        (
+            lambda: tf.GraniteMoeConfig(**SHARED, intermediate_size=40, num_local_experts=8, logits_scaling=4.0),
+            "logits",
+        ),
+        (
+            lambda: tf.MixtralConfig(**SHARED, intermediate_size=40, num_local_experts=8, sliding_window=128),
+            r"sliding window is 128 .* episode\.max_total_tokens, which is 1024",
+        ),
+        (
+            lambda: tf.Qwen3MoeConfig(**QWEN, head_dim=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+            "rope_type 'dynamic'",
+        ),
+        (
+            lambda: tf.Ernie4_5_MoeConfig(**(SHARED | MOE), moe_num_experts=8, moe_k=2),
+            r"layers \[\] are mixtures of experts, but .* in layers \[1, 2\]",
+        ),
+        (
+            lambda: tf.Qwen3NextConfig(**QWEN, head_dim=16, shared_expert_intermediate_size=40, linear_num_key_heads=2),
+            "layer 0 of Qwen3NextForCausalLM calls attention 0 times",
+        ),
+    ],
+    ids=["masked-groups", "sinks", "scaled-logits", "window", "dynamic-rope", "unknown-geometry", "recurrent"],
+)
+def test_what_would_be_trained_wrongly_is_refused_at_start(tmp_path, config, message):
+    path = ht.save_random(tmp_path / "m", config())
+    with pytest.raises(LearnerError, match=message):
+        TorchLearner.load(settings(), path)
+
+
+def test_the_engines_geometry_has_to_be_the_models(models, monkeypatch):
+    from r3async.learner.torch import model
+
+    monkeypatch.setattr(
+        model, "moe_geometry", lambda config: (RoutingShape(layers=2, top_k=ht.TOP_K, num_experts=ht.EXPERTS), [0, 1])
+    )
+    with pytest.raises(LearnerError, match=r"layers \[0, 1\] are mixtures .* \[0, 2\]"):
+        TorchLearner.load(settings(), models["qwen3"])
+
+
+def _tensors(change):
+    def spoil(path):
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
+
+
+def _config(**changes):
+    def spoil(path):
+        described = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(described))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_tensors(lambda t: t.pop("model.norm.weight")), "model.path.*missing keys: model.norm.weight"),
+        (_tensors(lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w1.weight")), "cannot load `model.path`"),
+        (_tensors(lambda t: t.update(extra=torch.ones(3))), "unexpected keys: extra"),
+        (_config(num_local_experts=4), "cannot load `model.path`"),
+        (_config(model_type="nonsense"), "cannot load `model.path`.*nonsense"),
+        (_config(num_experts_per_tok=9), "cannot run on packed samples"),
+        (_config(quantization_config={"quant_method": "fp8"}), "quantized weights"),
+        (lambda path: (path / "config.json").unlink(), "`model.path`.*not a Hugging Face model directory"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no"), "cannot load `model.path`"),
+    ],
+    ids=["missing", "missing-expert", "left-over", "experts", "type", "top-k", "quantized", "no-config", "broken-file"],
+)
+def test_models_that_can_not_be_loaded_are_refused(models, tmp_path, spoil, message):
+    path = shutil.copytree(models["mixtral"], tmp_path / "m")
+    spoil(path)
+    with pytest.raises(LearnerError, match=message):
+        TorchLearner.load(settings(), path)
+
+
+def test_the_number_of_ranks_has_to_be_the_settings(models):
+    with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 2, but 1 rank"):
+        TorchLearner.load(settings(learner__parallel={"dp": 2}), models["mixtral"])

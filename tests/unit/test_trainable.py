@@ -1,0 +1,209 @@
+"""One definition of what may be trained: where a trajectory is made, where it arrives, and in the step, which no data can end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.actors.generator import Connected, GeneratorActor, Loaded
+from r3async.config import config_from_dict, to_dict
+from r3async.data.records import Sample, Trajectory, Turn
+from r3async.learner.trainer import prepare, sound
+from r3async.schedule.tasks import Quarantine
+from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
+from r3async.transport.wire import encode_trajectory
+from r3async.weights.publish import SharedMemoryReceiver
+from r3async.world.real import REAL
+from tests.unit.test_buffer import ROUTING, make_trajectory
+
+ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
+
+
+def changed(**fields: Any) -> Trajectory:
+    return msgspec.structs.replace(make_trajectory(), **fields)
+
+
+def turned(*turns: Turn) -> Trajectory:
+    return changed(turns=list(turns))
+
+
+def tempered(temperature: float) -> Trajectory:
+    return changed(samples=[Sample("s", make_trajectory().samples[0].table, temperature)])
+
+
+def column(**columns: np.ndarray) -> Trajectory:
+    sample = make_trajectory().samples[0]
+    return changed(samples=[Sample(sample.sample_id, sample.table.with_columns(**columns))])
+
+
+def rewarded(reward: float) -> Trajectory:
+    return turned(Turn(0, 0, 2, 4, reward, "stop"))
+
+
+POISON = {
+    "unknown turn": (turned(Turn(1, 0, 2, 4, 1.0, "stop")), "a token of turn 0, but its trajectory has no such turn"),
+    "no turns": (turned(), "a token of turn 0, but its trajectory has no such turn"),
+    "turn twice": (turned(*[Turn(0, 0, 2, 4, 1.0, "stop")] * 2), "has turn 0 twice"),
+    "absent turn": (column(turn=np.full(4, -1, np.int32)), "trains a token of no turn"),
+    "negative turn": (turned(Turn(0, 0, 2, 4, 1.0, "stop"), Turn(-2, 0, 0, 0, 1.0, "stop")), "has turn -2"),
+    "turn of no sample": (turned(Turn(0, 1, 2, 4, 1.0, "stop")), "of sample 1, which are not there"),
+    "turn past the end": (turned(Turn(0, 0, 2, 5, 1.0, "stop")), "at tokens 2:5 of sample 0, which are not there"),
+    "token outside its turn": (turned(Turn(0, 0, 3, 4, 1.0, "stop")), "a token of turn 0 outside of tokens 3:4"),
+    "negative group": (changed(group_index=-1), "has group_index -1"),
+    "negative episode": (changed(episode_index=-1), "has episode_index -1"),
+    "reward of 1e39": (rewarded(1e39), "rewards of 1e\\+39 together: beyond 1e\\+15"),
+    "rewards whose sum is infinite": (
+        turned(Turn(0, 0, 2, 4, 1.7e308, "stop"), Turn(1, 0, 4, 4, 1.7e308, "stop")),
+        "reward that is not finite",
+    ),
+    "token rewards": (column(rewards=np.full(4, 3e38, np.float32)), "rewards of 1.2e\\+39 together"),
+    "temperature that is 0 in float32": (tempered(1e-60), "has temperature 1e-60"),
+    "temperature that is infinite in float32": (tempered(1e39), "has temperature 1e\\+39"),
+    "column of the learner": (column(old_logprobs=np.zeros(4, np.float32)), "column 'old_logprobs', which only"),
+    "two samples of one name": (changed(samples=make_trajectory().samples * 2), "two samples of one name"),
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_poison_is_refused_before_anything_is_stored(name: str) -> None:
+    trajectory, reason = POISON[name]
+    with pytest.raises(InvalidTrajectory, match=reason):
+        validate_trajectory(trajectory, vocab_size=10, learner_version=3, max_tokens=8, routing=ROUTING)
+
+
+def stand_in(trajectory: Trajectory) -> Trajectory:
+    sample = trajectory.samples[0]
+    table = make_trajectory().samples[0].table.slice(0, 1)
+    return msgspec.structs.replace(trajectory, group_index=0, turns=[], samples=[Sample(sample.sample_id, table)])
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_the_step_trains_the_group_without_what_it_cannot_train(name: str) -> None:
+    poison, _ = POISON[name]
+    good = make_trajectory(0, 1, reward=0.0)
+    kept = sound([[poison, good]], lambda groups: prepare(groups, config_from_dict({})), stand_in)
+    assert [u.trajectory for u in kept.unsound] == [poison]
+    assert kept.groups[0][1] is good
+    assert kept.groups[0][0].turns == []
+    trained = [s for part in kept.made[0] for s in part if s.table["loss_mask"].any()]
+    assert [s.sample_id for s in trained] == ["g0e1s0"]
+
+
+def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_defect_is_raised() -> None:
+    groups = [[make_trajectory(g, e) for e in range(2)] for g in range(2)]
+
+    def make(some: Any) -> list[int]:
+        if any(t.turns and t.group_index == 0 for group in some for t in group):
+            raise FloatingPointError("no")
+        return [len(some)]
+
+    kept = sound(groups, make, stand_in)
+    assert [u.trajectory.trajectory_id for u in kept.unsound] == ["g0e0", "g0e1"]
+    assert "its group cannot be trained: FloatingPointError: no" in kept.unsound[0].reason
+    assert kept.groups[1] == groups[1]
+
+    def broken(some: Any) -> None:
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        sound(groups, broken, stand_in)
+
+
+floats = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-3, 3) | st.sampled_from([1e15, -1e15, 1e39, 0.0])
+ints = st.integers(-2, 5)
+
+
+@st.composite
+def members(draw: Any, index: int) -> Trajectory:
+    """An episode of up to three turns in up to two samples, in which anything may be wrong."""
+    trajectory = make_trajectory(0, index)
+    table = trajectory.samples[0].table
+    samples = []
+    for at in range(draw(st.integers(1, 2))):
+        turn = np.asarray(draw(st.lists(st.sampled_from([-1, at, at, at, 2]), min_size=4, max_size=4)), np.int32)
+        mask = (turn >= 0) & (np.arange(4) > draw(st.sampled_from([-1, 0, 0, 0])))
+        rewards = np.asarray(draw(st.lists(floats, min_size=4, max_size=4)), np.float64)
+        with np.errstate(over="ignore"):
+            rewards = rewards.astype(np.float32)
+        columns = {"turn": turn, "loss_mask": mask, "rewards": rewards}
+        temperature = draw(st.sampled_from([1.0, 1.0, 1e-60, 0.5]))
+        samples.append(Sample(f"g0e{index}s{at}", table.with_columns(**columns), temperature))
+    turns = [Turn(at, at, 0, 4, draw(floats), "stop") for at in range(len(samples))]
+    if draw(st.integers(0, 5)) == 0:
+        turns.append(Turn(draw(ints), draw(ints), draw(ints), draw(ints), draw(floats), "stop"))
+    return msgspec.structs.replace(trajectory, turns=turns, samples=samples)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(ESTIMATORS), st.sampled_from(["turn", "trajectory", "token"]))
+def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_named(
+    data: Any, advantage: str, credit: str
+) -> None:
+    group = [data.draw(members(index)) for index in range(4)]
+    config = config_from_dict({"algorithm": {"advantage": advantage, "credit": credit}})
+    bad = set()
+    for trajectory in group:
+        try:
+            check_trajectory(trajectory)
+        except InvalidTrajectory:
+            bad.add(trajectory.trajectory_id)
+    with np.errstate(all="raise", under="ignore"):
+        kept = sound([group], lambda groups: prepare(groups, config), stand_in)
+    assert {u.trajectory.trajectory_id for u in kept.unsound} == bad
+    for part in kept.made[0]:
+        for sample in part:
+            assert np.isfinite(sample.table["advantages"]).all()
+            assert np.isfinite(np.square(sample.table["advantages"])).all()
+    assert all(np.isfinite(value) for value in kept.made[1].values())
+
+
+# -- where it is made --------------------------------------------------------------------------------------------------
+
+
+async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+    config = to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
+    sent: list[Trajectory] = []
+
+    async def send(trajectory: Trajectory) -> None:
+        sent.append(trajectory)
+
+    engine: Any = SimpleNamespace(routing=ROUTING, version=3)
+    renderer: Any = SimpleNamespace(end_id=0)
+    sender: Any = SimpleNamespace(send=send)
+    actor = GeneratorActor(REAL, "g0", "run", config, "model", str(tmp_path), lineage=3)
+    actor._loaded, actor._connected = Loaded(engine, renderer), Connected(sender, SharedMemoryReceiver())
+    await actor._deliver(make_trajectory(0, 0))
+    await actor._deliver(POISON["reward of 1e39"][0])
+    await asyncio.gather(*actor._sending)
+    assert [(t.trajectory_id, len(t.turns), t.lineage) for t in sent] == [("g0e0", 1, 3), ("g00000000e0000", 0, 3)]
+    text = (tmp_path / "events.jsonl").read_text()
+    assert "trajectory_rejected" in text
+    assert "g0 made it wrong: trajectory g0e0 has rewards of 1e+39" in text
+
+
+# -- where it is kept --------------------------------------------------------------------------------------------------
+
+
+def test_the_quarantine_stays_below_its_limit_and_names_all(tmp_path):
+    reported: list[dict[str, Any]] = []
+    one = sum(memoryview(f).nbytes for f in encode_trajectory(make_trajectory())) + 400
+    quarantine = Quarantine(tmp_path / "q", 3 * one, lambda event, **facts: reported.append({"event": event, **facts}))
+    for index in range(8):
+        quarantine.keep(make_trajectory(index), f"reason {index}")
+    assert {t["event"] for t in reported} == {"trajectory_quarantined"}
+    assert [t["reason"] for t in reported] == [f"reason {i}" for i in range(8)]
+    left = sorted(p.name for p in (tmp_path / "q").iterdir())
+    assert 2 <= len(left) < 8
+    assert left[-1].startswith("000000007-")
+    assert sum(p.stat().st_size for p in (tmp_path / "q").iterdir()) <= 3 * one
+    Quarantine(tmp_path / "none", 10, lambda event, **facts: reported.append(facts)).keep(make_trajectory(9), "small")
+    assert reported[-1]["kept_as"] == ""
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,151 @@
+"""Delivery between real processes that are killed, and one that is flooded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.transport import LIMIT, Inbox, free_port, make_trajectory, receiving, sending, until
+
+RECEIVER = """
+import asyncio, os, sys, time
+from r3async.config import TransportConfig
+from r3async.transport import Ledger, Receiver
+from tests.helpers.transport import SERVER_KEYS
+
+async def main(path, port):
+    ledger = Ledger()
+    spool = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    for line in os.read(spool, 2**20).decode().split("\\n")[:-1]:
+        group, name = line.split()
+        ledger.add(int(group), name)
+
+    def take(trajectory, nbytes):
+        os.write(spool, f"{trajectory.group_index} {trajectory.trajectory_id}\\n".encode())
+        time.sleep(0.002)  # Written, and not acknowledged yet: the moment that a kill should hit.
+        receiver.release(trajectory.trajectory_id)
+
+    settings = TransportConfig(ack_timeout=0.3)
+    receiver = Receiver("run", settings, take, keys=SERVER_KEYS, port=int(port), ledger=ledger)
+    await receiver.start()
+    await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+SENDER = """
+import asyncio, sys
+from tests.helpers.transport import CLIENT_KEYS, FAST, Sender, make_trajectory
+
+async def main(endpoint, count):
+    sender = Sender(endpoint, "g0", "run", FAST, keys=CLIENT_KEYS)
+    await sender.start()
+    for index in range(int(count)):
+        await sender.send(make_trajectory(index))
+        await asyncio.sleep(0.003)
+    assert await sender.flush(20) == 0
+    await sender.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@contextlib.contextmanager
+def process(code: str, *args: Any):
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    child = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=root, env=environment)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait(LIMIT)
+
+
+async def test_receiver_process_is_killed_and_restarted(tmp_path):
+    spool = tmp_path / "spool"
+    port = free_port()
+    count = 400
+
+    def accepted() -> list[str]:
+        return [line.split()[1] for line in spool.read_text().splitlines()] if spool.exists() else []
+
+    async with sending(f"tcp://127.0.0.1:{port}") as sender:
+        feed = asyncio.gather(*(sender.send(make_trajectory(i)) for i in range(count)))
+        for goal in (count // 4, count // 2):
+            with process(RECEIVER, spool, port) as child:
+                await until(lambda: len(accepted()) >= goal)  # noqa: B023
+                os.kill(child.pid, signal.SIGKILL)
+        with process(RECEIVER, spool, port):
+            await asyncio.wait_for(feed, LIMIT)
+            assert await sender.flush(LIMIT) == 0
+        assert sender.resent
+        assert sender.reconnects
+    assert Counter(accepted()) == {f"t{i}": 1 for i in range(count)}
+
+
+async def test_sender_process_is_killed_and_restarted():
+    """The work it had not finished is done again, under the same ids."""
+    inbox = Inbox()
+    async with receiving(inbox) as (receiver, endpoint):
+        for goal in (20, 60):
+            with process(SENDER, endpoint, 100) as child:
+                await until(lambda: len(inbox.seen) >= goal)  # noqa: B023
+                os.kill(child.pid, signal.SIGKILL)
+        with process(SENDER, endpoint, 100) as child:
+            await until(lambda: child.poll() is not None, 20)
+            assert child.returncode == 0
+        assert inbox.once({f"t{i}" for i in range(100)})
+        assert receiver.duplicates >= 80
+        assert receiver.bytes_held == 0
+
+
+FLOODED = """
+import asyncio, subprocess, sys, time
+from r3async.config import TransportConfig
+from r3async.transport import Receiver
+from tests.helpers.transport import SERVER_KEYS
+
+FLOOD = '''
+import sys, zmq
+from r3async.world.zeromq import apply_client_keys
+from tests.helpers.transport import CLIENT_KEYS
+dealer = zmq.Context().socket(zmq.DEALER)
+dealer.linger, dealer.sndhwm = 0, 0
+apply_client_keys(dealer, CLIENT_KEYS)
+dealer.connect(sys.argv[1])
+dealer.send(b"first")
+dealer.recv()
+for _ in range(60000):
+    dealer.send(b"x" * 400)
+dealer.poll(400)
+'''
+
+async def main():
+    receiver = Receiver("run", TransportConfig(ack_timeout=0.2), print, keys=SERVER_KEYS)
+    child = subprocess.Popen([sys.executable, "-c", FLOOD, await receiver.start()])
+    while not receiver.rejected:
+        await asyncio.sleep(0.01)
+    read = receiver.rejected
+    time.sleep(1.5)  # The event loop does not read: the queue fills, the peer leaves, timers run.
+    child.wait(5)
+    assert receiver.rejected == read
+    await asyncio.sleep(0.3)
+    assert receiver.rejected > read + 10
+    await receiver.close()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_flood_while_the_event_loop_is_busy_does_not_abort_the_process():
+    with process(FLOODED) as child:
+        await until(lambda: child.poll() is not None, 20)
+        assert child.returncode == 0

@@ -1,0 +1,302 @@
+"""Who is let in: keys and runs. Everyone else is refused and counted, and a stranger is told nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from typer.testing import CliRunner
+from zmq.utils import z85
+
+from r3async.config import TransportConfig, config_from_dict
+from r3async.data.records import SCHEMA
+from r3async.tools.cli import app
+from r3async.transport import TransportError, TransportRefused, wire
+from r3async.world.keys import create_keys, generator_keys, learner_keys, load_client, load_server, new_keys
+from r3async.world.simulated.world import Simulation
+from r3async.world.zeromq import NO_KEY, OTHER_LEARNER, UNKNOWN_KEY
+from tests.helpers.transport import (
+    CLIENT_KEYS,
+    LIMIT,
+    Inbox,
+    make_trajectory,
+    receiving,
+    send_all,
+    sending,
+    until,
+    wire_size,
+)
+
+SETTINGS = TransportConfig(ack_timeout=0.3)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    create_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def test_keys_command_makes_secrets_that_only_the_owner_reads(tmp_path):
+    before = os.umask(0)
+    try:
+        result = CliRunner().invoke(app, ["keys", str(tmp_path / "a" / "keys"), "--name", "east", "--name", "west"])
+    finally:
+        os.umask(before)
+    assert result.exit_code == 0, result.output
+    directory = tmp_path / "a" / "keys"
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in directory.iterdir()}
+    secrets = {f"{n}.secret" for n in ("learner", "east", "west")}
+    assert {name for name, mode in modes.items() if mode == 0o600} == secrets
+    assert {name for name, mode in modes.items() if mode == 0o644} == {s.replace("secret", "public") for s in secrets}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert f"transport.keys={directory}" in result.output
+    contents = {p.name: p.read_bytes() for p in directory.iterdir()}
+    again = CliRunner().invoke(app, ["keys", str(directory), "--name", "east"])
+    assert "nothing was changed" in again.output
+    assert {p.name: p.read_bytes() for p in directory.iterdir()} == contents
+    assert len(load_server(directory).allowed) == 2
+    assert zmq.curve_public(load_client(directory, "west").secret) == (directory / "west.public").read_bytes().strip()
+
+
+def test_keys_that_can_not_be_used_are_refused_by_name(keys):
+    (keys / "generator.secret").chmod(0o640)
+    with pytest.raises(TransportError, match=r"generator.secret can be read by others: chmod 600"):
+        load_client(keys)
+    (keys / "learner.public").write_text("short\n")
+    (keys / "generator.secret").chmod(0o600)
+    with pytest.raises(TransportError, match=r"learner.public holds no key"):
+        load_client(keys)
+    with pytest.raises(TransportError, match=r"`r3async keys .*elsewhere` makes it \(transport.keys\)"):
+        load_server(keys / "elsewhere")
+    with pytest.raises(ValueError, match="is no name for a key"):
+        create_keys(keys, ("../x",))
+
+
+def test_keys_are_files_of_the_world():
+    simulation = Simulation(1)
+    files = simulation.begin_process("learner", simulation.hosts["host-0"]).world.files
+    directory = Path("/a/keys")
+    assert len(create_keys(directory, files=files)) == 4
+    assert create_keys(directory, files=files) == []
+    client = load_client(directory, files=files)
+    assert z85.decode(zmq.curve_public(client.secret)) in load_server(directory, files).allowed
+    public = directory / "generator.public"
+    with files.open(public) as file:
+        key = file.read()
+    with files.open(directory / "west.secret", new=True, mode=0o640) as file:
+        file.append([key])
+    with pytest.raises(TransportError, match=r"west.secret can be read by others"):
+        load_client(directory, "west", files=files)
+    simulation.close()
+
+
+async def test_delivery_with_keys_of_a_directory(keys):
+    inbox = Inbox()
+    sent = [make_trajectory(i, length) for i, length in enumerate([0, 50, 20_000])]
+    async with (
+        receiving(inbox, SETTINGS, keys=load_server(keys)) as (receiver, endpoint),
+        sending(endpoint, SETTINGS, keys=load_client(keys)) as sender,
+    ):
+        await send_all(sender, sent)
+        assert await sender.flush(LIMIT) == 0
+        assert sorted(inbox.trajectories, key=lambda t: t.trajectory_id) == sent
+        assert not receiver.refused
+
+
+async def test_every_start_of_a_run_has_keys_of_its_own_and_delivers_with_them():
+    """What a learner and a generator do of themselves, without a word of configuration, over loopback."""
+    (server, handed), (_, of_another_start) = learner_keys(SETTINGS), learner_keys(SETTINGS)
+    assert handed != of_another_start
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS, keys=server) as (receiver, endpoint):
+        async with sending(endpoint, SETTINGS, keys=generator_keys(SETTINGS, handed)) as sender:
+            await send_all(sender, [make_trajectory(1)])
+            assert await sender.flush(LIMIT) == 0
+        async with sending(endpoint, SETTINGS, keys=of_another_start) as late:
+            task = asyncio.create_task(late.send(make_trajectory(2)))
+            await until(lambda: receiver.refused[OTHER_LEARNER])
+            task.cancel()
+    assert inbox.once({"t1"})
+
+
+def test_keys_of_a_directory_are_used_and_none_is_handed_over(keys):
+    settings = TransportConfig(keys=str(keys))
+    server, handed = learner_keys(settings)
+    assert (server, handed) == (load_server(keys), None)
+    assert generator_keys(settings, handed) == load_client(keys)
+    with pytest.raises(TransportError, match=r"has keys of `transport.keys`, and this generator does not"):
+        generator_keys(SETTINGS, None)
+
+
+def test_a_secret_key_is_not_printed():
+    for keys in new_keys():
+        assert keys.secret.decode() not in repr(keys)
+        assert repr(keys.secret) not in f"{keys} {keys!r}"
+
+
+async def test_what_is_sent_can_not_be_read_on_the_way():
+    """A proxy between the two sees every byte, and none of the id, the run's or the payload's."""
+    seen = bytearray()
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS) as (_, endpoint):
+        port = int(endpoint.rsplit(":", 1)[1])
+
+        async def relay(reader, writer):
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+
+            async def pump(source, sink):
+                while data := await source.read(65536):
+                    seen.extend(data)
+                    sink.write(data)
+                sink.close()
+
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        proxy = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        sent = make_trajectory("recognisable", 2000, group=0)
+        async with sending(proxy, SETTINGS) as sender:
+            await send_all(sender, [sent])
+            assert await sender.flush(LIMIT) == 0
+        server.close()
+    assert inbox.once({"trecognisable"})
+    assert len(seen) > wire_size(sent)
+    assert b"trecognisable" not in seen
+    assert bytes(sent.samples[0].table["token_ids"][:8].data) not in seen
+
+
+@pytest.mark.parametrize("mechanism", ["null", "plain"])
+async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(mechanism):
+    """Loopback too: it says HELLO for the right run, and delivers, and hears nothing of the run, not even its name."""
+    inbox = Inbox()
+    frames = wire.encode_trajectory(make_trajectory(1))
+    async with receiving(inbox, SETTINGS) as (receiver, endpoint):
+        with stranger(endpoint, mechanism) as socket:
+            for message, payload in (
+                (wire.Hello("s", "g0", "run", SCHEMA.fingerprint), []),
+                (wire.Deliver("s", "t1", 0, 10_000), frames),
+            ):
+                socket.send_multipart([wire.encode_control(message), *payload], zmq.DONTWAIT)
+            await until(lambda: receiver.refused[NO_KEY])
+            assert not await asyncio.to_thread(socket.poll, 300)
+        assert await asyncio.wait_for(_all_bytes_of_a_bare_connection(endpoint), LIMIT) < 256
+        assert (receiver.senders, receiver.rejected, receiver.bytes_held) == (0, 0, 0)
+        # The right key goes through beside it.
+        async with sending(endpoint, SETTINGS) as sender:
+            await send_all(sender, [make_trajectory(2)])
+            assert await sender.flush(LIMIT) == 0
+    assert inbox.once({"t2"})
+
+
+@contextlib.contextmanager
+def stranger(endpoint: str, mechanism: str) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    if mechanism == "plain":
+        socket.plain_username, socket.plain_password = b"generator", b"guess"
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+async def _all_bytes_of_a_bare_connection(endpoint: str) -> int:
+    """What the port says to whoever greets it: ZeroMQ's greeting, and nothing of ours."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+    writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+    said = bytearray()
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(1):
+            while data := await reader.read(4096):
+                said += data
+    writer.close()
+    assert b"run" not in said
+    assert b"g0" not in said
+    return len(said)
+
+
+async def test_a_sender_whose_learner_has_no_keys_is_told_and_sends_nothing():
+    """Something else listens there: whatever it is, it gets no trajectory."""
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        async with sending(f"tcp://127.0.0.1:{port}", SETTINGS) as sender:
+            with pytest.raises(TransportRefused, match=r"what listens there has no keys"):
+                await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+        assert not await router.poll(0)
+    finally:
+        router.close()
+        context.term()
+
+
+async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted():
+    stranger = dataclasses.replace(new_keys()[1], server_public=CLIENT_KEYS.server_public)
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS) as (receiver, endpoint):
+        async with sending(endpoint, SETTINGS, keys=stranger) as sender:
+            with pytest.raises(
+                TransportRefused, match=r"refuses this key: with `transport.keys`, its `\.public` file has to be"
+            ):
+                await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+        assert receiver.refused[UNKNOWN_KEY] >= 1
+        assert set(receiver.refused) == {UNKNOWN_KEY}
+        # The right key goes through beside it.
+        async with sending(endpoint, SETTINGS) as sender:
+            await send_all(sender, [make_trajectory(2)])
+            assert await sender.flush(LIMIT) == 0
+    assert inbox.once({"t2"})
+
+
+async def test_a_client_with_the_key_of_another_learner_is_counted_and_never_heard():
+    """It cannot be told why: what it says cannot be read."""
+    stranger = dataclasses.replace(CLIENT_KEYS, server_public=new_keys()[1].server_public)
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS) as (receiver, endpoint):
+        async with sending(endpoint, SETTINGS, keys=stranger) as sender:
+            task = asyncio.create_task(sender.send(make_trajectory(1)))
+            await until(lambda: receiver.refused[OTHER_LEARNER])
+            assert not task.done()
+            task.cancel()
+        assert set(receiver.refused) == {OTHER_LEARNER}
+    assert not inbox.seen
+
+
+async def test_a_client_of_another_run_is_refused_and_counted_and_not_told_which_run_this_is():
+    """Runs may share `transport.keys`."""
+    inbox = Inbox()
+    async with receiving(inbox, SETTINGS, run_id="todays-secret-plan") as (receiver, endpoint):
+        for count in (1, 2):
+            async with sending(endpoint, SETTINGS, run_id="yesterday") as sender:
+                with pytest.raises(TransportRefused, match="run 'yesterday'") as refused:
+                    await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+            assert "todays-secret-plan" not in str(refused.value)
+            assert receiver.refused == {"another run": count}
+    assert not inbox.seen
+
+
+def test_keys_that_are_not_there_are_named(tmp_path):
+    missing = TransportConfig(keys=str(tmp_path / "none"))
+    with pytest.raises(TransportError, match=r"none/learner.secret"):
+        learner_keys(missing)
+    with pytest.raises(TransportError, match=r"none/generator.secret"):
+        generator_keys(missing, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "127.0.0.1", "[::1]", "*"])
+def test_any_host_may_be_listened_on_since_every_run_has_keys(host):
+    config = config_from_dict({"transport": {"host": host}})
+    server, handed = learner_keys(config.transport)
+    assert handed is not None
+    assert z85.decode(zmq.curve_public(handed.secret)) in server.allowed

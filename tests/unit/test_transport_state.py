@@ -1,0 +1,281 @@
+"""The protocol's state, without sockets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.transport import Ledger
+from r3async.transport.intake import OPEN, Capacity
+from r3async.transport.outbox import DAMAGED_TIMES, MOST, Outbox, Pending
+from tests.helpers.transport import make_trajectory
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    window=st.integers(1, 3),
+    steps=st.integers(1, 5),
+    members=st.integers(1, 4),
+    total=st.integers(1, 200),
+    largest=st.integers(0, 120),
+    rng=st.integers(0, 2**32).map(random.Random),
+)
+def test_the_groups_of_the_next_step_always_arrive_and_memory_is_bounded(window, steps, members, total, largest, rng):
+    """Any number of groups, sizes and arrival orders, of senders that heed what they are told or do not; nothing is released but
+    by consuming the oldest groups, or to the disk."""
+    groups = window * steps
+    todo = {(g, e): rng.randint(0, largest) for g in range(groups) for e in range(members)}
+    capacity = Capacity(total, window)
+    unsent = rng.sample(sorted(todo), len(todo))
+    held: dict[tuple[int, int], int] = {}
+    arrived: set[tuple[int, int]] = set()
+    oldest = 0
+    while oldest < groups:
+        until = capacity.until()
+        assert until == OPEN or until == oldest + window
+        if until != OPEN:  # somebody was turned away, and would be again
+            assert capacity.held
+        wanted = {(g, e) for g in range(oldest, oldest + window) for e in range(members)}
+        heeding = [key for key in unsent if key[0] < until]
+        actions = ["send"] * bool(heeding) + ["intrude"] * bool(unsent) + ["spill"] * bool(held)
+        if wanted <= arrived:
+            actions.append("consume")
+        assert set(actions) - {"intrude", "spill"}, f"stuck before group {oldest}"
+        action = rng.choice(actions)
+        if action in ("send", "intrude"):
+            key = rng.choice(heeding if action == "send" else unsent)
+            before = capacity.held
+            fits = not before or before + todo[key] <= total
+            assert capacity.take(f"{key[0]}-{key[1]}", key[0], todo[key]) == (fits or key[0] < oldest + window)
+            if fits or key[0] < oldest + window:
+                unsent.remove(key)
+                arrived.add(key)
+                held[key] = todo[key]
+            else:
+                assert capacity.until() == oldest + window
+        elif action == "spill":
+            key = rng.choice(sorted(held))
+            held[key] = 0
+            capacity.hold(f"{key[0]}-{key[1]}", 0)
+        else:
+            for g, e in wanted:
+                capacity.release(f"{g}-{e}")
+                held.pop((g, e), None)
+            oldest += window
+            capacity.advance(oldest)
+        assert capacity.held == sum(held.values())
+        waited_for = sum(n for (g, _), n in todo.items() if oldest <= g < oldest + window)
+        assert capacity.held <= max(total, *todo.values(), 0) + waited_for
+    assert capacity.held == 0
+
+
+def test_without_the_window_later_groups_hold_all_memory_for_ever():
+    """The deadlock that the rule is there for."""
+    for window in (0, 1):
+        capacity = Capacity(100, window)
+        assert capacity.take("later", 1, 100)
+        assert capacity.take("oldest", 0, 60) is bool(window)
+
+
+def test_what_does_not_fit_passes_when_it_would_or_alone_and_senders_are_asked_for_the_window_until_then():
+    capacity = Capacity(100, 1)
+    assert capacity.take("a", 5, 60)
+    assert capacity.until() == OPEN
+    assert not capacity.take("b", 6, 120)
+    assert not capacity.take("c", 7, 50)
+    assert capacity.until() == 1
+    capacity.advance(2)
+    assert capacity.until() == 3
+    capacity.hold("a", 10)  # the disk has it now
+    assert capacity.until() == 3  # the first that was turned away is waited for
+    capacity.release("a")
+    capacity.release("a")
+    assert capacity.until() == OPEN
+    assert capacity.take("b", 6, 120)
+    assert capacity.take("b", 6, 120) is False  # not beside itself
+
+
+def test_without_free_bytes_on_the_disk_only_the_window_is_taken():
+    capacity = Capacity(1000, 2)
+    assert not capacity.take("2", 2, 10, disk=5)
+    assert capacity.take("1", 1, 10, disk=-5)
+    assert (capacity.until(5), capacity.lacks_only_disk(5)) == (2, True)
+    assert (capacity.until(10), capacity.lacks_only_disk(10)) == (OPEN, False)
+    assert not capacity.take("3", 3, 2000, disk=5)
+    assert not capacity.lacks_only_disk(5)  # it lacks memory, too
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.sampled_from("xyz")), max_size=40))
+def test_ledger_against_sets(steps):
+    ledger = Ledger()
+    accepted: set[tuple[int, str]] = set()
+    over: set[int] = set()
+    for forget, group, name in steps:
+        if forget:
+            assert ledger.forget(group) == {n for g, n in accepted if g == group and group not in over}
+            over.add(group)
+        else:
+            ledger.add(group, name)
+            accepted.add((group, name))
+        for g, n in itertools.product(range(14), "xyz"):
+            assert ((g, n) in ledger) == (g in over or (g, n) in accepted)
+
+
+def test_ledger_is_small_after_a_long_run():
+    ledger = Ledger()
+    for group in range(10_000):
+        for episode in range(4):
+            ledger.add(group, f"{group}-{episode}")
+        ledger.forget(group ^ 1)  # A little out of order, as groups end.
+    assert (ledger._live, ledger._over.beyond) == ({}, set())
+    assert (17, "17-3") in ledger
+    assert ledger.oldest == 10_000
+
+
+def test_oldest_group_that_is_not_over():
+    ledger = Ledger()
+    assert ledger.oldest == 0
+    for group, oldest in ((1, 0), (0, 2), (5, 2), (2, 3)):
+        ledger.forget(group)
+        assert ledger.oldest == oldest
+
+
+def pending(index: int | str, group: int = 0, nbytes: int = 1) -> Pending:
+    return Pending(make_trajectory(index, group=group), nbytes, [])
+
+
+def drain(outbox: Outbox, until: int, at_once: int) -> list[str]:
+    """Send what may be sent; the names of that."""
+    sent = []
+    while (chosen := outbox.ready(until, at_once)) is not None:
+        outbox.mark_sent(chosen, 0.0)
+        sent.append(chosen.name)
+    return sent
+
+
+def send(outbox: Outbox, name: str, now: float) -> None:
+    outbox.mark_sent(outbox.waiting[name], now)
+
+
+def test_outbox_sends_what_is_asked_for_and_no_more_at_once_than_it_may():
+    outbox = Outbox()
+    for i, nbytes in enumerate([40, 40, 40, 500]):
+        outbox.add(pending(i, group=9 - i, nbytes=nbytes))
+    assert drain(outbox, 6, 600) == []
+    assert drain(outbox, 7, 10) == ["t3"]  # alone, or it would never go
+    outbox.settle("t3", 0.0)
+    assert drain(outbox, OPEN, 100) == ["t0", "t1"]
+    assert drain(outbox, OPEN, 119) == []
+    outbox.settle("t0", 1.0)
+    assert drain(outbox, OPEN, 100) == ["t2"]
+    assert outbox.again("t1", 1.0, damaged=False)
+    assert drain(outbox, 8, 100) == []
+    assert drain(outbox, OPEN, 100) == ["t1"]
+    outbox.settle("t1", 1.0)
+    outbox.settle("t2", 1.0)
+    assert outbox.bytes_in_flight == 0
+
+
+def test_outbox_has_a_limit_of_small_ones_in_flight():
+    outbox = Outbox()
+    for i in range(MOST + 3):
+        outbox.add(pending(i))
+    assert len(drain(outbox, OPEN, 10**9)) == MOST
+    outbox.settle("t0", 0.0)
+    assert drain(outbox, OPEN, 10**9) == [f"t{MOST}"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_outbox_keeps_each_until_it_is_settled_and_counts_what_is_in_flight(data):
+    outbox = Outbox()
+    numbers = itertools.count()
+    alive: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["add", "add", "send", "settle", "again", "withdraw", "reset"]))
+        if action == "add":
+            new = pending(next(numbers), group=data.draw(st.integers(0, 9)), nbytes=data.draw(st.integers(1, 50)))
+            alive[new.name] = new.nbytes
+            outbox.add(new)
+        elif action == "send":
+            at_once = data.draw(st.integers(1, 100))
+            sent = drain(outbox, data.draw(st.integers(0, 10)), at_once)
+            assert not sent or outbox.bytes_in_flight <= at_once or len(outbox.in_flight) == 1
+        elif action == "reset":
+            assert outbox.reset() + len(outbox.waiting) >= len(alive)
+        elif alive:
+            name = data.draw(st.sampled_from(sorted(alive)))
+            if action == "settle":
+                assert outbox.settle(name, 0.0) is not None
+                assert outbox.settle(name, 0.0) is None
+                del alive[name]
+            elif action == "again":
+                assert outbox.again(name, 0.0, damaged=False)
+                assert name in outbox.waiting
+            elif name in outbox.waiting and outbox.waiting[name].order < 0:
+                outbox.withdraw(name)
+                del alive[name]
+        assert {*outbox.waiting, *outbox.in_flight} == set(alive)
+        assert len(outbox) == len(alive)
+        assert outbox.bytes_in_flight == sum(alive[name] for name in outbox.in_flight)
+
+
+def test_a_trajectory_that_came_damaged_before_a_new_session_began_waits_as_before():
+    outbox = Outbox()
+    outbox.add(pending("x"))
+    send(outbox, "tx", 0.0)
+    outbox.reset()
+    for times in range(1, DAMAGED_TIMES):
+        assert outbox.again("tx", 1.0, damaged=True), times
+        assert (list(outbox.waiting), list(outbox.in_flight)) == (["tx"], [])
+        send(outbox, "tx", 2.0)
+        assert outbox.again("tx", 2.0, damaged=False)  # which is not counted
+        send(outbox, "tx", 2.0)
+    assert not outbox.again("tx", 5.0, damaged=True)
+    assert list(outbox.in_flight) == ["tx"]
+
+
+def test_what_the_receiver_has_in_hand_is_not_overdue():
+    outbox = Outbox()
+    outbox.add(pending("a"))
+    send(outbox, "ta", 0.0)
+    outbox.touch(["ta", "unknown"], 5.0)
+    assert not outbox.overdue(5.9, 1)
+    assert outbox.overdue(6.1, 1)
+
+
+def test_outbox_knows_when_an_answer_is_missing():
+    outbox = Outbox()
+    for name in "abc":
+        outbox.add(pending(name))
+    assert not outbox.overdue(1e9, 1)
+    for now, name in enumerate("abc"):
+        send(outbox, f"t{name}", now)
+    assert not outbox.overdue(1.0, 1)
+    assert outbox.overdue(1.1, 1)
+    outbox.settle("ta", 5.0)
+    assert not outbox.overdue(5.9, 1)  # Answers come, if slowly.
+    outbox.settle("tc", 5.5)
+    assert outbox.overdue(5.6, 1)  # One that overtook b: b's is lost.
+    assert outbox.settle("ta", 6.0) is None
+    outbox.add(pending("d"))
+    assert outbox.reset() == 1
+    assert list(outbox.waiting) == ["tb", "td"]
+    outbox.withdraw("tb")  # It was sent once, and may be accepted.
+    outbox.withdraw("td")
+    assert list(outbox.waiting) == ["tb"]
+
+
+def test_what_was_turned_away_says_nothing_of_those_before_it():
+    """It is answered at once, and not in order."""
+    outbox = Outbox()
+    for name in "ab":
+        outbox.add(pending(name))
+        send(outbox, f"t{name}", 0.0)
+    assert outbox.again("tb", 3.0, damaged=False)
+    assert not outbox.overdue(3.9, 1)
+    assert outbox.overdue(4.1, 1)

@@ -1,0 +1,234 @@
+"""What a peer that says anything it likes can cost: memory before it is let in, and memory of the learner afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.config import BufferConfig, TransportConfig
+from r3async.data.records import SCHEMA, Trajectory, is_name_in, trajectory_name
+from r3async.schedule.spool import Spool
+from r3async.transport import Receiver, wire
+from r3async.transport.codec import PIECE, WireError, cut, joined
+from tests.helpers.transport import (
+    HELLO,
+    LIMIT,
+    SERVER_KEYS,
+    SLOW,
+    Inbox,
+    make_trajectory,
+    memory_size,
+    raw_dealer,
+    receiving,
+    send_all,
+    sending,
+    until,
+)
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15 + 32)
+"""Of ZMTP 3.1, by a client: what anyone may say who has no key."""
+COMMAND, MESSAGE = 0x06, 0x02
+"""Flags of a frame whose length takes eight bytes."""
+
+
+async def pour(port: int, flags: int, nbytes: int) -> int:
+    """Greet, announce a frame of `nbytes`, and send all of it but the last byte. Returns what the other end took."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(3):
+            writer.write(GREETING + struct.pack(">BQ", flags, nbytes))
+            chunk = bytes(2**18)
+            while sent < nbytes - 1:
+                writer.write(chunk[: nbytes - 1 - sent])
+                await writer.drain()
+                sent += min(len(chunk), nbytes - 1 - sent)
+            await asyncio.sleep(0.3)
+            await reader.read(2**16)
+            await asyncio.sleep(30)  # as long as it is let
+    writer.transport.abort()
+    return sent
+
+
+@pytest.mark.parametrize("flags", [COMMAND, MESSAGE])
+async def test_strangers_cost_bounded_memory_before_they_are_let_in(flags):
+    """Sixteen of them, each with a frame as large as a trajectory may be: 512 MiB in all."""
+    inbox, process = Inbox(), psutil.Process()
+    async with receiving(inbox, TransportConfig(ack_timeout=0.3)) as (_, endpoint):
+        port = int(endpoint.rsplit(":", 1)[1])
+        before, highest = process.memory_info().rss, 0
+        pouring = [asyncio.create_task(pour(port, flags, 32 * 2**20)) for _ in range(16)]
+        while not all(task.done() for task in pouring):
+            await asyncio.sleep(0.05)
+            highest = max(highest, process.memory_info().rss - before)
+        assert highest < 64 * 2**20, f"{highest / 2**20:.0f} MiB"
+        async with sending(endpoint) as sender:
+            await send_all(sender, [make_trajectory(1, 20_000)])
+            assert await sender.flush(LIMIT) == 0
+    assert inbox.once({"t1"})
+
+
+@pytest.mark.parametrize("length", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 5])
+def test_frames_are_cut_into_pieces_that_a_connection_takes_and_joined_again(length):
+    rng = np.random.default_rng(length)
+    frames = [rng.bytes(length), b"between", rng.bytes(length // 2)]
+    pieces = cut(frames)
+    assert max(map(len, pieces)) <= PIECE
+    assert [bytes(frame) for frame in joined(pieces)] == frames
+    assert all(memoryview(frame).readonly for frame in joined(pieces))
+
+
+def test_a_frame_without_an_end_is_refused():
+    with pytest.raises(WireError, match="the last frame has no end"):
+        joined([bytes(PIECE)])
+
+
+async def test_a_stranger_that_says_nothing_is_disconnected(monkeypatch):
+    monkeypatch.setattr("r3async.world.zeromq.HANDSHAKE_MS", 300)
+    async with receiving(Inbox()) as (_, endpoint):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+        writer.write(GREETING)
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(LIMIT):
+                while await reader.read(4096):
+                    pass
+        writer.close()
+
+
+WINDOW, SAMPLES, LARGEST, CREDIT = 2, 3, 50, 100
+
+
+def name_of(group: int, episode: int, rng: random.Random) -> str:
+    """Mostly right; or of another group, or of nothing."""
+    return rng.choice([trajectory_name(group, episode)] * 6 + [trajectory_name(group + 1, episode), f"x{episode}", "g"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(rng=st.integers(0, 2**32).map(random.Random), actions=st.integers(1, 60))
+def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, actions):
+    """Any deliveries of many senders: wrong groups, sizes and names, one trajectory by several, the window's over and over."""
+    receiver = Receiver(
+        "run",
+        TransportConfig(credit_bytes=CREDIT),
+        lambda trajectory, nbytes: None,
+        keys=SERVER_KEYS,
+        window=WINDOW,
+        claims=lambda group, name: is_name_in(group, name, SAMPLES),
+        largest=LARGEST,
+    )
+    capacity, oldest, most = receiver._capacity, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
+    senders = [f"sender-{i}".encode() for i in range(8)]
+    for sender in senders:
+        receiver._handle(sender, [wire.encode_control(wire.Hello("s", "x", "run", SCHEMA.fingerprint))])
+    for _ in range(actions):
+        receiver._telling = True  # as if an event loop would: it is done below
+        if rng.random() < 0.8:
+            group, episode = rng.choice([0, oldest, oldest + 1, oldest + 2, -1, 10**9]), rng.randint(0, SAMPLES)
+            nbytes = rng.choice([1, 20, LARGEST, 60, 2**40])
+            message = wire.Deliver("s", name_of(group, episode, rng), group, nbytes)
+            receiver._handle(rng.choice(senders), [wire.encode_control(message), b"x" * rng.choice([1, 20, LARGEST])])
+        else:
+            for episode in range(SAMPLES):
+                receiver._intake._in_hand.pop(trajectory_name(oldest, episode), None)
+            receiver.ledger.forget(oldest)
+            for episode in range(SAMPLES):
+                capacity.release(trajectory_name(oldest, episode))
+            oldest += 1
+            capacity.advance(oldest)
+        receiver._tell_now()
+        assert capacity.held <= most
+        assert set(capacity._held) == set(receiver._intake._in_hand)
+
+
+async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_episodes_may():
+    """As it was seen: 12.5 GiB were granted of a credit of 0.25."""
+    settings = TransportConfig(ack_timeout=60.0, credit_bytes=2**20, max_message_bytes=2**20)
+    claims = functools.partial(is_name_in, samples_per_group=4)
+    inbox = Inbox(hold=True)
+
+    def never(trajectory: Trajectory) -> None:
+        raise AssertionError("nothing of it can be read")
+
+    async with (
+        receiving(inbox, settings, window=1, claims=lambda *named: claims(*named), validate=never) as (
+            receiver,
+            endpoint,
+        ),
+        raw_dealer(endpoint) as greedy,
+    ):
+        most = 0
+        await greedy.send(HELLO)
+        for i in range(1000):
+            await greedy.send(wire.Deliver("session", trajectory_name(0, i), 0, 2**20), b"x" * 1000)
+            most = max(most, receiver.bytes_held)
+        await until(lambda: receiver.rejected == 1000 - 4 and receiver.damaged == 4)
+        assert most <= 4 * 2**20
+        assert receiver.bytes_held == 0
+
+
+async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
+    claims = functools.partial(is_name_in, samples_per_group=4)
+    async with (
+        receiving(Inbox(), claims=lambda group, name: claims(group, name)) as (_, endpoint),
+        raw_dealer(endpoint) as peer,
+    ):
+        await peer.send(HELLO)
+        for name in ("g00000007e0001", "g00000000e0004"):
+            await peer.send(wire.Deliver("session", name, 0, 10), b"x")
+            assert await peer.answer() == wire.Reject(name, f"group 0 has no trajectory {name!r}")
+
+
+async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answered(tmp_path):
+    """A group that was leased again while the first generator still delivers."""
+    trajectory = make_trajectory(1, group=5)
+    nbytes, frames = memory_size(trajectory), wire.encode_trajectory(trajectory)
+    go_on = asyncio.Event()
+    spool = Spool(tmp_path, BufferConfig(durability="disk"))
+    put = spool.put
+
+    async def slow(*args: Any, **options: Any) -> Any:
+        await go_on.wait()
+        return await put(*args, **options)
+
+    spool.put = slow  # type: ignore[method-assign]
+    inbox = Inbox(hold=True)
+    async with (
+        receiving(inbox, SLOW, store=spool) as (receiver, endpoint),
+        raw_dealer(endpoint, b"first") as first,
+        raw_dealer(endpoint, b"second") as second,
+    ):
+        for peer in (first, second):
+            await peer.send(HELLO)
+            await peer.send(wire.Deliver("session", "t1", 5, nbytes), *frames)
+            await until(lambda: len(receiver._intake))
+        await until(lambda: receiver.senders == 2)
+        assert await second.answer(0.2) is None
+        assert receiver.bytes_held == nbytes
+        go_on.set()
+        assert await first.answer() == wire.Ack(["t1"])
+        assert (await second.answer()).again == "later"
+        await second.send(wire.Deliver("session", "t1", 5, nbytes), *frames)
+        assert await second.answer() == wire.Ack(["t1"])
+        assert (receiver.received, receiver.duplicates, receiver.bytes_held) == (1, 1, nbytes)
+    await spool.close()
+    assert inbox.once({"t1"})
+
+
+@pytest.mark.parametrize(
+    "name", ["", "g", "e", "e0", "g00000000e", "g00000000e-001", "g00000000e٣", "g0e0", "g00000000e" + "0" * 50]
+)
+def test_odd_names_are_of_no_group(name):
+    assert not is_name_in(0, name, 4)
+    assert is_name_in(0, "g00000000e0003", 4)
+    assert not is_name_in(0, "g00000000e0004", 4)
+    assert is_name_in(123456789, trajectory_name(123456789, 12345), 20000)

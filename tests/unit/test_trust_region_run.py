@@ -1,0 +1,279 @@
+"""The trust region on real learners: a poisoned batch changes nothing, on any rank, and the run's events say why."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3async.actors.learner import LearnerActor
+from r3async.actors.ranks import LocalLearner
+from r3async.config import Config, config_from_dict, to_dict
+from r3async.data.records import Sample, Trajectory, Turn
+from r3async.learner import build_learner
+from r3async.learner.batch.packing import MicroBatch, pack
+from r3async.learner.trainer import train_minibatch
+from r3async.record.reading import read_objects
+from r3async.world.real import REAL
+from tests.helpers import models as hm
+from tests.helpers.learner import replace_columns
+from tests.helpers.parity import of_rank
+
+LENGTHS = [9, 40, 5, 17, 33, 6, 21]
+BUDGET = 48
+LIMIT = 0.5
+BACKENDS = ["megatron", "torch"]
+
+
+def settings(backend: str = "megatron", **changes: Any) -> Config:
+    """`changes` are of `algorithm.rollout_kl`, but for `dp`."""
+    return config_from_dict(
+        {
+            "learner": {"backend": backend, "dtype": "float32", "lr": 1e-2, "parallel": {"dp": changes.pop("dp", 1)}},
+            "algorithm": {"rollout_kl": {"coef": 0.1, "max": LIMIT} | changes},
+            "routing": {"min_recorded_fraction": 0.0},
+            "schedule": {"samples_per_group": len(LENGTHS), "groups_per_step": 1},
+            "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def batches(model_path):
+    """Two batches whose rollout log-probs are the model's own, a little off."""
+    learner = build_learner(settings(), model_path)
+    rng = np.random.default_rng(0)
+    made = []
+    for seed in (1, 2):
+        samples = []
+        for sample in hm.make_samples(seed, LENGTHS):
+            (own,) = learner.logprobs(pack([sample], BUDGET))
+            off = own + 0.05 * rng.standard_normal(len(own)).astype(np.float32)
+            rollout = np.where(sample.table["loss_mask"], off, 0).astype(np.float32)
+            samples.append(replace_columns(sample, rollout_logprobs=rollout))
+        made.append(samples)
+    return made
+
+
+def with_logprobs(sample: Sample, change: Any) -> Sample:
+    """`change(log-probs of the sampled tokens)` takes their place."""
+    logprobs = sample.table["rollout_logprobs"].copy()
+    mask = sample.table["loss_mask"]
+    logprobs[mask] = change(logprobs[mask])
+    return replace_columns(sample, rollout_logprobs=logprobs)
+
+
+def first(values: np.ndarray, value: float) -> np.ndarray:
+    return np.where(np.arange(len(values)) == 0, np.float32(value), values)
+
+
+def shifted(samples: list[Sample]) -> list[Sample]:
+    return [with_logprobs(s, lambda x: x + 3) for s in samples]
+
+
+def half_shifted_half_lost(samples: list[Sample]) -> list[Sample]:
+    """A third of the samples +3, a third NaN, a third infinite."""
+    changes = [lambda x: x + 3, lambda x: x * np.nan, lambda x: x * -np.inf]
+    return [with_logprobs(s, changes[i % 3]) for i, s in enumerate(samples)]
+
+
+def one_far_token(samples: list[Sample]) -> list[Sample]:
+    """One token of all that the learner finds very much more probable than the rollout policy did."""
+    return [with_logprobs(samples[0], lambda x: first(x, -40)), *samples[1:]]
+
+
+def one_absurd_token(samples: list[Sample]) -> list[Sample]:
+    """Finite, but its drift is not."""
+    return [with_logprobs(samples[0], lambda x: first(x, -3e38)), *samples[1:]]
+
+
+POISONS = [shifted, half_shifted_half_lost, one_far_token, one_absurd_token]
+
+
+def optimizer_state(learner: Any) -> list[torch.Tensor]:
+    """This rank's master weights, moments and step counts."""
+    optimizer = learner.optimizer
+    state = [p.detach() for p in optimizer._masters]
+    for parameter in optimizer._masters:
+        kept = optimizer._adam.state[parameter]
+        state += [kept["exp_avg"], kept["exp_avg_sq"], kept["step"]]
+    return [(t.to_local() if hasattr(t, "to_local") else t).clone() for t in state]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return len(ours) == len(theirs) > 0 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def poisoned_run(learner: Any, good: list[MicroBatch], poison: list[MicroBatch] | None, then: list[MicroBatch]) -> dict:
+    """Train three batches, or two without `poison`."""
+    out = {
+        "good": train_minibatch(learner, good).metrics,
+        "state": [optimizer_state(learner)],
+        "versions": [learner.version],
+    }
+    if poison is not None:
+        out["broken"] = train_minibatch(learner, poison).metrics
+        out["state"].append(optimizer_state(learner))
+        out["versions"].append(learner.version)
+    out["then"] = train_minibatch(learner, then).metrics
+    out["state"].append(optimizer_state(learner))
+    out["versions"].append(learner.version)
+    return out
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, backend, poison):
+    good, then = (pack(samples, BUDGET) for samples in batches)
+    bad = pack(poison(batches[1]), BUDGET)
+    run = poisoned_run(build_learner(settings(backend), model_path), good, bad, then)
+    clean = poisoned_run(build_learner(settings(backend), model_path), good, None, then)
+
+    for metrics in (run["good"], run["then"]):
+        assert metrics["rollout_kl/k3"] < LIMIT
+        assert metrics["optimizer/skipped"] == metrics["optimizer/broken"] == 0
+    assert not run["broken"]["rollout_kl/k3"] <= LIMIT
+    assert run["broken"]["optimizer/skipped"] == run["broken"]["optimizer/broken"] == 1
+    assert run["versions"] == [1, 1, 2]
+    assert same(run["state"][0], run["state"][1])
+    assert same(run["state"][2], clean["state"][1])
+    assert not same(run["state"][2], run["state"][0])
+    assert run["then"] == clean["then"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_max_the_same_batch_is_trained(model_path, batches, backend):
+    learner = build_learner(settings(backend, max=None), model_path)
+    metrics = train_minibatch(learner, pack(shifted(batches[0]), BUDGET)).metrics
+    assert metrics["rollout_kl/k3"] > LIMIT
+    assert metrics["optimizer/skipped"] == metrics["optimizer/broken"] == 0
+    assert learner.version == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_logprobs_that_are_not_finite_are_dropped_and_do_not_break_a_step(model_path, batches, backend, lost):
+    masked = [
+        replace_columns(s, loss_mask=s.table["loss_mask"] & (np.arange(len(s.table)) > 6)) if i < 2 else s
+        for i, s in enumerate(batches[0])
+    ]
+    poisoned = [
+        with_logprobs(s, lambda x: np.where(np.arange(3, 3 + len(x)) > 6, x, np.float32(lost))) if i < 2 else s
+        for i, s in enumerate(batches[0])
+    ]
+    ours, theirs = (build_learner(settings(backend), model_path) for _ in range(2))
+    got, want = (
+        train_minibatch(learner, pack(samples, BUDGET)).metrics
+        for learner, samples in ((ours, poisoned), (theirs, masked))
+    )
+    assert got.pop("tokens/dropped_non_finite") == 8
+    assert want.pop("tokens/dropped_non_finite") == 0
+    assert got == want
+    assert got["optimizer/skipped"] == 0
+    assert same(optimizer_state(ours), optimizer_state(theirs))
+
+    before = optimizer_state(ours)
+    nothing = train_minibatch(
+        ours, pack([with_logprobs(s, lambda x: x * 0 + lost) for s in batches[1]], BUDGET)
+    ).metrics
+    assert nothing["optimizer/skipped"] == 1
+    assert nothing["optimizer/broken"] == 0
+    assert nothing["batch/trained_tokens"] == 0
+    assert ours.version == 1
+    assert same(before, optimizer_state(ours))
+
+
+def run_on_rank(
+    path: Path, config: Config, good: list[MicroBatch], poison: list[MicroBatch] | None, then: list[MicroBatch]
+) -> dict:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    mine = None if poison is None else of_rank(poison, rank, 2)
+    learner = build_learner(config, path)
+    try:
+        return poisoned_run(learner, of_rank(good, rank, 2), mine, of_rank(then, rank, 2))
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranks_decide_alike_if_one_of_them_has_the_poison(two_ranks, model_path, batches, backend):
+    good, then = (pack(samples, BUDGET) for samples in batches)
+    bad = pack(shifted(batches[1]), BUDGET)
+    mixed = [b if i % 2 else t for i, (b, t) in enumerate(zip(bad, then, strict=True))]  # rank 1 gets the odd ones
+    config = settings(backend, dp=2)
+    run = two_ranks.call(run_on_rank, model_path, config, good, mixed, then)
+    clean = two_ranks.call(run_on_rank, model_path, config, good, None, then)
+    for ours, theirs in zip(run, clean, strict=True):
+        assert ours["broken"] == run[0]["broken"]
+        assert ours["broken"]["rollout_kl/k3"] > LIMIT
+        assert ours["broken"]["optimizer/skipped"] == ours["broken"]["optimizer/broken"] == 1
+        assert ours["versions"] == [1, 1, 2]
+        assert same(ours["state"][0], ours["state"][1])
+        assert same(ours["state"][2], theirs["state"][1])
+        assert not same(ours["state"][2], ours["state"][0])
+        assert ours["then"] == theirs["then"]
+        assert ours["then"]["rollout_kl/k3"] < LIMIT
+
+
+def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
+    """A group: each sample an episode of one turn."""
+    made = []
+    for episode, sample in enumerate(samples):
+        name, length = f"g{group}e{episode}", len(sample.table)
+        table = sample.table.without("advantages")
+        turn = Turn(0, 0, 3, length, float(episode % 2), "stop")
+        made.append(Trajectory(name, group, episode, 0, "gen", "env_done", [turn], [Sample(f"{name}s0", table)]))
+    return made
+
+
+def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
+    monkeypatch.setattr("r3async.actors.learner.begin", lambda *args: None)  # or the suite would write there
+    config = settings()
+    plain = to_dict(config)
+    plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0
+    actor = LearnerActor(REAL, "run", plain, str(model_path), str(tmp_path))
+    given = [batches[0], shifted(batches[1]), batches[1]]
+
+    async def run() -> list[dict[str, Any]]:
+        await actor.start()
+        await actor.listen(None, "shared_memory")
+        try:
+            steps = []
+            for index, samples in enumerate(given):
+                for trajectory in trajectories(index, samples):
+                    actor.work.reception._arrive(trajectory, 100)
+                step = await asyncio.wait_for(actor.train_step(), 60)
+                assert step is not None
+                await asyncio.wait_for(actor.write(), 60)  # as the conductor asks for, beside the next step
+                assert isinstance(actor.model.backend, LocalLearner)
+                steps.append(step | {"updates": actor.model.backend.backend.version})
+            return steps
+        finally:
+            await actor.stop()
+
+    steps = asyncio.run(run())
+    assert [s["metrics"]["optimizer/broken"] for s in steps] == [0, 1, 0]
+    assert [s["updates"] for s in steps] == [1, 1, 2]
+    assert [s["version"] for s in steps] == [1, 2, 3]  # a step without an update is published, and frees its slots
+    broken, skipped = (
+        [e for e in read_objects(tmp_path / "events.jsonl") if e["event"] == name]
+        for name in ("trust_region_broke", "step_skipped")
+    )
+    assert [e["step"] for e in broken] == [e["step"] for e in skipped] == [2]
+    assert broken[0]["level"] == "error"
+    assert broken[0]["measured"] == pytest.approx(steps[1]["metrics"]["rollout_kl/k3"])
+    assert broken[0]["measured"] > broken[0]["allowed"] == LIMIT
+    assert "algorithm.rollout_kl.max" in broken[0]["hint"]

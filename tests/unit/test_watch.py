@@ -1,0 +1,372 @@
+"""The conductor's watch: which stage is blamed, and what is done about it. Generators and learner are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from r3async.actors.fleet import Fleet
+from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.watch import Watch
+from r3async.config import ScheduleConfig, load_config
+from r3async.schedule.admission import Admission
+from r3async.schedule.health import Stall
+from r3async.world.real import REAL
+from tests.helpers.world import Clock, Outside, StandIn
+
+STALL = 100.0
+LIMITS = {"training": 1000.0, "publishing": 230.0, "installing": 165.0}
+
+
+class Actor(StandIn):
+    """Answers `dump_stacks`, and `status` with `says`; nothing at all while it is `deaf`."""
+
+    def __init__(self):
+        self.deaf, self.reasons = False, []
+        self.says = {
+            "doing": "between steps",
+            "steps": 0,
+            "writing": False,
+            "lacking": {4: [1]},
+            "pid": 11,
+            "host": "far",
+        }
+
+    async def answer(self, name, *args):
+        if self.deaf:
+            await asyncio.sleep(60)
+        self.reasons += args
+        return self.says
+
+
+class Run:
+    """A run at rest: two healthy generators that play, and a learner between two steps."""
+
+    def __init__(self, tmp_path, *overrides):
+        settings = [f"supervise.stall_seconds={STALL}", "supervise.step_seconds=1000", "weights.write_timeout=200"]
+        self.config = load_config("quickstart", [*settings, "weights.install_timeout=150", *overrides])
+        self.clock, self.learner, self.handles, self.events = Clock(), Actor(), [Actor(), Actor()], []
+        logger = SimpleNamespace(
+            error=lambda event, **facts: self.events.append((event, facts)),
+            warning=lambda event, **facts: self.events.append((event, facts)),
+        )
+        named = {f"generator-{i}": handle for i, handle in enumerate(self.handles)}
+        self.fleet = Fleet(self.config, logger, named, clock=self.clock)
+        for generator in self.fleet:
+            generator.health.loaded()
+            generator.health.installed(0, 0)
+            generator.pid, generator.host = 21, "far"
+        self.admission = Admission(
+            ScheduleConfig(max_staleness=0, groups_per_step=1, samples_per_group=4), task_seed=lambda group: 0
+        )
+        self.loads = {name: self.load() for name in named}
+        self.resting = False
+        self.world = Outside(self.clock)
+        self.watch = Watch(
+            self.world,
+            self.config,
+            tmp_path,
+            logger,
+            fleet=self.fleet,
+            admission=self.admission,
+            learner=self.learner,
+            loads=self.loads,
+            published=lambda: 0,
+            resting=lambda: self.resting,
+        )
+        self.watch._status = self.learner.says
+        self.first = self.fleet["generator-0"]
+
+    @staticmethod
+    def load(**values):
+        return {"playing": 0, "generated_tokens": 5, "ended": 0, "unacknowledged": 0, "acknowledged": 0, **values}
+
+    def lease_all(self):
+        while self.admission.lease("generator-1", version=0, free=4):
+            pass
+
+    def after(self, seconds, each=lambda second: None):
+        """Stages that have stalled when it was looked for so long."""
+        end = self.clock.now + seconds
+        while self.clock.now <= end:
+            each(self.clock.now)
+            self.watch.look()
+            self.clock.now += 5
+        return [stall.stage for stall in self.watch.dog.stalled()]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path)
+    run.lease_all()
+    return run
+
+
+def test_a_run_in_which_nobody_has_work_and_the_learner_is_busy_otherwise_has_not_stalled(run):
+    assert run.after(10 * STALL) == []
+
+
+def test_a_generator_with_episodes_that_makes_neither_tokens_nor_ends_is_named(run):
+    run.loads["generator-0"] = run.load(playing=3)
+    assert run.after(STALL - 10) == []
+    assert run.after(20) == ["playing/generator-0"]
+
+
+@pytest.mark.parametrize("counter", ["generated_tokens", "ended"])
+def test_slow_episodes_are_no_stall(run, counter):
+    def play(second):
+        run.loads["generator-0"] = run.load(playing=3, **{counter: second // 50})
+
+    assert run.after(5 * STALL, play) == []
+
+
+def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_the_run_rests(tmp_path):
+    run = Run(tmp_path)
+    run.loads["generator-1"] = run.load(playing=1)
+    run.resting = True
+
+    def play(second):
+        run.loads["generator-1"] = run.load(playing=1, ended=second)
+
+    assert run.after(2 * STALL, play) == []
+    run.resting = False
+    assert run.after(STALL + 10, play) == ["playing/generator-0"]
+
+
+@pytest.mark.parametrize("state", ["lost", "starting", "stale"])
+def test_a_generator_that_is_restarted_has_not_stalled(run, state):
+    run.loads["generator-0"] = run.load(playing=3)
+    run.after(STALL - 20)
+    for step in {"lost": ["lost"], "starting": ["lost", "restarting"], "stale": ["lost", "restarting", "loaded"]}[
+        state
+    ]:
+        getattr(run.first.health, step)()
+    run.loads.pop("generator-0")  # as the conductor does
+    run.learner.says["doing"] = "waiting"
+    assert run.after(10 * STALL) == []
+
+
+def test_trajectories_that_nobody_acknowledges_are_a_stall_of_sending(run):
+    run.loads["generator-1"] = run.load(unacknowledged=2)
+    assert run.after(STALL + 10) == ["sending/generator-1"]
+
+
+@pytest.mark.parametrize("stage", ["training", "publishing", "installing"])
+def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
+    if stage == "training":
+        run.learner.says["doing"] = "training"
+    elif stage == "publishing":
+        run.learner.says["writing"] = True
+    else:
+        run.first.asked = 1
+    name = "installing/generator-0" if stage == "installing" else stage
+    assert run.after(LIMITS[stage] - 10) == []
+    assert run.after(20) == [name]
+
+
+def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
+    run.learner.says["doing"] = "waiting"
+    run.resting = True
+    assert run.after(3 * STALL) == []  # an evaluation
+    run.resting = False
+    run.loads["generator-0"] = run.load(playing=3)
+    assert run.after(STALL + 10) == ["playing/generator-0"]  # whoever has work is to blame
+    run.loads["generator-0"] = run.load(playing=0)
+    assert run.after(STALL + 10) == ["run"]
+
+
+async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
+    run = Run(tmp_path, "supervise.silence_seconds=10")
+    assert run.admission.lease("generator-0", version=0, free=4)
+    run.learner.says = {0: [1, 3]}
+
+    async def look_after(seconds):
+        run.clock.now += seconds
+        run.fleet.answered(run.fleet["generator-1"])
+        run.fleet.tick()
+        run.watch._release_overdue()
+        await asyncio.sleep(0.01)
+        return run.admission.leases("generator-0")
+
+    assert await look_after(11) == [0]
+    assert run.first.state == "suspect"
+    assert await look_after(8) == [0]
+    assert await look_after(2) == []
+    assert run.events[-1] == (
+        "leases_returned",
+        {"generator": "generator-0", "pid": 21, "seconds": 21.0, "leased_again": [0]},
+    )
+    again = run.admission.lease("generator-1", version=0, free=4)
+    assert (again.group_index, again.episode_indices) == (0, (1, 3))
+
+
+async def test_one_that_answers_while_the_learner_is_asked_keeps_its_groups(tmp_path):
+    run = Run(tmp_path, "supervise.silence_seconds=10")
+    assert run.admission.lease("generator-0", version=0, free=4)
+    run.clock.now += 25
+    run.fleet.tick()
+    run.learner.says = {0: [1, 3]}
+    run.watch._release_overdue()
+    run.fleet.answered(run.first)
+    await asyncio.sleep(0.01)
+    assert run.admission.leases("generator-0") == [0]
+
+
+async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_none(run):
+    await run.watch._question.answer(0.001)
+    assert run.after(2 * STALL) == []
+    run.learner.deaf = True
+    await run.watch._question.answer(0.001)
+    await run.watch._question.answer(0.001)
+    assert run.after(STALL + 10) == ["answering/learner"]
+    await run.watch._question.cancel()
+
+
+def stall(stage):
+    return Stall(stage, 123.4, STALL, done=5, waiting=3)
+
+
+async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
+    run = Run(tmp_path, "supervise.on_stall=warn")
+    run.watch.look()
+    await run.watch._act(stall("training"))
+    ((event, facts),) = run.events
+    assert (event, facts["stage"], facts["seconds"], facts["action"]) == ("stalled", "training", 123.4, "warn")
+    assert facts["queues"]["playing/generator-0"]["waiting"] == 1
+    assert facts["learner"]["lacking"] == {4: [1]}
+    assert [g["state"] for g in facts["generators"]] == ["healthy", "healthy"]
+    assert "test_a_warning_only_says_it" in (tmp_path / "stacks" / "conductor.txt").read_text()
+    assert all(actor.reasons == ["training did nothing for 123 s"] for actor in (run.learner, *run.handles))
+
+
+async def test_a_stalled_generator_is_restarted_by_ending_its_process(run):
+    run.world.actors.kill = lambda *args, **kwargs: (run.world.kill(*args, **kwargs), run.first.health.lost())
+    await run.watch._act(stall("playing/generator-0"))
+    assert run.world.killed == [(run.handles[0], True)]
+    assert run.events[0][1]["action"] == "restart"
+
+
+async def test_a_generator_that_stands_still_in_several_stages_is_restarted_once(run, monkeypatch):
+    """Or the second restart would end the process that the first one has begun."""
+    restarted = []
+
+    async def restart(generator):
+        restarted.append(generator.generator_id)
+
+    monkeypatch.setattr(run.watch, "_restart", restart)
+    stages = ("playing/generator-0", "sending/generator-0", "playing/generator-1")
+    await run.watch._act_on([Stall(stage, 101.0, STALL, 5, 1) for stage in stages])
+    assert restarted == ["generator-0", "generator-1"]
+    assert [facts["stage"] for event, facts in run.events if event == "stalled"] == [stages[0], stages[2]]
+
+
+async def test_one_that_does_not_answer_is_killed_as_a_process(run, monkeypatch):
+    monkeypatch.setattr("r3async.actors.watch.KILL_SECONDS", -1)
+    await run.watch._act(stall("playing/generator-0"))
+    assert run.world.killed == [(run.handles[0], True), (21, "far")]
+
+
+@pytest.mark.parametrize(
+    ("action", "stage", "message"),
+    [
+        ("abort", "playing/generator-1", r"generator-1, in `playing`, did nothing for 123 s .* 3 units of work waited"),
+        ("restart", "training", r"the learner, in `training`, did nothing for 123 s \(limit 100 s\)"),
+        ("abort", "answering/learner", r"the learner has not answered for 123 s"),
+        ("abort", "storing", r"the spool's disk has taken nothing for 123 s \(limit 100 s\), and generators wait"),
+        ("restart", "run", r"nobody has work.*on_stall = 'restart'.*Missing by group: \{4: \[1\]\}.*stacks"),
+    ],
+)
+async def test_what_cannot_be_restarted_ends_the_run_and_is_named(tmp_path, action, stage, message):
+    run = Run(tmp_path, f"supervise.on_stall={action}")
+    with pytest.raises(RunFailed, match=message):
+        await run.watch._act(stall(stage))
+    assert run.events[0][1]["action"] == "abort"
+
+
+async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from_its_newest_checkpoint(run):
+    with pytest.raises(ProcessLost, match=r"the learner has not answered for 123 s \(limit 100 s\); its process was"):
+        await run.watch._act(stall("answering/learner"))
+    assert run.world.killed == [(run.learner, False), (11, "far")]
+    assert run.events[0][1]["action"] == "restart"
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run, full):
+    """It was `sending` that stalled, and generators were killed for it one after the other."""
+    run.loads["generator-0"] = run.loads["generator-1"] = run.load(unacknowledged=3)
+    run.learner.says |= {"doing": "waiting", "storing": {"why": "No space left", "seconds": 1.0, "full": full}}
+    run.resting = full  # then a checkpoint is on its way
+    assert run.after(STALL - 10) == []
+    assert run.after(20) == ([] if full else ["storing"])
+    if not full:
+        await run.watch._act_on(run.watch.dog.news())
+        assert [(event, facts["stage"], facts["action"]) for event, facts in run.events] == [
+            ("stalled", "storing", "warn")
+        ]
+    run.learner.says |= {"storing": None, "doing": "training"}
+    assert run.after(STALL + 10) == ["sending/generator-0", "sending/generator-1"]
+
+
+async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
+    monkeypatch.setattr("r3async.actors.watch.DUMP_SECONDS", 0.01)
+    run.handles[0].deaf = run.handles[1].deaf = True
+    run.first.host = "near"
+    assert await run.watch._dump("why") == ["generator-0", "generator-1"]
+    assert run.world.asked == [(21, "near"), (21, "far")]
+
+
+BLOCKED = """
+import sys, time
+from pathlib import Path
+from r3async.actors.process import begin
+from r3async.world.real import REAL
+def held_up():
+    Path(sys.argv[1], "ready").touch()
+    time.sleep(60)
+lock = begin(REAL, Path(sys.argv[1]), "generator-0")
+held_up()
+"""
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_process_that_is_held_up_writes_its_stacks_to_its_log(tmp_path):
+    log, processes = tmp_path / "logs" / "generator-0.log", REAL.processes
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["ray::GeneratorActor", "-c", BLOCKED, str(tmp_path)]
+    with subprocess.Popen(command, executable=sys.executable, env=environment) as process:
+        try:
+            until((tmp_path / "ready").exists)
+            assert not processes.ask_for_stacks(process.pid, "far")
+            assert processes.ask_for_stacks(process.pid, processes.host)
+            until(lambda: "in held_up" in log.read_text())
+            assert process.poll() is None
+            assert not processes.kill(process.pid, "far")
+            assert processes.kill(process.pid, processes.host)
+            assert process.wait(timeout=30) == -signal.SIGKILL
+        finally:
+            process.kill()
+
+
+def test_a_process_of_somebody_else_is_sent_nothing():
+    processes = REAL.processes
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not processes.ask_for_stacks(process.pid, processes.host)
+            assert not processes.kill(process.pid, processes.host)
+            assert process.poll() is None
+        finally:
+            process.kill()
+    assert not processes.kill(process.pid, processes.host)

@@ -122,22 +122,18 @@ STARTED_BY = {
     "ranks_of": "ranks",
 }
 """What a test with this fixture starts: its marker follows from it."""
-
-
 LONGEST = (
     "ray/test_pipeline.py",
     "sim/test_simulate.py",
     "sim/test_checkpoints.py",
-    "ranks/test_resume_learner.py",
+    "unit/test_resume_learner.py",
     "unit/test_checkpoint_faults.py",
     "sim/test_published.py",
     "unit/test_full_disk.py",
     "unit/test_schedule_machine.py",
 )
 """Files that `make test` gives to its processes first, or one of them waits for another at the end."""
-
-
-MARKED_FOLDERS = ("engine", "ray")
+MARKED_FOLDERS = ("engine", "ranks", "ray")
 """What is in one of them has the marker of its name."""
 
 

@@ -134,3 +134,18 @@ def fresh(directory: Path) -> Path:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory
+
+
+def in_two_parts(ranks: Any, model_path: Path, tmp_path: Path, config: Config) -> None:
+    """Ten steps are, bit by bit, five and five after a restart; on `ranks`, or without any in this process."""
+    straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))
+    ten = on_ranks(ranks, begun, model_path, config, 10, straight)
+    five = on_ranks(ranks, begun, model_path, config, 5, half)
+    rest = on_ranks(ranks, continued, model_path, config, paths(half), 5, 5, whole)
+    for (all_steps, _), (before, _), (after, _) in zip(ten, five, rest, strict=True):
+        assert before + after == all_steps
+        assert len({m["rollout_kl/coef"] for m in all_steps}) == 10, "the controller has to have moved"
+        assert len({m["lr"] for m in all_steps}) == 8, "and the warm-up"
+    assert_same(paths(straight), paths(whole))
+    moved = contents(paths(whole)), contents(paths(half))
+    assert not any(torch.equal(moved[0][n], moved[1][n]) for n in moved[0] if n.endswith("input_layernorm.weight"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from r3async.config import Config, config_from_dict
@@ -108,3 +109,23 @@ def reference(
             loss.backward()
             total += float(loss.detach())
     return total, {n: g.numpy() for n, g in hf_gradients(model).items()}
+
+
+TOLERANCE = 1e-5
+
+
+def assert_equal(answers, expected) -> None:
+    loss, gradients = expected
+    metrics = answers[0]["result"].metrics
+    assert metrics["loss/policy"] + metrics["loss/rollout_kl"] == pytest.approx(loss, rel=1e-5)
+    found = answers[0]["gradients"]
+    assert set(found) == set(gradients)
+    for name, exact in gradients.items():
+        scale = np.linalg.norm(exact)
+        assert np.linalg.norm(found[name] - exact) <= TOLERANCE * max(scale, 1e-6), name
+    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
+    for answer in answers:
+        assert answer["norm"] == pytest.approx(norm, rel=1e-5)
+        assert answer["result"].metrics == metrics
+        # A recomputed forward pass is not counted again, and padding is not counted at all.
+        assert answer["result"].expert_load.sum(axis=1).tolist() == [hm.TOP_K * sum(LENGTHS)] * 3

@@ -198,30 +198,3 @@ def test_a_closed_learner_leaves_no_threads(two_ranks, model_path):
     """Megatron forgets its process groups without destroying them; gloo's keep threads."""
     for first, last in two_ranks.call(threads_after, model_path, config(dp=2, ep=2)):
         assert last <= first
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"dp": 2}, r"dp 2 x tp 1 x pp 1 = 2 ranks, but there is 1"),
-        ({"tp": 4}, r"parallel\.tp = 4 does not divide the model's 2 key/value heads"),
-        ({"pp": 3}, r"parallel\.pp = 3 does not divide the model's 4 layers"),
-        ({"dp": 3, "ep": 3}, r"parallel\.ep = 3 does not divide the model's 8 experts"),
-    ],
-)
-def test_a_layout_that_can_not_hold_the_model_is_refused(model_path, layout, message):
-    with pytest.raises(LearnerError, match=message):
-        MegatronLearner.load(config(**layout), model_path)
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"cp": 2}, "context parallelism"),
-        ({"vpp": 2}, "virtual pipeline stages"),
-        ({"dp": 2, "ep": 4}, "`ep` = 4 must divide dp . tp = 2"),
-    ],
-)
-def test_layouts_that_nobody_tested_are_refused_when_the_configuration_is_read(layout, message):
-    with pytest.raises(ValueError, match=message):
-        config(**layout)

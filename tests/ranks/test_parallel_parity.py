@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.helpers import models as hm
-from tests.helpers.parity import LENGTHS, batch, config, gradients_of_rank, reference
-
-TOLERANCE = 1e-5
+from tests.helpers.parity import assert_equal, batch, config, gradients_of_rank, reference
 
 
 @pytest.fixture(scope="module")
@@ -20,23 +17,6 @@ def model_path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(model_path):
     return reference(model_path, batch(), config())
-
-
-def assert_equal(answers, expected) -> None:
-    loss, gradients = expected
-    metrics = answers[0]["result"].metrics
-    assert metrics["loss/policy"] + metrics["loss/rollout_kl"] == pytest.approx(loss, rel=1e-5)
-    found = answers[0]["gradients"]
-    assert set(found) == set(gradients)
-    for name, exact in gradients.items():
-        scale = np.linalg.norm(exact)
-        assert np.linalg.norm(found[name] - exact) <= TOLERANCE * max(scale, 1e-6), name
-    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
-    for answer in answers:
-        assert answer["norm"] == pytest.approx(norm, rel=1e-5)
-        assert answer["result"].metrics == metrics
-        # A recomputed forward pass is not counted again, and padding is not counted at all.
-        assert answer["result"].expert_load.sum(axis=1).tolist() == [hm.TOP_K * sum(LENGTHS)] * 3
 
 
 LAYOUTS = {
@@ -66,8 +46,3 @@ def test_two_ranks_have_the_gradient_of_one(two_ranks, model_path, expected, lay
 def test_four_ranks_have_the_gradient_of_one(four_ranks, model_path, expected, layout, recompute):
     settings = config(**LARGE_LAYOUTS[layout], recompute=recompute)
     assert_equal(four_ranks.call(gradients_of_rank, str(model_path), settings, batch()), expected)
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_one_rank_has_the_gradient_of_transformers(model_path, expected, recompute):
-    assert_equal([gradients_of_rank(str(model_path), config(recompute=recompute), batch())], expected)

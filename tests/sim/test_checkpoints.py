@@ -30,7 +30,7 @@ from r3async.world.simulated.loop import Killed
 from r3async.world.simulated.processes import HostProcess
 from r3async.world.simulated.world import Host, Simulation
 from tests.helpers.checkpoint import hold_nothing, tiny_state, training_state, write_checkpoint
-from tests.sim.test_disk import Process
+from tests.helpers.disk import Process
 
 RUN = Path("/runs/a")
 

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,54 +17,8 @@ from r3async.world.appending import AppendFile, Keeper
 from r3async.world.disk import Disk
 from r3async.world.files import make_directory, replace_file
 from r3async.world.real import RealWorld
-from r3async.world.simulated.disk import SimulatedDisk, SimulatedFiles
-
-
-class Ended(BaseException):
-    pass
-
-
-class Process:
-    """As the simulated disk sees one."""
-
-    name = "learner"
-
-    def __init__(self) -> None:
-        self.ended, self.disk_seconds = False, 0.0
-        self._at_end: list[Callable[[], None]] = []
-
-    def check(self) -> None:
-        if self.ended:
-            raise Ended
-
-    def at_end(self, callback: Callable[[], None]) -> None:
-        self._at_end.append(callback)
-
-    def end(self) -> None:
-        self.ended = True
-        for callback in self._at_end:
-            callback()
-
-
-def disk_and_files(seed: int = 0, **options: Any) -> tuple[SimulatedDisk, SimulatedFiles]:
-    disk = SimulatedDisk(Random(seed), **options)
-    files = disk.files(Process())
-    files.make(Path("/run"))
-    files.sync_directory(Path("/"))
-    return disk, files
-
-
-def write(files: SimulatedFiles, path: Path, data: bytes) -> None:
-    with files.open(path, create=True) as file:
-        file.append([data])
-
-
-def read(files: SimulatedFiles, path: Path) -> bytes | None:
-    if files.stat(path) is None:
-        return None
-    with files.open(path) as file:
-        return file.read()
-
+from r3async.world.simulated.disk import SimulatedFiles
+from tests.helpers.disk import Ended, Process, disk_and_files, read, write
 
 PATHS = st.sampled_from(["a", "b", "d", "d/x", "d/e", "d/e/y", "d/e/z", "no/x"])
 PIECES = st.lists(st.binary(max_size=40), max_size=6)
@@ -85,7 +38,6 @@ OF_A_FILE = st.one_of(
     st.tuples(st.just("lock"), st.booleans()),
 )
 STEPS = st.lists(OF_FILES | st.tuples(st.integers(0, 3), OF_A_FILE), max_size=60)
-
 BEGIN = [
     ("make", "d"),
     ("make", "d/e"),

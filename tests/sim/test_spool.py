@@ -16,8 +16,8 @@ from r3async.schedule.spool import Spool
 from r3async.transport.wire import encode_trajectory
 from r3async.world.real import RealWorld
 from r3async.world.simulated.disk import SimulatedDisk
+from tests.helpers.disk import Ended, Process
 from tests.helpers.transport import make_trajectory
-from tests.sim.test_disk import Ended, Process
 
 DIRECTORY = Path("/run/spool")
 KINDS = ["put"] * 6 + ["power"] * 3 + ["commit", "refuse", "restart", "kill later", "short writes", "fails"]

@@ -18,8 +18,8 @@ from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.tools.train import train
 from r3async.world.real import REAL
+from tests.helpers.fleet import Events, Generator, published
 from tests.helpers.world import StandIn
-from tests.unit.test_fleet import Events, Generator, published
 
 
 def run(untrained, root, pipeline, *overrides):

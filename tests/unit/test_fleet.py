@@ -5,117 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import numpy as np
 import pytest
 
 from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import Published, choose_backend
-from r3async.actors.fleet import Fleet, Way
-from r3async.actors.installer import Installer
+from r3async.actors.delivery import choose_backend
 from r3async.actors.leasing import Dispatch, LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded, ProcessLost, RunFailed
 from r3async.config import load_config, to_dict
 from r3async.rollout.engines import InstallReport
-from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import Difference, Publication, WeightManifest
+from r3async.weights.publish import Difference, WeightManifest
 from r3async.world import ActorLost
 from r3async.world.real import REAL
+from tests.helpers.fleet import Generator, deliver, loaded, published, sampled, scores
 from tests.helpers.world import StandIn
-
-TOKENS = list(range(40))
-SETTINGS = [
-    "weights.probe_every=3",
-    "generator.max_restarts=2",
-    "supervise.silence_seconds=10",
-    "supervise.restart_backoff=0.02",
-]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-class Events:
-    def __init__(self):
-        self.seen = []
-
-    def info(self, event, **facts):
-        self.seen.append((event, facts))
-
-    warning = info
-
-    def names(self):
-        return [event for event, _ in self.seen]
-
-
-def scores(version: int) -> np.ndarray:
-    return np.full(len(TOKENS) - 1, -1.0 - version, np.float32)
-
-
-def sampled(reported: float) -> SampledProbe:
-    """After the first token of the text; at temperature 1, what is reported is what the engine scores."""
-    return SampledProbe(*(np.asarray([x]) for x in (1, 5)), np.asarray([reported]), np.asarray([-2.0]))
-
-
-def published(version: int) -> Published:
-    return Published(Publication(WeightManifest(version, "", {}, 0)), np.stack([scores(version)] * 2))
-
-
-class Generator(StandIn):
-    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-        self.version = -1
-        self.may_install = asyncio.Event()
-        self.may_install.set()
-        self.wrong: dict = {}
-
-    async def answer(self, name: str, *args):
-        if name == "install":
-            version = args[0].manifest.version
-            self.calls.append((name, version))
-            await self.may_install.wait()
-            self.version = version
-        else:
-            self.calls.append((name,))
-        answers = {
-            "install": InstallReport(self.version, 0.2, 0.1, load_seconds=0.05, verify_seconds=0.02),
-            "encode_probe": TOKENS,
-            "cached_from_older": 0,
-            "score": scores(self.version),
-            "sample_probe": sampled(-2.0),
-            "start": {"pid": 7, "host": "here"},
-            "connect": None,
-            "whereabouts": None,
-            "differences": [],
-        }
-        answer = self.wrong.get(name, answers[name])
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def asked(self, name: str) -> list:
-        return [call for call in self.calls if call[0] == name]
-
-
-@pytest.fixture
-async def handles():
-    return {"generator-0": Generator(), "generator-1": Generator()}
-
-
-async def loaded(handles):
-    """An installer whose generators have engines, and no weights."""
-    config, clock = load_config("quickstart", SETTINGS), Clock()
-    fleet = Fleet(config, Events(), handles, clock)
-    await fleet.load()
-    tokens = await fleet.probe_tokens()
-    assert tokens == TOKENS
-    return Installer(config, fleet.events, fleet, Way("tcp://learner", "shared_memory"), tokens, published(0), clock)
 
 
 @pytest.mark.parametrize("loss", [ActorLost("it was killed"), NotLoaded("generator-1 was lost")])
@@ -141,23 +43,6 @@ async def test_a_failure_without_words_is_not_taken_for_silence(installer, handl
     installer.published = published(1)
     with pytest.raises(RunFailed, match=r"generator-0: AssertionError\(\)"):
         await installer.deliver()
-
-
-@pytest.fixture
-async def installer(handles):
-    installer = await loaded(handles)
-    await installer.begin()
-    return installer
-
-
-@pytest.fixture
-def fleet(installer):
-    return installer.fleet
-
-
-async def deliver(installer, version):
-    installer.published = published(version)
-    return await installer.deliver()
 
 
 async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fleet, handles):
@@ -296,112 +181,6 @@ def test_equal_contents_have_equal_digests():
     assert manifest.digest == msgspec.structs.replace(manifest, version=2, path="y").digest
     assert manifest.digest == WeightManifest(1, "x", dict(reversed(tensors.items())), 8).digest
     assert manifest.digest != WeightManifest(1, "x", {**tensors, "b": TensorEntry("float32", (2,), 3)}, 8).digest
-
-
-async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
-    installer, fleet, handles
-):
-    clock, generator = fleet["generator-0"].health._clock, fleet["generator-0"]
-    clock.now += 9
-    fleet.answered(fleet["generator-1"])
-    clock.now += 2
-    fleet.tick()
-    fleet.tick()
-    assert [g.state.value for g in fleet] == ["suspect", "healthy"]
-    assert not generator.health.may_lease
-    assert [event for event in fleet.events.names() if not event.startswith("probe")] == ["generator_suspect"]
-    assert fleet.events.seen[-1][1]["generator"] == "generator-0"
-    await deliver(installer, 1)  # it may only be slow
-    assert (generator.state, generator.version) == ("healthy", 1)
-    assert fleet.events.names()[-1] == "generator_recovered"
-    assert fleet.events.seen[-1][1]["seconds"] == 11
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr("r3async.actors.installer.LOOK_SECONDS", 0.01)
-
-
-async def until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come")
-
-
-async def fall_silent(fleet, name):
-    """All but `name` answer for as long as makes one suspect."""
-    for generator in fleet:
-        generator.health._clock.now += 11 / len(fleet.generators)
-    for generator in fleet:
-        if generator.generator_id != name:
-            fleet.answered(generator)
-    fleet.tick()
-    assert fleet[name].state == "suspect"
-
-
-async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_newest_when_it_wakes(
-    installer, fleet, handles, impatient
-):
-    wakes = []
-    installer._wake = lambda: wakes.append(1)
-    handles["generator-0"].may_install.clear()
-    delivering = asyncio.create_task(deliver(installer, 1))
-    await asyncio.sleep(0.05)
-    assert not delivering.done()
-    await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(delivering, 10) is not None
-    assert [g.version for g in fleet] == [0, 1]
-    assert await asyncio.wait_for(deliver(installer, 2), 10) is not None
-    assert [g.version for g in fleet] == [0, 2]
-    assert installer.reading == [1], "what a stopped engine reads stays"
-    assert not installer.behind, "it is being given what it needs"
-    handles["generator-0"].may_install.set()
-    await until(lambda: wakes and installer.behind)
-    await installer.deliver()
-    assert [(g.state, g.version) for g in fleet] == [("healthy", 2), ("healthy", 2)]
-    assert handles["generator-0"].asked("install") == [("install", v) for v in (0, 1, 2)]
-    assert installer.reading == []
-    assert not installer.behind
-
-
-async def test_if_nobody_answers_nothing_counts_as_installed_until_one_wakes(installer, fleet, handles, impatient):
-    for handle in handles.values():
-        handle.may_install.clear()
-    delivering = asyncio.create_task(deliver(installer, 1))
-    await asyncio.sleep(0.02)
-    fleet["generator-0"].health._clock.now += 11
-    fleet.tick()
-    assert await asyncio.wait_for(delivering, 10) is None
-    handles["generator-1"].may_install.set()
-    await until(lambda: installer.behind)
-    assert await asyncio.wait_for(installer.deliver(), 10) is not None
-    assert [g.version for g in fleet] == [0, 1]
-
-
-async def test_what_goes_wrong_with_one_that_was_not_waited_for_ends_the_run(installer, fleet, handles, impatient):
-    handles["generator-0"].may_install.clear()
-    await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
-    handles["generator-0"].wrong["install"] = InstallReport(0, 0.1, 0.1)
-    handles["generator-0"].may_install.set()
-    await until(lambda: installer.behind)
-    with pytest.raises(RunFailed, match="it missed an update"):
-        await installer.deliver()
-
-
-async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(installer, fleet, handles, monkeypatch):
-    monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", -119.95)  # weights.install_timeout is 120
-    handles["generator-0"].may_install.clear()
-    await fall_silent(fleet, "generator-0")
-    assert await asyncio.wait_for(deliver(installer, 1), 10) is not None
-    await asyncio.sleep(0.2)
-    assert not installer.behind
-    fleet.answered(fleet["generator-0"])
-    await until(lambda: installer.behind)
-    with pytest.raises(RunFailed, match="generator-0: no answer to `install` within"):
-        await installer.deliver()
 
 
 async def test_one_that_has_nothing_more_to_play_is_not_missed(fleet):

@@ -11,15 +11,13 @@ import torch
 
 from r3async.learner import LearnerError
 from r3async.learner.attention import plan_buckets
-from r3async.learner.logprobs import token_logprobs
+from r3async.learner.logprobs import token_logprobs, whole_vocabulary
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.megatron.hf import read_qwen3
 from r3async.learner.megatron.modules import TorchRMSNorm
 from r3async.learner.optimizer import MasterAdamW
 from tests.helpers import models as hm
-from tests.helpers.learner import (
-    settings,
-)
+from tests.helpers.learner import settings
 
 
 def test_rms_norm_and_its_gradient_equal_torch():
@@ -113,3 +111,13 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
             MegatronLearner.load(settings(), path)
     with pytest.raises(LearnerError, match="has no config"):
         read_qwen3(tmp_path)
+
+
+def test_an_impossible_token_adds_nothing_to_the_entropy_and_has_no_gradient():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
+    logprobs, entropies = whole_vocabulary(logits, torch.tensor([1]), True)
+    (logprobs + entropies).sum().backward()
+    exact = torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0]))
+    assert entropies.item() == pytest.approx(exact.entropy().item())
+    assert logits.grad[0, 2] == 0
+    assert torch.isfinite(logits.grad).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from r3async.data.records import SCHEMA, Column, Sample, TokenTable
 from r3async.learner.batch.packing import PackingError, aligned, collate, pack_for_ranks, padding_like
 from r3async.transport.wire import decode_trajectory, encode_trajectory
-from tests.unit.test_wire import as_bytes, make_table, make_trajectory
+from tests.helpers.wire import as_bytes, make_table, make_trajectory
 
 SURPRISE = Column("surprise", ("int16", "int32"), -9, inner=("width",))
 VERDICT = Column("verdict", ("float32",), 0.5, optional=True)

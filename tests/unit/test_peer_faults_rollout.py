@@ -22,7 +22,7 @@ from r3async.rollout.samples import SampleBuilder
 from r3async.schedule.validation import validate_trajectory
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.engine import prompt, request
-from tests.unit.test_wire import make_trajectory
+from tests.helpers.wire import make_trajectory
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 

@@ -1,4 +1,4 @@
-"""Trajectories on disk: durable before they are acknowledged, gone only when they are committed."""
+"""The files of a spool: whole records, whatever is torn, damaged or refused by the disk."""
 
 from __future__ import annotations
 
@@ -6,58 +6,19 @@ import asyncio
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from r3async.config import BufferConfig, TransportConfig
-from r3async.data.container import Container
-from r3async.data.records import SCHEMA, Trajectory
-from r3async.data.window import Consumed
+from r3async.config import BufferConfig
+from r3async.data.records import SCHEMA
 from r3async.schedule.spool import SPOOL, Spool
-from r3async.transport import Ledger, Refuse, encode_trajectory, wire
+from r3async.transport import encode_trajectory, wire
 from r3async.world import disk
-from tests.helpers.transport import (
-    LIMIT,
-    SLOW,
-    Inbox,
-    free_port,
-    make_trajectory,
-    memory_size,
-    receiving,
-    send_all,
-    sending,
-    until,
-)
-from tests.unit.test_transport_crash import process
-from tests.unit.test_wire import runny_table
-
-DISK = BufferConfig(durability="disk")
-ON_DISK_ONLY = BufferConfig(durability="disk", memory_bytes=1)
-
-
-def sampled(index: int, length: int = 300, group: int | None = None) -> Trajectory:
-    made = make_trajectory(index, length, group=group)
-    made.samples[0].table = runny_table(length)
-    return made
-
-
-def tell(told: list[str]) -> Any:
-    return lambda event, **facts: told.append(event)
-
-
-async def put_all(spool: Spool, trajectories: list[Trajectory], spill: bool = False) -> list[Any]:
-    return [await spool.put(t, wire.encode_trajectory(t), spill=spill) for t in trajectories]
-
-
-async def recovered(directory: Path, **options: Any) -> tuple[Spool, list[Trajectory]]:
-    spool = Spool(directory, DISK, **options)
-    return spool, [kept.trajectory for kept in await spool.recover()]
+from tests.helpers.spool import DISK, put_all, recovered, sampled, tell
+from tests.helpers.transport import LIMIT
 
 
 @pytest.mark.parametrize("fsync", [False, True])
@@ -238,204 +199,6 @@ async def test_writes_that_come_up_short_are_completed(tmp_path, monkeypatch):
     await spool.close()
     _, found = await recovered(tmp_path)
     assert found == [sampled(0)]
-
-
-async def test_acknowledged_means_written(tmp_path, monkeypatch):
-    """While the disk takes nothing, nothing is acknowledged, nobody gives up, and what waits is neither lost nor doubled."""
-    broken = [True]
-    real = Container.append
-
-    def append(*args: Any, **options: Any) -> Any:
-        if broken[0]:
-            raise OSError(errno.EIO, "broken")
-        return real(*args, **options)
-
-    monkeypatch.setattr(Container, "append", append)
-    spool = Spool(tmp_path, DISK, retry_seconds=0.05)
-    inbox = Inbox()
-    config = TransportConfig(ack_timeout=1.5)
-    async with receiving(inbox, config, store=spool) as (receiver, endpoint), sending(endpoint, config) as sender:
-        await send_all(sender, [sampled(i) for i in range(3)])
-        assert await sender.flush(3 * config.ack_timeout) == 3
-        assert (sender.acked, sender.reconnects, receiver.received) == (0, 0, 0)
-        broken[0] = False
-        assert await sender.flush(LIMIT) == 0
-        assert inbox.once({"t0", "t1", "t2"})
-        assert sender.resent == 0
-    await spool.close()
-    _, found = await recovered(tmp_path)
-    assert [t.trajectory_id for t in found] == ["t0", "t1", "t2"]
-
-
-async def test_a_learner_that_died_has_everything_again_but_what_was_committed(tmp_path):
-    inbox = Inbox(hold=True)
-    spool = Spool(tmp_path, DISK)
-    sent = [sampled(i) for i in range(12)]
-    async with receiving(inbox, store=spool) as (receiver, endpoint), sending(endpoint) as sender:
-        await send_all(sender, sent)
-        assert await sender.flush(LIMIT) == 0
-        for group in (0, 1):
-            receiver.forget(group)
-        ledger = Ledger(Consumed(head=2))  # Trained from groups 0 and 1, and died before `commit` was called.
-        receiver.forget(2)  # Trained too, but of no checkpoint: has to be trained again.
-    await spool.close()
-    again, spool = Inbox(hold=True), Spool(tmp_path, DISK)
-    ledger.add(2, "never-kept")
-    async with receiving(again, store=spool, ledger=ledger) as (receiver, endpoint):
-        assert again.trajectories == sent[8:]
-        assert receiver.recovered == 4
-        assert [int(p.name[:9]) for p in tmp_path.iterdir()] == [2]
-        assert receiver.bytes_held > 0
-        async with sending(endpoint) as sender:
-            await send_all(sender, [*sent[6:9], make_trajectory("never-kept", group=2)])
-            assert await sender.flush(LIMIT) == 0
-        assert receiver.duplicates == 3
-        assert [t.trajectory_id for t in again.trajectories[4:]] == ["tnever-kept"]
-        receiver.forget(2)
-        assert receiver.bytes_held == 0
-    await spool.close()
-
-
-async def test_what_is_not_valid_is_neither_kept_nor_taken_again(tmp_path, caplog):
-    def validate(trajectory: Trajectory) -> None:
-        if trajectory.trajectory_id in bad:
-            raise Refuse("not today")
-
-    bad = {"t1"}
-    inbox, spool = Inbox(), Spool(tmp_path, DISK)
-    heard: list[tuple[str, str]] = []
-    async with receiving(inbox, store=spool, validate=validate) as (receiver, endpoint):
-        async with sending(endpoint, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
-            await send_all(sender, [sampled(i) for i in range(3)])
-            assert await sender.flush(LIMIT) == 0
-    await spool.close()
-    assert heard == [("t1", "not today")]
-    bad.add("t2")
-    again, spool = Inbox(), Spool(tmp_path, DISK)
-    async with receiving(again, store=spool, validate=validate) as (receiver, _):
-        assert [t.trajectory_id for t in again.trajectories] == ["t0"]
-        assert (receiver.recovered, receiver.rejected, receiver.bytes_held) == (2, 1, 0)
-        assert (0, "t2") not in receiver.ledger
-    assert "'t2' was kept, but is not taken again: not today" in caplog.text
-    await spool.close()
-
-
-async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_again(tmp_path):
-    """Thirty trajectories that nobody releases pass through memory for ten, and are all there."""
-    sent = [sampled(i, 4000, group=50 + i) for i in range(30)]
-    mapped = Spool(tmp_path, ON_DISK_ONLY)
-    for table in (t.samples[0].table for t in sent):
-        table._columns["routed_experts"] = np.repeat(table["routed_experts"], 12, axis=1)
-    size = memory_size(sent[0])
-    config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=10 * size)
-    inbox = Inbox(hold=True)
-    async with (
-        receiving(inbox, config, store=mapped, window=0) as (receiver, endpoint),
-        sending(endpoint, config) as sender,
-    ):
-        await send_all(sender, sent)
-        assert await sender.flush(LIMIT) == 0
-        assert sorted(inbox.trajectories, key=lambda t: t.group_index) == sent
-        assert receiver.bytes_held < config.credit_bytes < 30 * size
-    await mapped.close()
-
-
-async def test_what_is_being_written_takes_room_already(tmp_path):
-    """Or a disk that is slower than the senders would be filled again and again before the first file counts."""
-    sent = [sampled(i, 500, group=10 + i) for i in range(8)]
-    nbytes = wire.decoded_bytes(wire.encode_trajectory(sent[0]), sent[0])
-    spool = Spool(tmp_path, BufferConfig(durability="disk", disk_bytes=3 * nbytes + 100))
-    go_on, write = asyncio.Event(), spool.put
-    begun: list[str] = []
-
-    async def put(trajectory: Trajectory, frames: Any, *, spill: bool) -> Any:
-        begun.append(trajectory.trajectory_id)
-        await go_on.wait()
-        return await write(trajectory, frames, spill=spill)
-
-    spool.put = put  # type: ignore[method-assign]
-    inbox = Inbox()
-    async with receiving(inbox, SLOW, store=spool, window=1) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
-        feeds = [asyncio.create_task(sender.send(trajectory)) for trajectory in sent]
-        await until(lambda: begun)
-        await asyncio.sleep(0.2)
-        assert len(receiver._intake) == 3
-        receiver.forget(10)  # wakes whatever waits for room
-        await asyncio.sleep(0.1)
-        assert len(receiver._intake) == 3
-        for feed in feeds:
-            feed.cancel()
-        go_on.set()
-        await sender.flush(LIMIT)
-    await spool.close()
-
-
-async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_through(tmp_path):
-    sent = [sampled(i, 2000, group=i) for i in range(8)]
-    size = sum(map(len, wire.encode_trajectory(sent[0])))
-    told: list[str] = []
-    spool = Spool(tmp_path, BufferConfig(durability="disk", disk_bytes=3 * memory_size(sent[0])), report=tell(told))
-    inbox = Inbox()
-    async with receiving(inbox, SLOW, store=spool, window=1) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
-        feed = asyncio.gather(*(sender.send(t) for t in reversed(sent)))
-        for group in range(8):
-            await until(lambda: f"t{group}" in inbox.seen)  # noqa: B023
-            assert spool.nbytes <= 3 * memory_size(sent[0]) + 2 * size
-            receiver.forget(group)
-            if group >= 3:
-                await spool.commit([group - 3])
-                receiver.forget(group)  # The next step would; here it wakes those that wait for room.
-        await feed
-        assert await sender.flush(LIMIT) == 0
-        assert inbox.once({f"t{i}" for i in range(8)})
-        assert told[0] == "spool_full"
-        await spool.commit(range(8))
-        assert spool.nbytes == 0
-    await spool.close()
-
-
-LEARNER = """
-import asyncio, sys
-from pathlib import Path
-from r3async.schedule.spool import Spool
-from r3async.config import BufferConfig, TransportConfig
-from r3async.transport import Receiver
-from tests.helpers.transport import SERVER_KEYS
-
-async def main(directory, port):
-    def take(trajectory, nbytes):
-        receiver.release(trajectory.trajectory_id)
-
-    spool = Spool(Path(directory), BufferConfig(durability="disk"))
-    settings = TransportConfig(ack_timeout=0.3)
-    receiver = Receiver("run", settings, take, keys=SERVER_KEYS, port=int(port), store=spool)
-    await receiver.start()
-    await asyncio.sleep(60)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-async def test_a_learner_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path):
-    """Three times, at any moment: what its senders were told to forget is in the spool, once, and nothing is missing."""
-    port, count = free_port(), 300
-    spool_dir = tmp_path / "spool"
-
-    def written() -> int:
-        return sum(p.stat().st_size for p in spool_dir.glob("*.spool")) if spool_dir.exists() else 0
-
-    async with sending(f"tcp://127.0.0.1:{port}") as sender:
-        feed = asyncio.gather(*(sender.send(sampled(i)) for i in range(count)))
-        for goal in (40_000, 150_000, 400_000):
-            with process(LEARNER, spool_dir, port) as child:
-                await until(lambda: written() >= goal, 30)  # noqa: B023
-                os.kill(child.pid, signal.SIGKILL)
-        with process(LEARNER, spool_dir, port):
-            await asyncio.wait_for(feed, 30)
-            assert await sender.flush(30) == 0
-    spool, found = await recovered(spool_dir)
-    assert sorted(t.trajectory_id for t in found) == sorted(f"t{i}" for i in range(count))
-    await spool.close()
 
 
 def test_the_format_is_what_the_docstring_says(tmp_path):

@@ -1,6 +1,6 @@
 """The simulated network: sockets of ZeroMQ's kind between simulated processes, in virtual time, with faults from one seed.
 
-What holds for DEALER and ROUTER over TCP holds here (`tests/sim/test_network.py` asks the same of both):
+What holds for DEALER and ROUTER over TCP holds here (`tests/sim/test_sockets.py` asks the same of both):
 
 1. A connection carries whole messages, in order; messages of different connections overtake each other.
 2. A dealer connects by itself, and again after a connection was lost. Meanwhile it keeps what it is given, up to `HIGH_WATER`.

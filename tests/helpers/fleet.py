@@ -1,0 +1,111 @@
+"""Generators that are stand-ins, and the conductor's parts that know them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from r3async.actors.delivery import Published
+from r3async.actors.fleet import Fleet, Way
+from r3async.actors.installer import Installer
+from r3async.config import load_config
+from r3async.rollout.engines import InstallReport
+from r3async.weights.probe import SampledProbe
+from r3async.weights.publish import Publication, WeightManifest
+from tests.helpers.world import StandIn
+
+TOKENS = list(range(40))
+SETTINGS = [
+    "weights.probe_every=3",
+    "generator.max_restarts=2",
+    "supervise.silence_seconds=10",
+    "supervise.restart_backoff=0.02",
+]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Events:
+    def __init__(self):
+        self.seen = []
+
+    def info(self, event, **facts):
+        self.seen.append((event, facts))
+
+    warning = info
+
+    def names(self):
+        return [event for event, _ in self.seen]
+
+
+def scores(version: int) -> np.ndarray:
+    return np.full(len(TOKENS) - 1, -1.0 - version, np.float32)
+
+
+def sampled(reported: float) -> SampledProbe:
+    """After the first token of the text; at temperature 1, what is reported is what the engine scores."""
+    return SampledProbe(*(np.asarray([x]) for x in (1, 5)), np.asarray([reported]), np.asarray([-2.0]))
+
+
+def published(version: int) -> Published:
+    return Published(Publication(WeightManifest(version, "", {}, 0)), np.stack([scores(version)] * 2))
+
+
+class Generator(StandIn):
+    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.version = -1
+        self.may_install = asyncio.Event()
+        self.may_install.set()
+        self.wrong: dict = {}
+
+    async def answer(self, name: str, *args):
+        if name == "install":
+            version = args[0].manifest.version
+            self.calls.append((name, version))
+            await self.may_install.wait()
+            self.version = version
+        else:
+            self.calls.append((name,))
+        answers = {
+            "install": InstallReport(self.version, 0.2, 0.1, load_seconds=0.05, verify_seconds=0.02),
+            "encode_probe": TOKENS,
+            "cached_from_older": 0,
+            "score": scores(self.version),
+            "sample_probe": sampled(-2.0),
+            "start": {"pid": 7, "host": "here"},
+            "connect": None,
+            "whereabouts": None,
+            "differences": [],
+        }
+        answer = self.wrong.get(name, answers[name])
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def asked(self, name: str) -> list:
+        return [call for call in self.calls if call[0] == name]
+
+
+async def loaded(handles):
+    """An installer whose generators have engines, and no weights."""
+    config, clock = load_config("quickstart", SETTINGS), Clock()
+    fleet = Fleet(config, Events(), handles, clock)
+    await fleet.load()
+    tokens = await fleet.probe_tokens()
+    assert tokens == TOKENS
+    return Installer(config, fleet.events, fleet, Way("tcp://learner", "shared_memory"), tokens, published(0), clock)
+
+
+async def deliver(installer, version):
+    installer.published = published(version)
+    return await installer.deliver()

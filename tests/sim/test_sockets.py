@@ -1,0 +1,223 @@
+"""What holds for sockets over ZeroMQ holds for simulated ones: the same scripts over both."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from r3async.world import MAX_FRAME, Sockets
+from r3async.world.keys import new_keys
+from r3async.world.simulated.loop import Process, VirtualLoop
+from r3async.world.simulated.network import SimulatedNetwork
+from r3async.world.zeromq import OTHER_LEARNER, UNKNOWN_KEY, ZeroMqSockets
+from tests.helpers.sockets import LOOPBACK, Ear
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, until
+
+QUIET_SECONDS = 0.3
+"""So long nothing comes: then nothing will."""
+
+
+class Place:
+    """Where a script runs: `sockets(name)` are those of a process."""
+
+    def __init__(self, make: Callable[[str], Sockets]):
+        self._make = make
+        self._made: list[Sockets] = []
+
+    def sockets(self, name: str = "p") -> Sockets:
+        self._made.append(self._make(name))
+        return self._made[-1]
+
+    def router(self, sockets: Sockets | None = None, address: str = LOOPBACK) -> Ear:
+        ear = Ear()
+        ear.socket = (sockets or self.sockets()).router(address, ear, keys=SERVER_KEYS, refused=ear.refused)
+        return ear
+
+    def dealer(self, router: Ear, name: bytes = b"d", keys: Any = CLIENT_KEYS, sockets: Sockets | None = None) -> Ear:
+        ear = Ear()
+        ear.socket = (sockets or self.sockets()).dealer(router.socket.endpoint, name, ear, keys=keys)
+        return ear
+
+    async def close(self) -> None:
+        for sockets in self._made:
+            await sockets.close()
+
+
+async def run(script: Callable[[Place], Any], place: Place) -> None:
+    try:
+        async with asyncio.timeout(30):
+            await script(place)
+    finally:
+        await place.close()
+
+
+@pytest.fixture(params=["zeromq", "simulated"])
+def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Place], Any]], None]:
+    """Runs a script over the one and over the other."""
+
+    def over_zeromq(script: Callable[[Place], Any]) -> None:
+        asyncio.run(run(script, Place(lambda name: ZeroMqSockets())))
+
+    def simulated(script: Callable[[Place], Any]) -> None:
+        loop = VirtualLoop(seconds=1000.0)
+        network = SimulatedNetwork(loop, random.Random(1))
+        loop.run_until_complete(run(script, Place(lambda name: network.sockets("host", Process(loop, name)))))
+        assert not loop.failures
+        loop.close()
+
+    return over_zeromq if request.param == "zeromq" else simulated
+
+
+def test_messages_arrive_whole_and_in_order_both_ways(play):
+    async def script(place: Place) -> None:
+        router = place.router()
+        dealers = {name: place.dealer(router, name) for name in (b"a", b"b")}
+        sent = [[b"%d" % i, b"", bytes([i]) * (i * 631 % MAX_FRAME), bytearray(b"end")] for i in range(200)]
+        for message in sent:
+            for dealer in dealers.values():
+                assert dealer.send(*message) == 0
+        await until(lambda: len(router.heard) == 400)
+        for name, dealer in dealers.items():
+            assert [frames[1:] for frames in router.heard if frames[0] == name] == sent
+            for message in sent:
+                assert router.send(name, *message) == 0
+            await until(lambda: len(dealer.heard) == 200)  # noqa: B023
+            assert dealer.heard == sent
+
+    play(script)
+
+
+def test_what_is_sent_is_what_the_frames_held_then(play):
+    async def script(place: Place) -> None:
+        router = place.router()
+        dealer, small = place.dealer(router), bytearray(b"before")
+        dealer.send(small)
+        small[:] = b"after."
+        await until(lambda: router.heard)
+        assert router.heard == [[b"d", b"before"]]
+
+    play(script)
+
+
+def test_a_router_knows_a_dealer_while_its_connection_stands_and_nobody_else(play):
+    async def script(place: Place) -> None:
+        router = place.router()
+        assert router.send(b"d", b"x") == errno.EHOSTUNREACH
+        dealer = place.dealer(router)
+        await until(lambda: router.send(b"d", b"hello") == 0)  # it has not said anything
+        assert router.send(b"e", b"x") == errno.EHOSTUNREACH
+        await until(lambda: dealer.heard)
+        assert dealer.heard[0] == [b"hello"]
+        dealer.socket.close()
+        dealer.socket.close()
+        assert dealer.send(b"x") == errno.ENOTSOCK
+        await until(lambda: router.send(b"d", b"x") == errno.EHOSTUNREACH)
+        assert not router.heard
+
+    play(script)
+
+
+def test_a_new_connection_takes_over_the_name(play):
+    async def script(place: Place) -> None:
+        router, sockets = place.router(), place.sockets()
+        earlier = place.dealer(router, sockets=sockets)
+        earlier.send(b"first")
+        await until(lambda: router.heard)
+        earlier.socket.close()
+        later = place.dealer(router, sockets=sockets)
+        later.send(b"second")
+        await until(lambda: len(router.heard) == 2)
+        assert router.heard == [[b"d", b"first"], [b"d", b"second"]]
+        assert router.send(b"d", b"answer") == 0
+        await until(lambda: later.heard)
+        assert (earlier.heard, later.heard) == ([], [[b"answer"]])
+
+    play(script)
+
+
+def test_a_dealer_may_come_first_and_what_it_was_given_waits(play):
+    async def script(place: Place) -> None:
+        sockets = place.sockets()
+        probe = place.router(sockets)
+        await sockets.close()  # its port is free
+        dealer = place.dealer(probe)
+        for i in range(1000):
+            assert dealer.send(b"%d" % i) == 0
+        assert dealer.send(b"more") == errno.EAGAIN
+        await asyncio.sleep(QUIET_SECONDS)
+        router = place.router(address=dealer.socket.endpoint)
+        await until(lambda: len(router.heard) == 1000)
+        assert router.heard == [[b"d", b"%d" % i] for i in range(1000)]
+
+    play(script)
+
+
+def test_an_address_is_bound_again_and_its_dealers_find_it(play):
+    async def script(place: Place) -> None:
+        sockets = place.sockets()
+        router = place.router(sockets)
+        with pytest.raises(OSError, match="already in use") as failed:
+            place.router(address=router.socket.endpoint)
+        assert failed.value.errno == errno.EADDRINUSE
+        dealer = place.dealer(router)
+        dealer.send(b"first")
+        await until(lambda: router.heard)
+        await sockets.close()
+        await sockets.close()
+        assert router.send(b"d", b"x") == errno.ENOTSOCK
+        again = place.router(address=router.socket.endpoint)
+        await until(lambda: dealer.send(b"second") == 0 and again.heard)
+        assert again.heard[0] == [b"d", b"second"]
+        assert again.send(b"d", b"answer") == 0
+        await until(lambda: dealer.heard)
+
+    play(script)
+
+
+def test_only_known_keys_are_let_in(play):
+    async def script(place: Place) -> None:
+        router = place.router()
+        unknown = place.dealer(
+            router, b"u", dataclasses.replace(new_keys()[1], server_public=CLIENT_KEYS.server_public)
+        )
+        other = place.dealer(router, b"o", dataclasses.replace(CLIENT_KEYS, server_public=new_keys()[1].server_public))
+        right = place.dealer(router, b"r")
+        for dealer in (unknown, other, right):
+            assert dealer.send(b"hello") == 0
+        await until(lambda: router.refused[UNKNOWN_KEY] and router.refused[OTHER_LEARNER] and unknown.socket.denied)
+        await until(lambda: router.heard)
+        await asyncio.sleep(QUIET_SECONDS)
+        assert router.heard == [[b"r", b"hello"]]
+        assert set(router.refused) == {UNKNOWN_KEY, OTHER_LEARNER}
+        assert unknown.socket.denied.startswith("this key")
+        assert other.socket.denied == right.socket.denied == ""
+
+    play(script)
+
+
+def test_who_sends_a_frame_that_is_too_large_is_disconnected(play):
+    async def script(place: Place) -> None:
+        router = place.router()
+        dealer = place.dealer(router)
+        assert dealer.send(b"first") == 0
+        await until(lambda: router.heard)
+        assert dealer.send(b"too", bytes(MAX_FRAME + 100)) == 0
+        await until(lambda: dealer.send(b"next") == 0 and router.heard[-1] == [b"d", b"next"])
+        assert all(len(frame) < 10 for frames in router.heard for frame in frames)
+
+    play(script)
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://", "tcp://host:x"])
+def test_an_endpoint_that_is_none_is_an_error(play, endpoint):
+    async def script(place: Place) -> None:
+        with pytest.raises(OSError, match="Invalid argument"):
+            place.sockets().dealer(endpoint, b"d", print, keys=CLIENT_KEYS)
+
+    play(script)

@@ -1,0 +1,24 @@
+"""What several modules of this folder begin with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.fleet import Generator, loaded
+
+
+@pytest.fixture
+async def handles():
+    return {"generator-0": Generator(), "generator-1": Generator()}
+
+
+@pytest.fixture
+async def installer(handles):
+    installer = await loaded(handles)
+    await installer.begin()
+    return installer
+
+
+@pytest.fixture
+def fleet(installer):
+    return installer.fleet

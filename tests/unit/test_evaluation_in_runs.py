@@ -1,0 +1,254 @@
+"""Evaluations of a run: when they are due, whom they may hold up, and nothing of them in what is trained."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+
+from r3async.actors.fleet import Fleet
+from r3async.actors.generator import GeneratorActor, GeneratorParts
+from r3async.actors.leasing import LeaseAnswer, LeaseCall
+from r3async.actors.process import NotLoaded
+from r3async.actors.tasks import Evaluator
+from r3async.config import config_from_dict, load_config, to_dict
+from r3async.schedule.admission import GroupLease
+from r3async.schedule.tasks import training_seed
+from r3async.world.keys import new_keys
+from r3async.world.real import REAL
+from tests.helpers.serving import ready, renderer
+from tests.helpers.world import StandIn
+
+
+class Events:
+    def __init__(self):
+        self.reported = []
+
+    def __getattr__(self, level):
+        return lambda event, **fields: self.reported.append((event, fields))
+
+
+def evaluator(tmp_path, answer, dead=False, **settings):
+    config = config_from_dict({"evaluation": {"every": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
+    events = Events()
+    fleet = Fleet(config, events, {"g": StandIn(evaluate=answer)})
+    fleet["g"].health.loaded()
+    fleet["g"].health.installed(0, 0)
+    if dead:
+        fleet["g"].health.lost()
+    return Evaluator(config, tmp_path, events, fleet), events
+
+
+def lines(tmp_path):
+    file = tmp_path / "evaluation.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def settle(it):
+    await asyncio.wait_for(it._wait(lambda: False), 5)
+
+
+async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_path):
+    async def answer():
+        return {"reward_mean": 0.5, "version_min": 3, "version_max": 4, "episodes": 32}
+
+    it, _ = evaluator(tmp_path, answer, at_start=True)
+    for step in range(6):
+        it.after(step)
+        await settle(it)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
+    await it.finish(5, lambda: False)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4, 5]
+    await it.finish(5, lambda: False)
+    assert len(lines(tmp_path)) == 4
+    assert lines(tmp_path)[0]["evaluation/reward_mean"] == 0.5
+    assert {"step", "time", "evaluation/version_min", "evaluation/version_max", "evaluation/episodes"} <= set(
+        lines(tmp_path)[0]
+    )
+
+
+async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_another(tmp_path):
+    asked = []
+
+    def generator(name, frozen):
+        async def evaluate():
+            asked.append(name)
+            await asyncio.sleep(60 if frozen else 0.2)
+            return {"reward_mean": 0.5}
+
+        async def whereabouts():
+            await asyncio.sleep(60 if frozen else 0)
+
+        return StandIn(evaluate=evaluate, whereabouts=whereabouts)
+
+    it, events = evaluator(tmp_path, None)
+    it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
+    fleet = Fleet(it.config, events, {name: generator(name, name != "c") for name in "abc"})
+    for member in fleet:
+        member.health.loaded()
+        member.health.installed(0, 0)
+    it._fleet = fleet
+    it.after(2)
+    await settle(it)
+    assert asked == ["a", "b", "c"]
+    assert [(e, f["generator"]) for e, f in events.reported] == [
+        ("evaluation_moved", "a"),
+        ("evaluation_moved", "b"),
+        ("evaluation_finished", "c"),
+    ]
+    assert [line["step"] for line in lines(tmp_path)] == [2]
+    fleet["c"].health.lost()
+    it.after(4)
+    await settle(it)
+    assert events.reported[-1] == ("evaluation_failed", {"step": 4, "error": "a, b did not answer"})
+
+
+async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
+    async def answer():
+        raise RuntimeError("the environment is away")
+
+    it, events = evaluator(tmp_path, answer)
+    it.after(2)
+    await settle(it)
+    await it.finish(2, lambda: False)
+    assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
+    assert "the environment is away" in events.reported[0][1]["error"]
+    it, events = evaluator(tmp_path, answer, dead=True)
+    it.after(2)
+    await settle(it)
+    assert events.reported[0][1]["error"] == "no generator is healthy"
+    assert lines(tmp_path) == []
+
+
+async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits_no_longer_than_its_grace(tmp_path):
+    async def answer():
+        await asyncio.sleep(60)
+
+    it, events = evaluator(tmp_path, answer)
+    it.after(2)
+    it.after(4)
+    assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
+    await asyncio.wait_for(it.finish(4, lambda: True), 3)
+    assert events.reported[-1][0] == "evaluation_abandoned"
+    await it.finish(4, lambda: True)
+    assert len(events.reported) == 2
+
+
+async def test_a_run_without_evaluations_asks_for_none(tmp_path):
+    it, events = evaluator(tmp_path, None, every=0)
+    for step in range(5):
+        it.after(step)
+    await it.finish(4, lambda: False)
+    await it.cancel()
+    assert (events.reported, it._task) == ([], None)
+
+
+class Learner:
+    """Where a generator's sender would send to."""
+
+    unacknowledged = 0
+
+    def __init__(self):
+        self.got = {}
+
+    async def start(self):
+        pass
+
+    @property
+    def acked(self):
+        return len(self.got)
+
+    async def send(self, trajectory):
+        self.got[trajectory.trajectory_id] = trajectory
+
+    async def flush(self, timeout):
+        pass
+
+    async def close(self):
+        pass
+
+    def __contains__(self, trajectory_id):
+        return False
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """`made(directory, config, engine, chat, sender)`: a generator, in this process."""
+    monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
+
+    def make(directory, config, engine, chat, sender=None):
+        parts = GeneratorParts(lambda *args: engine, lambda *args: chat, sender=lambda *args, **facts: sender)
+        return GeneratorActor(REAL, "g", "run", to_dict(config), "nowhere", str(directory), parts=parts)
+
+    return make
+
+
+async def play_run(made, directory, evaluations, groups=3):
+    """What a generator delivers of `groups` leases at S = 0, with evaluations beside each or without."""
+    settings = {"every": 1 if evaluations else 0, "episodes": 6, "seed": 0}
+    config = load_config("quickstart", ["schedule.samples_per_group=2", "schedule.max_staleness=0"])
+    config = msgspec.structs.replace(config, evaluation=config_from_dict({"evaluation": settings}).evaluation)
+    chat, sender = renderer(), Learner()
+
+    def answer(request, index):  # of the request alone, as greedy sampling would be
+        return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.end_id]
+
+    engine = await ready(answer)
+    actor = made(directory, config, engine, chat, sender)
+    await actor.start()
+    await actor.connect("", "shared_memory", new_keys()[1])
+    results = []
+
+    async def lease(message):
+        call = msgspec.msgpack.decode(message, type=LeaseCall)
+        for _ in range(int(call.wait / 0.01)):
+            if len(sender.got) >= 2 * len(lease.given):
+                break
+            await asyncio.sleep(0.01)
+        played = len(sender.got) // 2
+        if evaluations and len(results) <= played < groups:
+            results.append(asyncio.create_task(actor.evaluate()))
+        free = len(sender.got) == 2 * played and played not in lease.given and played < groups
+        leases = [GroupLease(played, training_seed(0, played), (0, 1))] if free and call.free else []
+        lease.given |= {g.group_index for g in leases}
+        return msgspec.msgpack.encode(LeaseAnswer(leases, more=played < groups))
+
+    lease.given = set()
+    await asyncio.wait_for(actor.run(StandIn(lease=lease)), 30)
+    evaluated = await asyncio.gather(*results)
+    await actor.stop()
+    return sender.got, evaluated, engine
+
+
+async def test_training_data_is_the_same_with_and_without_evaluation_and_no_evaluation_is_sent_to_the_learner(
+    made, tmp_path
+):
+    plain, none, _ = await play_run(made, tmp_path / "a", evaluations=False)
+    beside, evaluated, engine = await play_run(made, tmp_path / "b", evaluations=True)
+    assert none == []
+    assert len(evaluated) == 3
+    assert all(e["episodes"] == 6 for e in evaluated)
+    assert len({e["reward_mean"] for e in evaluated}) == 1  # the same tasks each time
+    assert sorted(plain) == sorted(beside) == [f"g{g:08d}e{i:04d}" for g in range(3) for i in range(2)]
+    for name, trajectory in plain.items():
+        other = beside[name]
+        assert trajectory.task_seed == other.task_seed
+        assert trajectory.turns == other.turns
+        assert [s.table for s in trajectory.samples] == [s.table for s in other.samples]
+    asked = [call.request_id for call in engine.calls]
+    assert sum(name.startswith("evaluation") for name in asked) == 3 * 6 * 3
+    assert len(asked) == 3 * 6 * 3 + 3 * 2 * 3
+
+
+async def test_a_generator_that_stops_gives_its_evaluations_up(made, tmp_path):
+    never = asyncio.Event()
+    engine, chat = await ready([[1]], pace=never.wait), renderer()
+    actor = made(tmp_path, load_config("quickstart", []), engine, chat)
+    with pytest.raises(NotLoaded, match="is not set up yet"):
+        await actor.evaluate()
+    await actor.start()
+    evaluating = asyncio.create_task(actor.evaluate())
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(actor.stop(), 5)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(evaluating, 5)

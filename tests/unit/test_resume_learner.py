@@ -1,0 +1,103 @@
+"""A learner that was stopped and continued is, bit by bit, the one that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3async.checkpoint import CheckpointError
+from r3async.checkpoint.tensors import LearnerParts, write_part
+from r3async.learner import build_learner
+from tests.helpers import checkpoint as hc
+from tests.helpers import models as hm
+from tests.helpers.checkpoint import assert_same, begun, fresh, in_two_parts, paths, settings
+
+MODEL = {"num_hidden_layers": 4, "mlp_only_layers": [1], "vocab_size": 97}
+"""The vocabulary does not divide by 2, and one layer is dense."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"), **MODEL)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_ten_steps_equal_five_and_five_after_a_restart(model_path, tmp_path, backend):
+    in_two_parts(None, model_path, tmp_path, settings(backend))
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from tests.helpers.checkpoint import continued, paths, settings
+model, half, out = sys.argv[1:]
+print(continued(Path(model), settings(dtype="bfloat16"), paths(Path(half)), 5, 5, Path(out))[0])
+"""
+
+
+def test_a_new_process_continues_in_bf16_from_the_float32_weights(model_path, tmp_path):
+    config = settings(dtype="bfloat16")
+    straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))
+    ten, _ = begun(model_path, config, 10, straight)
+    begun(model_path, config, 5, half)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", CHILD, *map(str, (model_path, half, whole))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == repr(ten[5:])
+    assert_same(paths(straight), paths(whole))
+
+
+def test_a_state_does_not_change_with_later_steps(model_path, tmp_path):
+    config = settings()
+    learner = build_learner(config, model_path)
+    hc.train(learner, config, hc.batches(1))
+    state = learner.state()
+    now, later = fresh(tmp_path / "now"), fresh(tmp_path / "later")
+    record = write_part(now, state)
+    hc.train(learner, config, hc.batches(2))
+    assert write_part(later, state) == record
+
+
+def test_the_reference_model_is_the_start_path_s_after_a_resume(model_path, tmp_path):
+    config, batch = settings(), hc.batches(1)[0]
+    first = build_learner(config, model_path)
+    expected = first.logprobs(batch)
+    hc.train(first, config, hc.batches(2))
+    write_part(tmp_path, first.state())
+    config.algorithm.reference_kl.coef = 0.1
+    second = build_learner(config, model_path)
+    second.restore(LearnerParts(paths(tmp_path)))
+    assert all((a == b).all() for a, b in zip(second.logprobs(batch, reference=True), expected, strict=True))
+    assert any((a != b).any() for a, b in zip(second.logprobs(batch), expected, strict=True))
+
+
+def test_random_numbers_go_on_where_they_were(model_path, tmp_path):
+    learner = build_learner(settings(), model_path)
+    torch.manual_seed(5)
+    write_part(tmp_path, learner.state())
+    expected = torch.rand(4)
+    learner.restore(LearnerParts(paths(tmp_path)))
+    assert torch.equal(torch.rand(4), expected)
+    state = learner.state()
+    for piece in state.pieces:
+        if piece.place.name == "rng/cpu/0":
+            piece.tensor.fill_(255)
+    write_part(fresh(tmp_path), state)
+    with pytest.raises(CheckpointError, match="rng/cpu/0: "):
+        learner.restore(LearnerParts(paths(tmp_path)))
+
+
+def test_another_backend_or_model_is_refused(model_path, tmp_path):
+    write_part(tmp_path, build_learner(settings(), model_path).state())
+    parts = LearnerParts(paths(tmp_path))
+    with pytest.raises(CheckpointError, match=r'learner\.backend = "megatron"'):
+        build_learner(settings("torch"), model_path).restore(parts)
+    other = hm.make_hf_model(tmp_path / "other", **(MODEL | {"num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match=r"it is of another model"):
+        build_learner(settings(), other).restore(parts)

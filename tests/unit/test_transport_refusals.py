@@ -1,0 +1,134 @@
+"""What is not delivered: what the consumer refuses, what is no message, and who is not let in."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from r3async.data.records import SCHEMA, Column, Trajectory
+from r3async.transport import Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
+from tests.helpers.transport import (
+    CLIENT_KEYS,
+    FAST,
+    HELLO,
+    LIMIT,
+    SERVER_KEYS,
+    Inbox,
+    make_trajectory,
+    memory_size,
+    raw_dealer,
+    receiving,
+    send_all,
+    sending,
+)
+
+
+async def test_consumer_refuses_and_consumer_fails(caplog):
+    taken = []
+
+    def take(trajectory: Trajectory, nbytes: int) -> None:
+        if trajectory.trajectory_id == "t1":
+            raise Refuse("expert id 9 of 8")
+        if trajectory.trajectory_id == "t2":
+            raise KeyError("oops")
+        taken.append(trajectory.trajectory_id)
+
+    told: list[tuple[str, str]] = []
+    heard: list[tuple[str, str]] = []
+    receiver = Receiver("run", FAST, take, keys=SERVER_KEYS, on_reject=lambda *args: told.append(args))
+    async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
+        await send_all(sender, [make_trajectory(i) for i in range(4)])
+        assert await sender.flush(LIMIT) == 0
+        await receiver.close()
+    assert taken == ["t0", "t3"]
+    assert told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
+    assert heard == [(make_trajectory(int(name[1:])), why) for name, why in told]  # whole, as it was sent
+    assert (receiver.received, receiver.rejected, sender.rejected, sender.acked) == (2, 2, 2, 2)
+    assert receiver.bytes_held == 2 * memory_size(make_trajectory(0))
+    assert (0, "t1") not in receiver.ledger
+    assert "KeyError" in caplog.text
+
+
+async def test_malformed_messages():
+    frames = [bytes(f) for f in wire.encode_trajectory(make_trajectory(1))]
+    size = sum(map(len, frames))
+    nan = make_trajectory(2)
+    payloads = {
+        "checksum": [frames[0], bytes(len(frames[1])), *frames[2:]],
+        "malformed header": [frames[0][:-1], *frames[1:]],
+        f"only {len(frames) - 2} column frames": frames[:-1],
+        "the payload is trajectory 't1' of 0": frames,
+        "at least a header": [],
+        f"and {size} were announced": [*frames, b"more"],
+    }
+    inbox = Inbox()
+    async with receiving(inbox) as (receiver, endpoint):
+        async with raw_dealer(endpoint) as peer:
+            garbage = [(b"",), (b"", b"x"), (b"\xc1\x00",), (b"\x91" * 60_000,), (b"x" * 100_000,), tuple([b"y"] * 50)]
+            for n, bad in enumerate([*garbage, (wire.Ack(["t"]),), (wire.Reject("t", "why"),)], 1):
+                await peer.send(*bad)
+                answer = await peer.answer()
+                assert isinstance(answer, wire.Reject)
+                assert answer.trajectory_id == ""
+                assert answer.reason
+                assert receiver.rejected == n
+            await peer.send(wire.Deliver("session", "x", 0, size), *frames)
+            assert await peer.answer() == wire.Refusal("session", "unknown session: say HELLO", False)
+            await peer.send(HELLO)
+            for n, (reason, payload) in enumerate(payloads.items()):
+                await peer.send(wire.Deliver("session", f"x{n}", 0, size), *payload)
+                answer = await peer.answer()
+                assert isinstance(answer, wire.Reject)
+                assert answer.trajectory_id == f"x{n}"
+                assert answer.again == ("never" if reason.endswith("announced") else "damaged")
+                assert reason in answer.reason
+            # An old session's leftovers are neither taken nor answered.
+            await peer.send(wire.Deliver("before", "x", 0, size), *frames)
+            assert await peer.answer(0.3) is None
+        assert receiver.rejected == len(garbage) + 2 + 1
+        assert receiver.damaged == len(payloads) - 1
+        assert receiver.bytes_held == 0
+        async with sending(endpoint) as sender:
+            await send_all(sender, [nan])
+            assert await sender.flush(LIMIT) == 0
+    assert inbox.once({"t2"})
+
+
+async def test_a_stranger_is_refused_for_good():
+    inbox = Inbox()
+    other = SCHEMA.with_column(Column("entropy", ("float32",), 0.0, optional=True)).fingerprint
+    async with receiving(inbox) as (receiver, endpoint):
+        async with sending(endpoint, run_id="yesterday") as sender:
+            with pytest.raises(TransportRefused, match="'g0': run 'yesterday' is not the run of this learner"):
+                await asyncio.wait_for(sender.send(make_trajectory(1)), LIMIT)
+            with pytest.raises(TransportRefused, match="yesterday"):
+                await sender.flush(LIMIT)
+            await asyncio.sleep(1)
+            assert sender.reconnects == 0
+        async with raw_dealer(endpoint) as peer:
+            await peer.send(wire.Hello("s", "raw", "run", other))
+            answer = await peer.answer()
+            assert answer.final
+            assert f"token schema '{other}'" in answer.reason
+            assert "the columns differ" in answer.reason
+            await peer.send(wire.Hello("s", "raw", "run", SCHEMA.fingerprint, wire=wire.WIRE_VERSION - 1))
+            answer = await peer.answer()
+            assert answer.final
+            assert f"wire version {wire.WIRE_VERSION - 1}, the learner has {wire.WIRE_VERSION}" in answer.reason
+        assert receiver.rejected == 3
+        assert receiver.senders == 0
+    assert not inbox.seen
+
+
+async def test_bad_addresses_and_bad_trajectories_are_clear_errors():
+    with pytest.raises(TransportError, match="cannot connect to 'nowhere'"):
+        await Sender("nowhere", "g0", "run", FAST, keys=CLIENT_KEYS).start()
+    inbox = Inbox()
+    async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
+        port = int(endpoint.rsplit(":", 1)[1])
+        with pytest.raises(TransportError, match=r"cannot listen on .*Address already in use"):
+            await Receiver("run", FAST, inbox, keys=SERVER_KEYS, port=port).start()
+        with pytest.raises(WireError, match="100 characters"):
+            await asyncio.wait_for(sender.send(make_trajectory("x" * 300, group=0)), LIMIT)
+        assert sender.unacknowledged == 0

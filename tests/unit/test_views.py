@@ -1,0 +1,299 @@
+"""What a summary and a report show of a run's rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from r3async.config import Config, to_toml
+from r3async.record.catalogue import METRICS
+from r3async.record.events import open_events
+from r3async.record.reading import read_objects
+from r3async.record.steps import MetricsWriter
+from r3async.views.charts import CHARTS, describe_charts
+from r3async.views.follow import FollowedRun
+from r3async.views.maps import MAX_COLUMNS, describe_maps
+from r3async.views.report import write_report
+from r3async.views.summary import (
+    counted,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_summary,
+    history_of,
+    summarize,
+)
+
+
+def test_every_drawn_metric_is_documented() -> None:
+    assert {known.curve.chart for known in METRICS.values() if known.curve} == {chart.title for chart in CHARTS}
+    assert all(chart.lines for chart in CHARTS)
+    assert all(metric.label and metric.docs.endswith(".") for metric in METRICS.values())
+    assert next(iter(METRICS)) == "step"
+
+
+def fill(run: Path, steps: int, **changes: object) -> None:
+    """A run directory as a run leaves it."""
+    run.mkdir(parents=True, exist_ok=True)
+    config = Config(steps=20)
+    config.schedule.max_staleness = 2
+    (run / "config.toml").write_text(to_toml(config))
+    writer = MetricsWriter(run)
+    for step in range(1, steps + 1):
+        row = dict.fromkeys(METRICS, 0.5)
+        row |= {
+            "step": step,
+            "version": step,
+            "time": 1000.0 + step,
+            "reward/mean": step / 20,
+            "staleness/max": min(step, 2),
+        }
+        row |= {"rollout_kl/k1": (-1) ** step * 1e-4, "rollout_kl/k3": 1e-4 * step, "transport/rejected": step // 10}
+        writer.write({**row, **changes})
+
+
+def test_summary(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    fill(run, 20)
+    events = open_events(run, "conductor")
+    events.warning("generator_lost", generator="generator-0")
+    events.warning("generator_restarted", generator="generator-0")
+    events.info("run_finished", steps=20, stopped=False)
+    summary = summarize(run)
+    assert (summary.name, summary.status, summary.steps, summary.planned_steps) == ("demo", "finished", 20, 20)
+    assert summary["reward/mean"].first == pytest.approx(0.1)  # mean of 1, 2, 3 twentieths
+    assert summary["reward/mean"].last == pytest.approx(15.5 / 20)
+    assert summary["reward/mean"].high == pytest.approx(1.0)
+    assert summary["rollout_kl/k3"].last == pytest.approx(15.5e-4)
+    assert summary["rollout_kl/k3"].high == pytest.approx(20e-4)
+    assert (summary["staleness/max"].high, summary.staleness_bound, summary.stale) == (2, 2, False)
+    assert (summary.history.generators_lost, summary.rejected, summary.warnings, summary.errors) == (1, 2, 2, 0)
+    text = rendered(summary)
+    assert "0.1 → 0.775" in text
+    assert "finished" in text
+
+
+def test_the_summary_counts_what_happened_before_a_resume(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    run.mkdir()
+    writer = MetricsWriter(run)
+    for step, rejected, duplicates in [(1, 2, 1), (2, 5, 1), (3, 0, 0), (4, 3, 2), (5, 3, 2), (6, 1, 0)]:
+        writer.write({"step": step, "transport/rejected": rejected, "transport/duplicates": duplicates})
+    events = open_events(run, "conductor")
+    for life in range(3):
+        events.info("conductor_started", pid=life)
+        for number in range(2 - life):
+            events.warning("generator_lost", generator=f"generator-{number}")  # the run may end before it is back
+        events.warning("episode_abandoned", episode="g0e0")
+        events.error("trajectory_refused", trajectory_id="g1e0")
+        if life == 1:
+            events.info("run_finished", steps=4, stopped=True)  # and somebody resumed it
+    summary = summarize(run)
+    assert (summary.history.generators_lost, summary.history.run_restarts) == (3, 1)
+    assert (summary.history.failed_episodes, summary.history.refused) == (3, 3)
+    assert summary.status == "unfinished", "it runs again after the end"
+    assert (summary.rejected, summary.duplicates) == (5 + 3 + 1, 1 + 2)
+    text = rendered(summary)
+    assert "3 of generators, 1 of the run" in text
+    assert "3 episodes failed, 3 trajectories refused" in text
+    assert counted([]) == 0
+    view = FollowedRun(run)
+    view.poll()
+    assert view.history == history_of(read_objects(run / "events.jsonl"))
+
+
+def rendered(summary) -> str:
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(format_summary(summary))
+    return console.export_text()
+
+
+def test_summary_of_nothing(tmp_path: Path) -> None:
+    summary = summarize(tmp_path)
+    assert (summary.status, summary.steps, summary["reward/mean"].first, summary.duration_seconds) == (
+        "unfinished",
+        0,
+        None,
+        None,
+    )
+    assert "unfinished" in rendered(summary)
+
+
+def test_summary_of_a_failed_and_of_a_stopped_run(tmp_path: Path) -> None:
+    fill(tmp_path / "a", 2, **{"reward/mean": None, "staleness/max": 3})
+    open_events(tmp_path / "a", "conductor").error("run_failed", error="no [route] came")
+    summary = summarize(tmp_path / "a")
+    assert (summary.status, summary.reason, summary["reward/mean"].last, summary.stale) == (
+        "failed",
+        "no [route] came",
+        None,
+        True,
+    )
+    assert "no [route] came" in rendered(summary)
+    open_events(tmp_path / "b", "conductor").info("run_finished", steps=1, stopped=True)
+    assert summarize(tmp_path / "b").status == "stopped"
+
+
+def test_numbers_for_people() -> None:
+    assert [format_number(v) for v in (None, 0.0, 0.94123, 1234.5, 3.21e-5, 12.0)] == [
+        "-",
+        "0",
+        "0.941",
+        "1,234",
+        "3.2e-05",
+        "12",
+    ]
+    assert [format_seconds(v) for v in (None, 0.02, 3.0, 125.4, 7265)] == [
+        "-",
+        "20 ms",
+        "3.0 s",
+        "2 min 05 s",
+        "2 h 01 min",
+    ]
+    assert [format_percent(v) for v in (None, 1.0, 0.99999, 0.5)] == ["-", "100 %", "99.9 %", "50.0 %"]
+
+
+# --- report
+
+
+class Page(HTMLParser):
+    """The text that a reader sees, the scripts, and everything that would be fetched."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.text, self.scripts, self.fetched, self.inside = "", [], [], ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.inside = tag
+        self.fetched += [
+            v for k, v in attributes if k in ("src", "href", "srcset", "data") and v and not v.startswith("data:")
+        ]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "script":
+            self.scripts.append(data)
+        elif self.inside != "style":
+            self.text += data
+
+
+def test_report(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    fill(run, 20)
+    events = open_events(run, "conductor")
+    events.warning("generator_restarted", generator="generator-0", seconds=9.2)
+    events.info("run_finished", stopped=False)
+    turns = [{"user": "say <b>", "assistant": "</script><script>alert(1)</script>", "reward": 0.25}]
+    (run / "episodes.jsonl").write_text(json.dumps({"step": 1, "reward": 0.25, "turns": turns}) + "\n{torn")
+    page = Page(write_report(run))
+    assert page.fetched == []
+    assert len(page.scripts) == 3, "data, plotly, ours: nothing of a run became a script"
+    for text in (
+        "demo",
+        "0.1 → 0.775",
+        "generator_restarted",
+        "say <b>",
+        "</script><script>alert(1)</script>",
+        "max_staleness",
+    ):
+        assert text in page.text
+    data = json.loads(page.scripts[0])
+    assert data["steps"] == list(range(1, 21))
+    assert {chart["title"] for chart in data["charts"]} == {chart.title for chart in CHARTS}
+    staleness = next(chart for chart in data["charts"] if chart["title"] == "Staleness")
+    assert staleness["bound"] == 2
+    assert data["series"]["rollout_kl/k1"][:2] == [None, 1e-4], "a log axis has no negative values"
+    assert not (run / ".report.html.tmp").exists()
+
+
+def test_report_without_steps(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path))
+    assert "No step was finished" in page.text
+    assert "plotly.js" not in "".join(page.scripts)
+
+
+def test_report_of_hostile_text(tmp_path: Path) -> None:
+    evil = "<script>x</script>{{ title }}{% raw %}&amp;'\""
+    fill(tmp_path / "run", 1, **{"step": "<script>x</script>", "reward/mean": evil})
+    events = open_events(tmp_path / "run", evil)
+    events.error("run_failed", error=evil, **{evil: evil})
+    (tmp_path / "run" / "config.toml").write_text(f"{json.dumps(evil)} = {json.dumps(evil)}\n[schedule]\n")
+    page = Page(write_report(tmp_path / "run"))
+    assert len(page.scripts) == 3
+    assert page.text.count(evil) >= 4
+
+
+def test_charts_leave_out_what_was_not_measured() -> None:
+    rows = [{"step": 1, "reward/mean": 0.5, "grad_norm": None, "loss/policy": math.nan, "rollout_kl/k1": -1.0}]
+    drawing = describe_charts(rows, None)
+    assert [chart["title"] for chart in drawing.charts] == ["Reward"]
+    assert drawing.series == {"reward/mean": [0.5]}
+
+
+# --- maps of routing
+
+
+def routing_lines(steps: int) -> list[dict]:
+    lines: list[dict] = [{"step": step, "agreement": [1 - step / 1e4, 0.75]} for step in range(1, steps + 1)]
+    lines[0]["load"] = [[9, 9, 9], [9, 9, 9]]
+    if steps > 2:
+        lines[2]["load"] = [[0, 10, 20], [10, 10, 10]]
+    return lines
+
+
+def test_routing_is_drawn_by_layer() -> None:
+    agreement, load = describe_maps(routing_lines(5))
+    assert (agreement["x"], agreement["y"]) == ([1, 2, 3, 4, 5], [0, 1])
+    assert agreement["z"] == [[0.9999, 0.9998, 0.9997, 0.9996, 0.9995], [0.75] * 5]
+    assert agreement["range"] == [0.75, 1]
+    assert load["caption"].startswith("step 3:")
+    assert (load["x"], load["z"]) == ([0, 1, 2], [[0.0, 1.0, 2.0], [1.0, 1.0, 1.0]])
+
+
+def test_a_long_run_is_thinned_out_and_ends_with_its_last_step() -> None:
+    agreement, _ = describe_maps(routing_lines(3 * MAX_COLUMNS + 3))
+    assert len(agreement["x"]) <= MAX_COLUMNS
+    assert agreement["x"][-1] == 3 * MAX_COLUMNS + 3
+    assert all(len(row) == len(agreement["x"]) for row in agreement["z"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        {"step": 1, "agreement": []},
+        {"step": "x", "agreement": [0.5]},
+        {"step": 1, "agreement": [None]},
+        {"step": 1, "load": []},
+        {"step": 1, "load": [[1, 2], [1]]},
+        {"step": 1, "load": [[1, "<b>"]]},
+        {"agreement": {}, "load": 3},
+    ],
+    ids=repr,
+)
+def test_what_is_no_routing_is_not_drawn(line: dict) -> None:
+    assert describe_maps([]) == []
+    assert describe_maps([line]) == []
+    assert len(describe_maps([line, *routing_lines(3), line])) == 2
+
+
+def test_report_has_the_maps_where_there_is_routing(tmp_path: Path) -> None:
+    fill(tmp_path, 5)
+    page = Page(write_report(tmp_path))
+    assert "Agreement by layer" not in page.text
+    assert json.loads(page.scripts[0])["maps"] == []
+    (tmp_path / "routing.jsonl").write_text("\n".join(json.dumps(line) for line in routing_lines(5)) + "\n{torn")
+    page = Page(write_report(tmp_path))
+    assert "Agreement by layer" in page.text
+    assert "step 3: tokens sent to each expert" in page.text
+    assert [each["id"] for each in json.loads(page.scripts[0])["maps"]] == ["map-agreement", "map-load"]
+    assert (page.fetched, len(page.scripts)) == ([], 3)

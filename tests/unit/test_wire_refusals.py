@@ -1,0 +1,233 @@
+"""Bytes that are no message of ours are refused, whatever they claim, and raise nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import lz4.block
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.data.records import SCHEMA
+from r3async.transport import codec, wire
+from r3async.transport.wire import WireError, decode_control, decode_trajectory, encode_trajectory
+from tests.helpers.wire import COMPRESSIBLE, FAST, FRAMES, as_bytes, edit, forge, make_trajectory, runny_table
+
+
+def test_packed_columns_can_not_grow_beyond_what_arrived():
+    """A few bytes that claim sixteen million rows are refused before anything is allocated."""
+    frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
+    names = list(SCHEMA.columns)
+    turn, mask = names.index("turn"), names.index("loss_mask")
+
+    def packed(columns: dict[str, np.ndarray]) -> list[bytes]:
+        return [*frames[:-1], codec.pack(list(columns.items()))]
+
+    table = {n: a for n, a in runny_table(100).items() if n in COMPRESSIBLE}
+    longer = {n: np.resize(a, 100_000) for n, a in table.items()}
+    not_bool = {**table, "loss_mask": np.full(100, 2, np.uint8).view(bool)}
+    cases = [
+        (frames, edit(*TABLE, turn, value=["turn", "int32", [2**24]]), "'turn' has 16777216 rows, expected 100"),
+        (frames, edit(*TABLE, value=[["turn", "int32", [2**24]]]), "'turn' has 16777216 rows, expected 0"),
+        (frames, edit(*TABLE, turn, value=["turn", "int32", [100, 1]]), "2 dimensions, not 1"),
+        (frames, edit(*TABLE, mask, value=["turn", "int32", [100]]), "column comes twice"),
+        (packed(longer), lambda b: b, "a packed block of .* bytes: Decompression failed"),
+        (packed({n: a[:50] for n, a in table.items()}), lambda b: b, "has 1300 bytes, expected 2600"),
+        ([*frames[:-1], b""], lambda b: b, "a packed block of 0 bytes"),
+        ([*frames[:-1], b"\xff" * 90], lambda b: b, "a packed block of 90 bytes: Decompression failed"),
+    ]
+    for sent, change, reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(forge(sent, change))
+    with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
+        packed(not_bool)
+    block = b"".join(a.tobytes() for a in sorted(not_bool.values(), key=lambda a: -a.itemsize))
+    with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
+        decode_trajectory(forge([*frames[:-1], lz4.block.compress(block, store_size=False)], lambda b: b))
+
+
+ROUTES = list(SCHEMA.columns).index("routed_experts")
+TABLE = ("samples", 0, "table")
+FORGED = {
+    "unknown column": (edit(*TABLE, 0, 0, value="surprise"), "unknown column 'surprise'"),
+    "column twice": (edit(*TABLE, 2, value=["token_ids", "int32", [7]]), "a column comes twice"),
+    "other dtype": (edit(*TABLE, 0, 1, value="float32"), "dtype 'float32', expected int32"),
+    "object dtype": (edit(*TABLE, 0, 1, value="object"), "dtype 'object', expected int32"),
+    "other length": (edit(*TABLE, 0, 2, value=[6]), "takes 24 bytes, its frame has 28"),
+    "other inner shape": (edit(*TABLE, ROUTES, 2, value=[7, 6]), "2 dimensions, not 3"),
+    "rows differ": (edit(*TABLE, ROUTES, 2, value=[6, 7, 1]), "6 rows, expected 7"),
+    "negative dimension": (edit(*TABLE, 0, 2, value=[-7]), r">= 0 .* at `\$.samples\[0\].table"),
+    "huge dimensions": (edit(*TABLE, ROUTES, 2, value=[2**24, 2**24, 2**24]), "takes 4722366482869645213696 bytes"),
+    "dimension over the limit": (edit(*TABLE, 0, 2, value=[2**40]), "<= 16777216"),
+    "no dimension": (edit(*TABLE, 0, 2, value=[]), "length >= 1"),
+    "a column too many": (edit("samples", 1, "table", value=[]), "column 'token_ids' is missing"),
+    "a missing sample": (
+        lambda b: b | {"samples": b["samples"][:1], "turns": []},
+        f"{2 * FRAMES} column frames.*describes {FRAMES}",
+    ),
+    "a table of text": (edit(*TABLE, value="rows"), r"got `str` .*at `\$.samples\[0\].table"),
+    "text for a reward": (edit("turns", 0, "reward", value="0.5"), r"`\$.turns\[0\].reward"),
+    "true for a number": (edit("group_index", value=True), "group_index"),
+    "nan reward": (edit("turns", 0, "reward", value=math.nan), "reward of turn 0 is not finite"),
+    "infinite reward": (edit("turns", 0, "reward", value=-math.inf), "reward of turn 0 is not finite"),
+    "nan temperature": (edit("samples", 1, "temperature", value=math.nan), "temperature of sample 1"),
+    "nan time": (edit("finished_at", value=math.nan), "finished_at is not finite"),
+    "turn of no sample": (edit("turns", 0, "sample", value=2), "turn 0 is of sample 2, there are 2"),
+    "turn past the end": (edit("turns", 1, "stop", value=4), "turn 1 is tokens 1:4 of a sample of 3"),
+    "no id": (edit("trajectory_id", value=""), "1 to 100 characters"),
+    "long id": (edit("trajectory_id", value="x" * 257), "1 to 100 characters"),
+    "a list": (lambda b: [1, 2], "Expected `object`, got `array`"),
+    "missing field": (lambda b: {k: v for k, v in b.items() if k != "samples"}, "field `samples`"),
+    "deep nesting": (lambda b: b"\x81\xa7samples" + b"\x91" * 100_000, "malformed"),
+    "deep table": (
+        lambda b: b"\x81\xa7samples\x91\x81\xa5table" + b"\x91" * 100_000,
+        "recursion depth",
+    ),
+    "length of 4 G": (
+        lambda b: b"\x81\xa7samples\xdd\xff\xff\xff\xff",
+        "malformed trajectory: Input data was truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_refused_body(case):
+    change, reason = FORGED[case]
+    frames = as_bytes(encode_trajectory(make_trajectory()))
+    assert decode_trajectory(forge(frames, lambda b: b)) == make_trajectory()
+    with pytest.raises(WireError, match=reason):
+        decode_trajectory(forge(frames, change))
+
+
+def test_refused_frames():
+    frames = as_bytes(encode_trajectory(make_trajectory()))
+    flipped = bytes([frames[1][0] ^ 1]) + frames[1][1:]
+    header = wire.read_header(frames[0])
+    old = msgspec.msgpack.encode({"kind": "trajectory", "wire": 3, "schema": header.schema, "crc32": 1, "body": {}})
+    huge = msgspec.structs.replace(header, nbytes=wire.MAX_HEADER + 1)
+    cut = msgspec.structs.replace(header, nbytes=header.nbytes - 1)
+    cases = [
+        ([], "at least a header"),
+        ([b"\xc1\x00"], "malformed header"),
+        ([b"", *frames[1:]], "malformed header"),
+        ([frames[0][:-3], *frames[1:]], "malformed header"),
+        ([frames[0] + b"zz", *frames[1:]], "malformed header"),
+        ([msgspec.msgpack.encode(huge), *frames[1:]], r"<= 4194304 .* at `\$.nbytes`"),
+        ([msgspec.msgpack.encode(cut), *frames[1:]], "a packed block"),
+        (frames[:-1], f"only {2 * FRAMES - 1} column frames, no frame for the packed columns"),
+        (frames[:2], "only 1 column frames, no frame for column 'rollout_logprobs'"),
+        ([*frames, b"x"], f"{2 * FRAMES + 1} column frames, but the header describes {2 * FRAMES}"),
+        ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
+        ([frames[0], flipped, *frames[2:]], "checksum"),
+        ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
+        ([frames[0].replace(b"\xa4wire\x06", b"\xa4wire\x05"), *frames[1:]], "wire version 5, expected 6"),
+        ([old, *frames[1:]], "wire version 3, expected 6"),
+        (["text"], "contiguous bytes, not str"),
+        ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
+    ]
+    for bad, reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(bad)
+
+
+ORIGINAL = make_trajectory()
+ORIGINAL_FRAMES = as_bytes(encode_trajectory(ORIGINAL))
+
+
+@st.composite
+def mutated(draw) -> list[bytes]:
+    """The frames of a trajectory with bytes changed, cut or added, or frames dropped, doubled or swapped."""
+    frames = list(ORIGINAL_FRAMES)
+    for _ in range(draw(st.integers(1, 3))):
+        if not frames:
+            break
+        i = 0 if draw(st.booleans()) else draw(st.integers(0, len(frames) - 1))
+        frame = frames[i]
+        at = draw(st.integers(0, len(frame)))
+        kind = draw(st.sampled_from(["byte", "cut", "insert", "drop", "double", "swap", "replace"]))
+        if kind == "byte":
+            frames[i] = frame[:at] + bytes([draw(st.integers(0, 255))]) + frame[at + 1 :]
+        elif kind == "cut":
+            frames[i] = frame[:at]
+        elif kind == "insert":
+            frames[i] = frame[:at] + draw(st.binary(max_size=9)) + frame[at:]
+        elif kind == "drop":
+            del frames[i]
+        elif kind == "double":
+            frames.insert(i, frame)
+        elif kind == "swap":
+            j = draw(st.integers(0, len(frames) - 1))
+            frames[i], frames[j] = frames[j], frames[i]
+        else:
+            frames[i] = draw(st.binary(max_size=60))
+    return frames
+
+
+@settings(FAST, max_examples=600)
+@given(frames=mutated())
+def test_no_mutation_is_taken_for_another_trajectory(frames):
+    with contextlib.suppress(WireError):
+        assert decode_trajectory(frames) == ORIGINAL
+
+
+@settings(FAST, max_examples=600)
+@given(data=st.data())
+def test_no_body_raises_anything_but_wire_error(data):
+    """Past the checksum: the body itself is mutated, and signed again."""
+    body = wire.read_header(ORIGINAL_FRAMES[0]).body
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body = body[:at] + data.draw(st.binary(max_size=3)) + body[at + data.draw(st.integers(0, 3)) :] or b"\x00"
+    try:
+        decoded = decode_trajectory(forge(ORIGINAL_FRAMES, lambda _: body))
+    except WireError:
+        return
+    encode_trajectory(decoded)
+
+
+@FAST
+@given(st.binary(max_size=200) | st.sampled_from([b"\x91" * 60_000, b"\xdf" + b"\xff" * 4, b"\xa2\xff\xff"]))
+def test_control_messages_refuse_garbage(data):
+    for frame in (data, wire.sign_control(data)):
+        with pytest.raises(WireError):
+            decode_control(frame)
+
+
+@FAST
+@given(data=st.data())
+def test_control_messages_mutated(data):
+    message = wire.Welcome("session", "epoch", 3, 100, ["t1", "t2"])
+    raw = wire.encode_control(message)
+    assert decode_control(raw) == message
+    body = raw[: -wire.CRC_BYTES]
+    at = data.draw(st.integers(0, len(body) - 1))
+    with contextlib.suppress(WireError):
+        decode_control(wire.sign_control(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :]))
+
+
+def test_a_control_message_of_which_one_bit_changed_is_no_message():
+    raw = wire.encode_control(wire.Deliver("session", "t1", 3, 100))
+    for bit in range(8 * len(raw)):
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="checksum"):
+            decode_control(bytes(changed))
+
+
+def test_control_messages_have_limits_and_may_grow():
+    grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
+    assert decode_control(wire.sign_control(grown)) == wire.Ack(["a"])
+    for bad in (
+        wire.Hello("s", "", "run", "schema"),
+        wire.Hello("s" * 65, "g0", "run", "schema"),
+        wire.Deliver("s", "x" * 257, 0, 1),
+        wire.Deliver("s", "x", 0, -1),
+        wire.Reject("x", "why", "perhaps"),
+        wire.Ack(["x" * 1000] * (wire.MAX_CONTROL // 1000)),
+    ):
+        with pytest.raises(WireError):
+            decode_control(wire.encode_control(bad))

@@ -187,6 +187,20 @@ def overlap(
     _report(lambda: run(plan, say_on_stderr, keep=keep, predicting=predict), render, json)
 
 
+@app.command()
+def scale(
+    json: Json = False,
+    only: Annotated[str, typer.Option(help="axes, with commas between; default: all")] = "",
+    quick: Quick = False,
+) -> None:
+    """Whether our own processor time grows faster than the work: turns of an episode, and more. Exit 1 above 1.1."""
+    from r3async.tools.bench.scale import render, run
+
+    report = _report(lambda: run([n for n in only.split(",") if n], quick=quick, say=say_on_stderr), render, json)
+    if report.steep and not quick:
+        raise typer.Exit(1)
+
+
 def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:
     """Measure, and print. Exit 1 if that failed."""
     try:

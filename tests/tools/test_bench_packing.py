@@ -52,12 +52,12 @@ def test_the_bound_on_micro_batches_by_hand(lengths, cap, fewest):
 
 @pytest.mark.parametrize("kind", CAPS)
 def test_lengths_are_in_their_range_and_the_same_every_time(kind):
-    low = {"lognormal": 64, "bimodal": 200, "pareto": 100, "groups": 64}[kind]
+    low = {"lognormal": 64, "bimodal": 200, "pareto": 100, "groups": 64, "cut": 64}[kind]
     lengths = lengths_like(kind, 8192, 0)
     assert low <= lengths.min() < lengths.max() <= CAPS[kind]
     assert np.array_equal(lengths, lengths_like(kind, 8192, 0))
     assert not np.array_equal(lengths, lengths_like(kind, 8192, 1))
-    centre = {"lognormal": math.exp(7), "bimodal": 200 + 1300 * 0.5 / 0.7, "pareto": 500 * (2 ** (1 / 1.2) - 1)}
+    centre = {"cut": math.exp(8.6), "bimodal": 200 + 1300 * 0.5 / 0.7, "pareto": 500 * (2 ** (1 / 1.2) - 1)}
     assert np.median(lengths) == pytest.approx(centre.get(kind, math.exp(7)), rel=0.1)
 
 
@@ -91,7 +91,7 @@ def test_the_command_prints_one_object_and_a_table(tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     summary, cases = report["summary"], report["cases"]
     assert report["by_seed"] == {"3": summary}
-    assert summary["cases"] == len(cases) == 24
+    assert summary["cases"] == len(cases) == 30
     assert summary["at_bound"] == sum(c["micro_batches"] == c["bound"] for c in cases) >= 23
     several = [c for c in cases if c["ranks"] > 1]
     for name in ("efficiency", "ceiling", "dealt", "apart"):

@@ -8,7 +8,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from r3async.learner.batch.planner import Cost, PackingError, cost_model, levels, plan
-from r3async.tools.bench.packing import fewest_bins, lengths_like, shape_of
+from r3async.tools.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of
 
 COSTS = [Cost(), Cost(1, 0.01), Cost(1e-3, 5)]
 costs = st.sampled_from(COSTS)
@@ -169,9 +169,14 @@ def test_what_makes_no_sense_is_refused():
         Cost(1, -1)
 
 
-@settings(deadline=None)
-@given(st.floats(1e-3, 1e3), st.floats(0, 10), st.integers(0, 70_000))
-def test_the_longest_sample_of_a_budget_costs_the_budget(linear, quadratic, length):
-    cost = Cost(linear, quadratic)
-    assert cost.longest(float(cost.of(np.asarray(length)))) == pytest.approx(length, rel=1e-9)
-    assert cost.longest(-1.0) == 0
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("kind", CAPS)
+def test_no_plan_is_below_a_simpler_way(kind, ranks):
+    """Of batches that the planner was not tuned on."""
+    cost, cap = cost_model(shape_of("Qwen3-30B-A3B")), CAPS[kind]
+    for n, seed in itertools.product([50, 200, 800], range(100, 103)):
+        lengths = lengths_like(kind, n, seed)
+        each = cost.of(lengths)
+        found = efficiency(plan(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), each)
+        for simpler in (apart, dealt):
+            assert found >= efficiency(simpler(lengths, cap, ranks, cost), each) * (1 - 1e-9)

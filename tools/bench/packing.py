@@ -1,6 +1,6 @@
 """`bench packing`: how well samples are divided into micro-batches and among ranks, against bounds and simpler ways.
 
-No model and no data are needed: lengths are drawn from four distributions, and costs come from a published config.json.
+No model and no data are needed: lengths are drawn from five distributions, and costs come from a published config.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from r3async.learner.batch.planner import Cost, cost_model, levels, plan
 from r3async.tools.bench.jobs import table
 from r3async.tools.memory import PUBLISHED
 
-CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768}
+CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768, "cut": 32768}
 SAMPLES = (256, 1024, 8192)
 RANKS = (1, 8, 64)
 GROUP = 8
@@ -61,8 +61,8 @@ class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Over the cases of one seed, or of all. Efficiencies are geometric means over the cases with several ranks; times are
-    the largest, by number of samples."""
+    """Over the cases of one seed, or of all. Efficiencies are geometric means over the cases with several ranks; `below` are
+    the cases in which a simpler way is better; times are the largest, by number of samples."""
 
     cases: int
     at_bound: int
@@ -70,6 +70,7 @@ class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ceiling: float
     dealt: float
     apart: float
+    below: int
     wall_ms: dict[int, float]
     cpu_ms: dict[int, float]
 
@@ -100,7 +101,7 @@ def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
 
     `lognormal`: mu 7, sigma 1, in 64..32768. `bimodal`: 70 % uniform in 200..1500, 30 % in 8,000..30,000. `pareto`: Lomax,
     shape 1.2, scale 500, in 100..65536. `groups`: of 8 samples, a scale lognormal(7, 1) for the group times
-    lognormal(0, 0.3) for the sample, in 64..32768.
+    lognormal(0, 0.3) for the sample, in 64..32768. `cut`: lognormal(8.6, 1), of which the limit of 8,192 cuts a third.
     """
     rng = np.random.default_rng([list(CAPS).index(kind), samples, seed])
     if kind == "lognormal":
@@ -110,6 +111,8 @@ def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
         drawn = np.where(short, rng.uniform(200, 1500, samples), rng.uniform(8000, 30000, samples))
     elif kind == "pareto":
         drawn = (500 * rng.pareto(1.2, samples)).clip(100, 65536)
+    elif kind == "cut":
+        drawn = rng.lognormal(8.6, 1, samples).clip(64, 8192)
     else:
         scale = np.repeat(rng.lognormal(7, 1, -(-samples // GROUP)), GROUP)[:samples]
         drawn = (scale * rng.lognormal(0, 0.3, samples)).clip(64, 32768)
@@ -236,6 +239,7 @@ def summarize(cases: Sequence[Case]) -> Summary:
         ceiling=geometric_mean(c.ceiling for c in several),
         dealt=geometric_mean(c.dealt for c in several),
         apart=geometric_mean(c.apart for c in several),
+        below=sum(max(c.apart, c.dealt) > c.efficiency * (1 + 1e-9) for c in several),
         wall_ms={n: max(c.wall_ms for c in cases if c.samples == n) for n in sizes},
         cpu_ms={n: max(c.cpu_ms for c in cases if c.samples == n) for n in sizes},
     )
@@ -277,6 +281,6 @@ def render(report: Report) -> str:
         times = ", ".join(f"{n}: {s.wall_ms[n]:.1f} / {s.cpu_ms[n]:.1f}" for n in s.wall_ms)
         lines.append(
             f"{name}: lockstep {s.efficiency:.4f} of at most {s.ceiling:.4f} (dealt {s.dealt:.4f}, apart {s.apart:.4f}); "
-            f"{s.at_bound} of {s.cases} cases at the bound; most ms wall / CPU {times}"
+            f"{s.at_bound} of {s.cases} cases at the bound, {s.below} below a simpler way; most ms wall / CPU {times}"
         )
     return "\n".join(lines)

@@ -12,15 +12,21 @@ ranks at one index; its *level* is the cost of its costliest one.
 2. Rounds are filled under cap and level with the longest sample that fits, again and again: first-fit decreasing, one
    micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last round takes the
    rest, longest first, each to the rank with the least (LPT, Graham 1969).
-3. The best of all slacks is kept. Micro-batches of a round are dealt so that the ranks' totals are near too.
+3. Two simpler plans are made as well: all micro-batches of first-fit decreasing in order of cost, and ranks that are
+   balanced first and packed one by one (`apart`), which is best where many samples are cut at the same length.
+4. The plan that waits least is kept. A plan is abandoned as soon as it cannot be that one any more: it has waited longer
+   so far than the best plan in all, less what is left to do in equal shares. Micro-batches of a round are dealt so that
+   the ranks' totals are near too.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +35,12 @@ from r3async.data.model_shape import ShapeError, read_shape
 
 Bin = list[int]
 
-SLACK = (0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5)
+SLACK = (0.03, 0.08, 0.01, 0.05, 0.0, 0.02, 0.12, 0.2, 0.5)
+"""In order of what they gain where there are many samples. The more samples, the less the choice among them matters."""
+TRIED = 20_000
+"""Samples and micro-batches that are packed under levels in one plan, over all slacks."""
+FEW_ROUNDS = 200
+"""In more, a round that an exact fit might spare is less than half a percent."""
 PAIRS = 24
 """Pairs of samples that are tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
 
@@ -52,13 +63,6 @@ class Cost:
         """float64, of the shape of `lengths`."""
         n = np.asarray(lengths, np.float64)
         return (self.linear + self.quadratic * n) * n
-
-    def longest(self, budget: float) -> float:
-        """The length that costs `budget`; 0 if that is negative."""
-        if budget <= 0:
-            return 0.0
-        # The positive root of q n² + l n - budget, in the form that is exact for q = 0 and does not cancel.
-        return float(2 * budget / (self.linear + (self.linear**2 + 4 * self.quadratic * budget) ** 0.5))
 
 
 def cost_model(config: Mapping[str, Any]) -> Cost:
@@ -127,7 +131,8 @@ def plan(
             "raise that, or lower episode.max_total_tokens"
         )
     work = _Work(sizes[order], max_tokens, ranks, cost or Cost())
-    return [[sorted(order[m].tolist()) for m in mine] for mine in work.in_lockstep()]
+    of = order.tolist()
+    return [[sorted([of[s] for s in m]) for m in mine] for mine in work.in_lockstep()]
 
 
 def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: Cost, work: float) -> np.ndarray:
@@ -167,36 +172,51 @@ def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost
 
 
 class _Pool:
-    """Samples that are not placed yet. A sample is its position in `lengths`, which are ascending."""
+    """Samples that are not placed yet, found by length in nearly constant time.
 
-    def __init__(self, lengths: list[int]):
-        self._length_of = lengths
-        self.lengths, self.samples = lengths.copy(), list(range(len(lengths)))
+    `samples` ascend in length. `below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is left
+    (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
+    """
 
-    def take(self, limit: float) -> int | None:
-        """Remove the longest that is not longer than `limit`."""
-        at = bisect_right(self.lengths, limit) - 1
-        return self._remove(at) if at >= 0 else None
+    def __init__(self, samples: list[int], lengths: list[int], costs: list[float]):
+        self.samples = samples
+        self.lengths, self.costs = [lengths[s] for s in samples], [costs[s] for s in samples]
+        self._below = list(range(len(samples) + 1))
 
-    def put_back(self, sample: int) -> None:
-        at = bisect_left(self.samples, sample)
-        self.samples.insert(at, sample)
-        self.lengths.insert(at, self._length_of[sample])
+    def last(self, end: int) -> int:
+        """The index of the last sample left before `end`, or -1."""
+        below = self._below
+        while below[end] != end:
+            below[end] = end = below[below[end]]
+        return end - 1
 
-    def take_pair(self, free: int, slack: int) -> list[int]:
-        """Remove two that leave less than `slack` of `free`: the best of about `PAIRS` tried, or none."""
+    def fitting(self, free: int, level: float, end: int) -> int:
+        """The index, below `end`, of the longest that is not longer than `free` and costs no more than `level`; or -1."""
+        end = bisect_right(self.lengths, free, 0, end)
+        return self.last(end if level == np.inf else bisect_right(self.costs, level, 0, end))
+
+    def left(self) -> list[int]:
+        """The samples, in order of length."""
+        return [s for i, s in enumerate(self.samples, 1) if self._below[i] == i]
+
+    def remove(self, indices: Iterable[int]) -> None:
+        for at in indices:
+            self._below[at + 1] = at
+
+    def pair(self, free: int, slack: int, but: int) -> tuple[int, ...]:
+        """The indices of two, neither of them `but`, that leave less than `slack` of `free`: the best of about `PAIRS`
+        tried, or none."""
         best: tuple[int, ...] = ()
         end = bisect_right(self.lengths, free // 2)
-        for short in range(0, end, max(1, end // PAIRS)):
-            long = bisect_right(self.lengths, free - self.lengths[short]) - 1
-            left = free - self.lengths[short] - self.lengths[long]
-            if long > short and left < slack:
-                best, slack = (long, short), left
-        return [self._remove(at) for at in best]
-
-    def _remove(self, at: int) -> int:
-        del self.lengths[at]
-        return self.samples.pop(at)
+        for start in range(end, 0, -max(1, end // PAIRS)):
+            short = self.last(start)
+            if short >= 0 and short != but:
+                long = self.fitting(free - self.lengths[short], np.inf, len(self.samples))
+                long = self.last(long) if long == but else long
+                left = free - self.lengths[short] - self.lengths[long]
+                if long > short and left < slack:
+                    best, slack = (long, short), left
+        return best
 
 
 class _Work:
@@ -212,10 +232,14 @@ class _Work:
         bins = self.fewest()
         if self.ranks == 1:
             return [sorted(bins, key=self.of, reverse=True)]
-        packed = self.in_rounds(bins)
-        found = [self.under(self.levels(len(packed), slack)) for slack in SLACK if packed]
-        # Of equals the first: one under levels is even where first-fit leaves ranks empty.
-        return self.dealt(min([r for r in found if r is not None] + [packed], key=self.waited))
+        packed, apart = self.in_rounds(bins), self.apart()
+        # Of equals the first by number: one under levels is even where first-fit leaves ranks empty.
+        best = min((self.waited(packed), 1, packed), (self.waited(apart), 2, apart))
+        for slack in SLACK[: max(1, TRIED // (len(self.lengths) + len(bins)))] if bins else ():
+            found = self.under(self.levels(len(packed), slack), limit=best[0])
+            if found is not None:
+                best = min(best, (self.waited(found), 0, found), key=itemgetter(0, 1))
+        return self.dealt(best[2])
 
     def levels(self, count: int, slack: float) -> list[float]:
         work = self.total * (1 + slack)
@@ -224,23 +248,27 @@ class _Work:
         ).tolist()
 
     def of(self, members: Bin) -> float:
-        return sum(self.costs[s] for s in members)
+        return sum([self.costs[s] for s in members])
 
     def waited(self, rounds: list[list[Bin]]) -> float:
-        return sum(max(self.of(m) for m in bins) for bins in rounds)
+        return sum(max(map(self.of, bins)) for bins in rounds)
 
     def fewest(self) -> list[Bin]:
-        """All samples in as few micro-batches as first-fit decreasing needs, or an exact fit if that spares a round."""
-        bins = self.all_filled(exact=False)
+        """All samples in as few micro-batches as first-fit decreasing needs, or an exact fit if that spares a round of a few."""
+        bins = self.all_filled(self.pool())
         possible = max(-(-sum(self.lengths) // self.max_tokens), sum(2 * n > self.max_tokens for n in self.lengths))
-        if -(-len(bins) // self.ranks) > -(-possible // self.ranks):
-            bins = min(bins, self.all_filled(exact=True), key=len)
+        if FEW_ROUNDS > -(-len(bins) // self.ranks) > -(-possible // self.ranks):
+            bins = min(bins, self.all_filled(self.pool(), exact=True), key=len)
         return bins
 
-    def all_filled(self, *, exact: bool) -> list[Bin]:
-        pool, bins = _Pool(self.lengths), []
-        while pool.samples:
-            bins.append(self.filled(pool, exact=exact))
+    def pool(self, samples: Iterable[int] | None = None) -> _Pool:
+        """Of all samples, or of some, in ascending order."""
+        return _Pool(list(range(len(self.lengths)) if samples is None else samples), self.lengths, self.costs)
+
+    def all_filled(self, pool: _Pool, *, exact: bool = False) -> list[Bin]:
+        bins = []
+        while members := self.filled(pool, exact=exact):
+            bins.append(members)
         return bins
 
     def filled(self, pool: _Pool, level: float = np.inf, *, exact: bool = False) -> Bin:
@@ -249,19 +277,17 @@ class _Work:
         With `exact` the last one may be replaced by two that leave fewer tokens free: small samples are what gaps are filled
         with, and too good for leaving gaps.
         """
-        members: Bin = []
-        free, limit = self.max_tokens, float(self.max_tokens)
-        while (sample := pool.take(limit)) is not None:
-            members.append(sample)
-            free -= self.lengths[sample]
-            level -= self.costs[sample]
-            limit = min(free, self.cost.longest(level)) if level < np.inf else free
-        if exact and free and len(members) > 1:
-            pair = pool.take_pair(free + self.lengths[members[-1]], free)
-            if pair:
-                pool.put_back(members.pop())
-                members += pair
-        return members
+        found: list[int] = []  # descending indices in the pool
+        free, end = self.max_tokens, len(pool.samples)
+        while (end := pool.fitting(free, level, end)) >= 0:
+            found.append(end)
+            free -= pool.lengths[end]
+            level -= pool.costs[end]
+        pool.remove(found[:-1])
+        pair = pool.pair(free + pool.lengths[found[-1]], free, but=found[-1]) if exact and free and found[1:] else ()
+        found[-1:] = pair or found[-1:]
+        pool.remove(found[-1 - bool(pair) :])
+        return [pool.samples[i] for i in found]
 
     def in_rounds(self, bins: list[Bin]) -> list[list[Bin]]:
         """Micro-batches of near cost at the same index; empty ones make up for what is missing."""
@@ -269,18 +295,36 @@ class _Work:
         bins += [[] for _ in range(-len(bins) % self.ranks)]
         return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
 
-    def under(self, least: list[float]) -> list[list[Bin]] | None:
-        """All samples in rounds under these levels, the last of which is what it turns out to be; None if they do not fit."""
-        pool, rounds = _Pool(self.lengths), []
+    def apart(self) -> list[list[Bin]]:
+        """Samples divided among the ranks for equal cost (LPT), each rank's packed first-fit decreasing, costliest first."""
+        mine: list[list[int]] = [[] for _ in range(self.ranks)]
+        loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
+        for sample in range(len(self.lengths) - 1, -1, -1):
+            load, rank = loads[0]
+            heapq.heapreplace(loads, (load + self.costs[sample], rank))
+            mine[rank].append(sample)
+        packed = [sorted(self.all_filled(self.pool(own[::-1])), key=self.of, reverse=True) for own in mine]
+        return [list(bins) for bins in zip_longest(*packed, fillvalue=[])]
+
+    def under(self, least: list[float], limit: float) -> list[list[Bin]] | None:
+        """All samples in rounds under these levels, the last of which is what it turns out to be; None if they do not fit, or
+        if the ranks wait longer than `limit`."""
+        pool, rounds = self.pool(), []
+        waited, rest = 0.0, self.total
         for level in least[:-1]:
             # The longest sample that is left has to go somewhere.
-            level = max(level, self.costs[pool.samples[-1]] if pool.samples else 0.0)
+            longest = pool.last(len(self.lengths))
+            level = max(level, self.costs[longest] if longest >= 0 else 0.0)
             rounds.append([self.filled(pool, level) for _ in range(self.ranks)])
+            done = [self.of(m) for m in rounds[-1]]
+            waited, rest = waited + max(done), rest - sum(done)
+            if waited + rest / self.ranks > limit * (1 + 1e-12):
+                return None
         last = self.spread(pool)
         if last is not None:
             return [*rounds, last]
         rounds.append([self.filled(pool) for _ in range(self.ranks)])
-        return None if pool.samples else rounds
+        return None if pool.left() else rounds
 
     def spread(self, pool: _Pool) -> list[Bin] | None:
         """What is in the pool in one micro-batch per rank, longest sample first, each to the rank with the least cost of those
@@ -288,8 +332,9 @@ class _Work:
         divided: list[Bin] = [[] for _ in range(self.ranks)]
         free = [self.max_tokens] * self.ranks
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
-        shortest = pool.lengths[0] if pool.lengths else 0
-        for sample in reversed(pool.samples):
+        samples = pool.left()
+        shortest = self.lengths[samples[0]] if samples else 0
+        for sample in reversed(samples):
             length, full = self.lengths[sample], []
             while loads and free[loads[0][1]] < length:
                 full.append(heapq.heappop(loads))
@@ -309,9 +354,12 @@ class _Work:
         first: memory that does not suffice is then found out at once."""
         divided: list[list[Bin]] = [[] for _ in range(self.ranks)]
         totals = [0.0] * self.ranks
-        for bins in sorted(rounds, key=lambda bins: max(self.of(m) for m in bins), reverse=True):
+        costed = [
+            sorted(zip(map(self.of, bins), bins, strict=True), key=itemgetter(0), reverse=True) for bins in rounds
+        ]
+        for bins in sorted(costed, key=lambda bins: bins[0][0], reverse=True):
             idle_first = sorted(range(self.ranks), key=totals.__getitem__)
-            for rank, members in zip(idle_first, sorted(bins, key=self.of, reverse=True), strict=True):
+            for rank, (cost, members) in zip(idle_first, bins, strict=True):
                 divided[rank].append(members)
-                totals[rank] += self.of(members)
+                totals[rank] += cost
         return divided

@@ -28,6 +28,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+WARM_LR = 1e-3
+WARM_BATCH = 64
+"""Samples of a supervised step, and episodes of an evaluation."""
 EVALUATE_EVERY = 5
 EVALUATE_CLOSELY = 2
 
@@ -190,11 +193,11 @@ def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) 
     """Supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and the reward reached."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=init.warm_lr)
-    reward = data.sampled_reward(model, init.warm_batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR)
+    reward = data.sampled_reward(model, WARM_BATCH)
     step = 0
     while reward < init.warm_reward and step < init.max_warm_steps:
-        tokens, mask = map(torch.from_numpy, data.batch(init.warm_batch))
+        tokens, mask = map(torch.from_numpy, data.batch(WARM_BATCH))
         logits = model(tokens).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]].float(), tokens[:, 1:][mask[:, 1:]])
         optimizer.zero_grad()
@@ -204,7 +207,7 @@ def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) 
         # The reward rises steeply near the end: look often there, not to overshoot.
         close = reward > init.warm_reward / 2
         if step % (EVALUATE_CLOSELY if close else EVALUATE_EVERY) == 0:
-            reward = data.sampled_reward(model, init.warm_batch)
+            reward = data.sampled_reward(model, WARM_BATCH)
             progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
     return step, reward
 

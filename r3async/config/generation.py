@@ -41,8 +41,6 @@ class InitConfig(Section):
     warm_reward: Signed = 0.4
     """Supervised steps stop when the mean sampled reward reaches this."""
     max_warm_steps: int = 2000
-    warm_lr: Positive = 1e-3
-    warm_batch: PositiveInt = 64
 
     def check(self) -> None:
         if self.top_k > self.experts:

@@ -172,10 +172,6 @@ class ObserveConfig(Section):
     """`offline`: kept in the run's directory until `wandb sync`. `online` needs `wandb login` before."""
     mlflow_uri: str = ""
     """Tracking server or store of MLflow; default: `mlruns` in the run's directory."""
-    sink_queue: PositiveInt = 1024
-    """Rows that may wait for a slow sink. Further ones are left out for it, counted, and reported once."""
-    sink_timeout: Positive = 15.0
-    """Seconds that the end of a run waits for sinks to write what they have."""
     prometheus_port: Port | None = None
     """If set, every process of the run serves `/metrics` on the first free port from this one on: its memory and CPU time; the
     driver also the figures of the last step, and a generator those of its engine. Where is written into

@@ -107,8 +107,14 @@ class Config(Section):
             )
 
 
-MOVED = {"algorithm.correction.max_token_age": "schedule.max_token_age"}
-"""Keys that had another name."""
+FORMER = {
+    "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
+    "model.init.warm_batch": "the supervised start always takes 64 samples a step",
+    "model.init.warm_lr": "the supervised start always has a learning rate of 0.001",
+    "observe.sink_queue": "a sink always keeps 1024 rows that wait",
+    "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
+}
+"""Keys that there were, and what holds now."""
 
 
 @functools.cache
@@ -118,8 +124,8 @@ def _fields(kind: type) -> dict[str, Any]:
 
 def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
-    if (moved := MOVED.get(f"{prefix}{key}")) is not None:
-        return ConfigError(f"unknown key `{prefix}{key}`: it is `{moved}` now")
+    if (now := FORMER.get(f"{prefix}{key}")) is not None:
+        return ConfigError(f"unknown key `{prefix}{key}`: {now}")
     hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", near=0.5)
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 

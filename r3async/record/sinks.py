@@ -32,6 +32,10 @@ from r3async.world.files import make_directory, replace_file
 
 Row = Mapping[str, Any]
 Report = Callable[[str], object]
+ROWS_WAITING = 1024
+"""For a slow sink. Further ones are left out for it, counted, and reported once."""
+FINISH_SECONDS = 15.0
+"""The end of a run waits so long for sinks to write what they have."""
 FAILURES_ALLOWED = 3
 """Rows in a row that a sink may fail to take before it is closed."""
 
@@ -79,7 +83,7 @@ class Sink:
                 continue
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._report(f"sink {self.name} did not finish in time (observe.sink_timeout); it may lack the last rows")
+            self._report(f"sink {self.name} did not finish in time; it may lack the last rows")
         if self.dropped:
             self._report(f"sink {self.name} missed {self.dropped} rows")
 
@@ -113,7 +117,7 @@ class Sink:
 
 
 class SinkSet:
-    """All sinks of a run. Use as a context manager; the end waits for `observe.sink_timeout` at most, for all together."""
+    """All sinks of a run. Use as a context manager; the end waits for `timeout` seconds at most, for all together."""
 
     def __init__(self, sinks: Sequence[Sink], timeout: float):
         self.sinks, self._timeout = list(sinks), timeout
@@ -259,7 +263,9 @@ def check_sinks(config: ObserveConfig) -> None:
             raise ConfigError(f"`observe.sinks` has {name!r}, whose package is not installed: pip install {package}")
 
 
-def open_sinks(config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any], report: Report) -> SinkSet:
+def open_sinks(
+    config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any], report: Report, timeout: float = FINISH_SECONDS
+) -> SinkSet:
     """The sinks that `config` names. `settings`: the run's configuration, resolved, for those that show it. `report`: takes a
     line for the person who watches, from any thread."""
     check_sinks(config)
@@ -267,8 +273,8 @@ def open_sinks(config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]
     def maker(name: str) -> Callable[[], Backend]:
         return lambda: BACKENDS[name](config, run_dir, settings)
 
-    sinks = [Sink(name, maker(name), config.sink_queue, report) for name in config.sinks]
-    return SinkSet(sinks, config.sink_timeout)
+    sinks = [Sink(name, maker(name), ROWS_WAITING, report) for name in config.sinks]
+    return SinkSet(sinks, timeout)
 
 
 PORTS_TRIED = 100

@@ -22,6 +22,8 @@ from r3async.config import Config, ConfigError, find_config, load_config, parse_
         ("model.init.top_k=9", ["model.init", "top_k", "experts"]),
         ("steps=0", ["steps", "greater than 0"]),
         ("steps", ["key=value"]),
+        ("observe.sink_queue=8", ["unknown key `observe.sink_queue`", "1024 rows"]),
+        ("model.init.warm_lr=1e-4", ["unknown key `model.init.warm_lr`", "0.001"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_fix(override, parts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -15,9 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from r3async.envs.pool_worker import PR_SET_PDEATHSIG
+
 BARE = "/usr/bin:/bin"
 """A PATH on which neither r3async nor its Python is."""
 START_SECONDS = 120
+LIBC = ctypes.CDLL(None)
 
 
 def bare_environment(**more: str) -> dict[str, str]:
@@ -81,7 +85,9 @@ def _head(home: Path, environment: dict[str, str], words: list[str]) -> Iterator
     command = [beside_python("ray"), "start", "--head", "--block", f"--temp-dir={home}/t", "--disable-usage-stats"]
     command += [*words, *(f"--{name}={port}" for name, port in ports.items())]
     with (home / "log").open("w") as log:
-        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        head = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
+        )
     try:
         _wait(ports["port"] if "--include-dashboard=false" in words else ports["dashboard-port"], home / "log", head)
         yield ports
@@ -91,6 +97,11 @@ def _head(home: Path, environment: dict[str, str], words: list[str]) -> Iterator
             head.wait(5)
         except subprocess.TimeoutExpired:
             os.killpg(head.pid, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    """In the child: it is killed when this process ends, also by SIGKILL; `ray start --block` does so with its own."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(port: int, log: Path, head: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m r3async.tools.lint_seam`: the rooms that also run in a simulation touch the outside through their `World` alone.
+"""`python -m r3async.tools.lint_seam`: the packages that also run in a simulation touch the outside through their `World` alone.
 
 Names what they call, or name, of the clock, threads, files, sockets, processes, Ray and rngs, with file and line. It reads the
 source, so what it cannot know from that it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ROOMS = (
+PACKAGES = (
     "actors/*.py",
     "r3async/data/window.py",
     "r3async/world/appending.py",
@@ -37,7 +37,7 @@ ROOMS = (
 """Whatever matches is held to the rule, also a file that is new."""
 
 EXEMPT = {"r3async/world/keys.py": "makes and converts keys, as only libzmq can"}
-"""Files of those rooms that no simulation runs, each with the reason."""
+"""Files of those packages that no simulation runs, each with the reason."""
 
 CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
 
@@ -317,11 +317,11 @@ def check_source(path: str, source: str, defaults: Defaults) -> list[Found]:
 
 
 def files(root: Path = ROOT) -> Iterator[Path]:
-    """Those that are held to the rule. Raises `ValueError` for a room, or an exemption, that is not there."""
-    for room in ROOMS:
-        found = sorted(root.glob(room))
+    """Those that are held to the rule. Raises `ValueError` for a package, or an exemption, that is not there."""
+    for package in PACKAGES:
+        found = sorted(root.glob(package))
         if not found:
-            raise ValueError(f"tools/lint_seam.py: no file is {room}")
+            raise ValueError(f"tools/lint_seam.py: no file is {package}")
         yield from (path for path in found if str(path.relative_to(root)) not in EXEMPT)
     for name in EXEMPT:
         if not (root / name).exists():

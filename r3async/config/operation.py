@@ -21,9 +21,9 @@ class ScheduleConfig(Section):
     max_token_age: int | None = None
     """Tokens of which the learner is more versions ahead are left out of the policy loss, one by one. The KL terms keep them,
     and denominators stay. Unset: none is."""
-    split: Literal["idle", "room"] = "idle"
+    split: Literal["idle", "capacity"] = "idle"
     """When the episodes of one group, which share a prompt, are played by several generators. `idle`: when fewer groups can be
-    leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `room`:
+    leased than generators have nothing to do, or when a group is larger than what a generator may play at once. `capacity`:
     also whenever a generator has capacity for a part of one."""
     pace_seconds: Positive = 60.0
     """An event names the side to give more resources when the other one has waited for it for this long."""

@@ -164,7 +164,7 @@ class Admission:
         it could begin now; `at_once`: those it plays when it is full (default: `free`). `among`: owners without work, and
         this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than owners
         `among` can be had. An owner without free places for that waits until it has, unless it never will (`at_once`), the rest
-        of the group is elsewhere, or `split` is `room`: then it gets what it has free.
+        of the group is elsewhere, or `split` is `capacity`: then it gets what it has free.
         """
         if version < self.version or free < 1 or not self.can_lease():
             return None

@@ -127,8 +127,8 @@ def test_every_exemption_is_needed(defaults) -> None:
 
 
 def test_a_planted_call_fails_the_command_and_is_named_with_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    for room in lint_seam.ROOMS:
-        path = tmp_path / room.replace("*", "a")
+    for package in lint_seam.PACKAGES:
+        path = tmp_path / package.replace("*", "a")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x = 1\n")
     for name in EXEMPT:

@@ -123,7 +123,7 @@ def test_a_group_larger_than_a_generator_is_leased_in_parts():
 
 
 def test_a_part_may_be_leased_into_any_room_if_so_configured():
-    admission = make(samples_per_group=8, split="room")
+    admission = make(samples_per_group=8, split="capacity")
     assert lease(admission, free=3, at_once=16) == (0, (0, 1, 2))
     assert lease(admission, free=16) == (0, (3, 4, 5, 6, 7))
 

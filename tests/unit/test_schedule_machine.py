@@ -27,7 +27,7 @@ shapes = st.builds(
     window=st.integers(1, 6),
     versions=st.integers(1, 6),
     tokens=st.sampled_from([0, 0, 5, 100]),
-    split=st.sampled_from(["idle", "room"]),
+    split=st.sampled_from(["idle", "capacity"]),
     tasks=st.sampled_from([None, 1, 5]),
 )
 

@@ -224,16 +224,16 @@ class Cluster:
         if not engine.alive:
             return
         model = self.model
-        while (room := model.places - len(engine.playing)) > 0 and self.admission.can_lease():
+        while (free := model.places - len(engine.playing)) > 0 and self.admission.can_lease():
             self.asked += 1
             idle = sum(not self._engines[n].playing for n in self._free) if not engine.playing else 1
             lease = self.admission.lease(
-                engine.name, version=engine.version, free=room, at_once=model.places, among=max(1, idle)
+                engine.name, version=engine.version, free=free, at_once=model.places, among=max(1, idle)
             )
             if lease is None:
                 return
             self._play(engine, lease)
-        if room <= 0:
+        if free <= 0:
             self._free.pop(engine.name, None)
 
     def _play(self, engine: _Engine, lease: GroupLease) -> None:

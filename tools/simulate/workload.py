@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True):
     samples_per_group: int = 2
     max_staleness: int = 1
     window: int = 1
-    split: Literal["idle", "room"] = "idle"
+    split: Literal["idle", "capacity"] = "idle"
     steps_per_publication: int = 1
     tokens_per_step: int = 0
     checkpoint_every: int = 2
@@ -210,7 +210,7 @@ def draw_workload(seed: int) -> Workload:
         samples_per_group=rng.choice([2, 2, 3]),
         max_staleness=rng.choice([2, 3] if ahead else [1, 2, 2] if behind else [0, 1, 1, 2]),
         window=rng.choice([1, 1, 2, 3, 4]),
-        split=rng.choice(["idle", "room"]),
+        split=rng.choice(["idle", "capacity"]),
         steps_per_publication=rng.choice([1, 1, 1, 2]),
         tokens_per_step=rng.choice([0, 0, 0, 0, rng.randint(5, 60)]),
         checkpoint_every=rng.choice([2, 3, 4] if behind else [1, 1, 2, 2, 3, 4]),

@@ -240,20 +240,15 @@ class Conductor:
         again = self.admission.adopt(newest, lambda g: missing.get(g, []))
         if state is not None:
             self.rows.restore(state.pending_rows, state.generated_tokens)
-        self.events.warning(
-            "resumed",
-            step=self.made,
-            version=self.version,
-            lineage=self.lineage.number,
-            checkpoint=state is not None,
-            groups_played_again=again,
-        )
+        where = {"step": self.made, "version": self.version, "lineage": self.lineage.number}
+        self.events.warning("resumed", **where, checkpoint=state is not None, groups_played_again=again)
 
     async def _deliver_first(self, way: Way, tokens: list[int] | None) -> Installer:
         self._phase = "delivering weights"
         published = await self.learner.call("publish")
         clock, put = self.world.clock.monotonic, self.world.actors.put
-        installer = Installer(self.config, self.events, self.fleet, way, tokens, published, clock, self._wake, put)
+        learner, wake = self.learner, self._wake
+        installer = Installer(self.config, self.events, self.fleet, learner, way, tokens, published, clock, wake, put)
         await installer.begin()
         self.admission.installed(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step
@@ -266,13 +261,15 @@ class Conductor:
 
         A version is written, and then delivered, beside the steps that follow it.
         """
-        publishing = None
+        publishing, version = None, self.version + 1
         while self.made < self.config.steps and not self.stopping:
             last = self.made + 1 == self.config.steps
-            result = await while_well(self.learner.call("train_step", last=last), background)
+            scored = installer.wants_scores(version)
+            result = await while_well(self.learner.call("train_step", last=last, scored=scored), background)
             if result is None:
                 break
             self._stepped(result)
+            version = self.version + result["new_weights"]
             if result["new_weights"]:
                 if publishing is not None:  # the learner has written it before it copied the next
                     await while_well(publishing, background)

@@ -40,7 +40,7 @@ _WILDCARDS = ("*", "0.0.0.0", "::")
 
 class Published(msgspec.Struct, frozen=True):
     """A version that engines may install. `scores` float32 `[2, T - 1]`: the learner's of the probe's text, with these very
-    weights, at temperature 1 and at the run's (None without a probe). `seconds`: how long it took to write."""
+    weights, at temperature 1 and at the run's (None if nobody asked for them). `seconds`: how long it took to write."""
 
     publication: Publication
     scores: np.ndarray | None = None
@@ -55,8 +55,8 @@ class Published(msgspec.Struct, frozen=True):
 class Publishing:
     """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
 
-    `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: a text that each version scores
-    (`r3async.actors.installer.probe`); None: none does."""
+    `torch` makes the calls of `backend`, and `writer` writes. `watched` int32 `[T]`: the probe's text
+    (`r3async.actors.installer.probe`); None: there is no probe."""
 
     world: World
     config: Config
@@ -72,7 +72,7 @@ class Publishing:
         self._copied = -1
         """Version of the copy."""
         self._scores: np.ndarray | None = None
-        """Its, if a text is watched."""
+        """Its, if it has any."""
         self._nothing_to_write = asyncio.Event()
         self._nothing_to_write.set()
 
@@ -81,8 +81,9 @@ class Publishing:
         """A version that engines are to have is not written yet."""
         return not self._nothing_to_write.is_set()
 
-    async def copy(self, version: int) -> None:
-        """Copy the current weights as `version`, for `write`, as soon as the version before them is written."""
+    async def copy(self, version: int, *, scored: bool) -> None:
+        """Copy the current weights as `version`, for `write`, as soon as the version before them is written. With `scored`, they
+        score the probe's text."""
         limit = self.config.weights.write_timeout
         try:
             await asyncio.wait_for(self._nothing_to_write.wait(), limit)
@@ -94,12 +95,17 @@ class Publishing:
         await self.torch.run(self.backend.snapshot, version)
         self._copied = version
         self._nothing_to_write.clear()
-        if self.watched is not None:
-            plain = await self.torch.run(self.backend.score, self.watched)
-            temperature = self.config.episode.temperature
-            same = temperature == 1.0
-            tempered = plain if same else await self.torch.run(self.backend.score, self.watched, temperature)
-            self._scores = np.stack([plain, tempered])
+        self._scores = await self.score() if scored else None
+
+    async def score(self) -> np.ndarray | None:
+        """See `Published.scores`, of the weights as they are now."""
+        if self.watched is None:
+            return None
+        plain = await self.torch.run(self.backend.score, self.watched)
+        temperature = self.config.episode.temperature
+        same = temperature == 1.0
+        tempered = plain if same else await self.torch.run(self.backend.score, self.watched, temperature)
+        return np.stack([plain, tempered])
 
     async def write(self, reading: Sequence[int] = ()) -> Published:
         """Write the copy where engines find it. Versions that engines are `reading` stay."""

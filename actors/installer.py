@@ -13,7 +13,7 @@ import numpy as np
 
 from r3async.actors.delivery import Published, no_delivery
 from r3async.actors.fleet import Fleet, Generator, Way
-from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed
+from r3async.actors.process import RPC_SECONDS, ProcessLost, RunFailed, ask
 from r3async.config import Config
 from r3async.rollout.engines import InstallReport
 from r3async.schedule.health import HealthState, RestartsExhausted
@@ -26,15 +26,16 @@ LOOK_SECONDS = 0.5
 
 
 class Installer:
-    """Lives on the conductor's event loop, from the first version on. `published`: the newest version, the only one that is
-    still delivered. `tokens`: the probe's text, if there is a probe. `events`: a structlog logger. `clock`: in seconds. `wake()`
-    is called when `deliver` has something to do again. `put(value)`: see `world.Actors`."""
+    """Lives on the conductor's event loop, from the first version on. `published`: the `learner`'s newest version, the only one
+    that is still delivered. `tokens`: the probe's text, if there is a probe. `events`: a structlog logger. `clock`: in seconds.
+    `wake()` is called when `deliver` has something to do again. `put(value)`: see `world.Actors`."""
 
     def __init__(
         self,
         config: Config,
         events: Any,
         fleet: Fleet,
+        learner: ActorRef,
         way: Way,
         tokens: Sequence[int] | None,
         published: Published,
@@ -42,10 +43,12 @@ class Installer:
         wake: Callable[[], object] = lambda: None,
         put: Callable[[Any], Any] = lambda value: value,
     ):
-        self._config, self._events, self.fleet, self._way = config, events, fleet, way
+        self._config, self._events, self.fleet, self._learner, self._way = config, events, fleet, learner, way
         self._tokens, self.published = tokens, published
         self._clock, self._wake, self._put, self._began = clock, wake, put, clock()
         self._shared: tuple[Published, Any] | None = None
+        self._scored = published.version
+        """The last version that the learner was asked to score the probe's text with."""
         self._reading: Counter[int] = Counter()
         """By version: how many engines read it now."""
 
@@ -53,6 +56,19 @@ class Installer:
     def reading(self) -> list[int]:
         """Versions that engines are reading now."""
         return [version for version, readers in self._reading.items() if readers]
+
+    def wants_scores(self, version: int) -> bool:
+        """Whether a generator is due to be probed with `version`, which the learner makes next, and not with one on its way."""
+        on_its_way = self.published.version < self._scored < version
+        due = [g for g in self.fleet if not g.finished and self._due(g, version)]
+        if any(g.probed < 0 or (g.installing is None and not on_its_way) for g in due):
+            self._scored = version
+        return self._scored == version
+
+    def _due(self, generator: Generator, version: int) -> bool:
+        if self._tokens is None:
+            return False
+        return generator.probed < 0 or version - generator.probed >= self._config.weights.probe_every
 
     async def begin(self) -> None:
         """Deliver the first version the way every later one goes. Raises what an installation raised; those that are lost
@@ -158,17 +174,30 @@ class Installer:
                     f"{report.version}: it missed an update"
                 )
             generator.paused_for_weights += report.pause_seconds + report.drain_seconds
-            due = generator.probed < 0 or version - generator.probed >= self._config.weights.probe_every
-            if due and published.scores is not None and self._tokens is not None:
-                ask, name = partial(self._ask, generator), generator.generator_id
-                await probe(ask, name, version, self._tokens, published.scores, self._config, self._events)
-                generator.probed = version
+            if self._due(generator, version):
+                await self._probe(generator, published)
         finally:
             self._reading[version] -= 1
         if generator.state in (HealthState.LOST, HealthState.STARTING):
             raise ActorLost(f"{generator.generator_id} was lost when it had installed version {version}")
         generator.health.installed(version, version if generator.live else self.published.version)
         return report
+
+    async def _probe(self, generator: Generator, published: Published) -> None:
+        """With what it has installed; or with a later version, if the learner did not score this one and has trained on."""
+        scores, version = published.scores, published.version
+        if scores is None and generator.probed < 0:
+            failure = "the learner did not score the probe's text"
+            try:
+                scores = await ask(
+                    self._config, "weights.install_timeout", self._learner, "score", version, failure=failure
+                )
+            except ActorLost as error:  # this is not the generator's loss
+                raise ProcessLost(f"{failure}: {error}") from error
+        if scores is not None:
+            engine, name = partial(self._ask, generator), generator.generator_id
+            await probe(engine, name, version, self._tokens or [], scores, self._config, self._events)
+            generator.probed = version
 
     def _share(self, published: Published) -> Any:
         """A reference to the publication, made once for all generators: the names and checksums of 18,867 tensors take 20 ms to

@@ -158,7 +158,7 @@ class LearnerActor:
         self, routing: dict[str, int] | None, transport: str, watched: list[int] | None = None
     ) -> dict[str, Any]:
         """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
-        on arrival. `transport`: of the weights, see `delivery.sender`. `watched`: a text that is scored with each version.
+        on arrival. `transport`: of the weights, see `delivery.sender`. `watched`: the probe's text.
 
         Returns the endpoint, the keys of those who may send there, and the newest group that something is here of (-1: none)."""
         model, config, world = self.model, self.config, self.world
@@ -236,8 +236,9 @@ class LearnerActor:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    async def train_step(self, last: bool = False) -> dict[str, Any] | None:
-        """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`.
+    async def train_step(self, last: bool = False, scored: bool = False) -> dict[str, Any] | None:
+        """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `last`. With
+        `scored`, these score the probe's text.
 
         Returns metrics, whether there are new weights (then `write` has to be called), the groups consumed, and episode
         previews; None if interrupted while waiting, which has no end of its own (`actors/watch.py`). Raises `AgeError`, without
@@ -245,11 +246,11 @@ class LearnerActor:
         """
         self._doing = "waiting"
         try:
-            return await self._train_step(last)
+            return await self._train_step(last, scored)
         finally:
             self._doing = "between steps"
 
-    async def _train_step(self, last: bool) -> dict[str, Any] | None:
+    async def _train_step(self, last: bool, scored: bool) -> dict[str, Any] | None:
         clock, counts, work = self.world.clock.monotonic, self.model.counts, self.work
         waited_from = clock()
         with self._timeline.span("wait", step=counts.steps + 1):
@@ -272,7 +273,7 @@ class LearnerActor:
         if due:
             counts.version, counts.since = version + 1, (0, 0)
             with self._timeline.span("snapshot", step=counts.steps, version=counts.version):
-                await work.publishing.copy(counts.version)
+                await work.publishing.copy(counts.version, scored=scored)
         trajectories = [t for group in groups for t in group]
         metrics |= episode_metrics(trajectories) | work.reception.figures()
         metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()}
@@ -317,8 +318,15 @@ class LearnerActor:
 
     async def publish(self) -> Published:
         """Copy and write the current weights; see `write`."""
-        await self.work.publishing.copy(self.model.counts.version)
+        await self.work.publishing.copy(self.model.counts.version, scored=True)
         return await self.write()
+
+    async def score(self, version: int) -> np.ndarray | None:
+        """What `version` scores the probe's text with, see `Published.scores`; None once it is trained on."""
+        counts = self.model.counts
+        if self._doing == "training" or counts.version != version or counts.since != (0, 0):
+            return None
+        return await self.work.publishing.score()
 
     async def write(self, reading: Sequence[int] = ()) -> Published:
         """Write the weights that were copied last where engines find them, beside whatever else the learner does.

@@ -117,6 +117,6 @@ async def test_weights_that_are_not_installed_in_time_end_the_run_and_name_the_s
     monkeypatch.setattr("r3async.actors.installer.RPC_SECONDS", 0.05)
     config = load_config("quickstart", ["weights.install_timeout=0.05"])
     fleet = Fleet(config, Events(), {"generator-0": Silent("install")})
-    installer = Installer(config, fleet.events, fleet, Way("", ""), None, published(0))
+    installer = Installer(config, fleet.events, fleet, StandIn(), Way("", ""), None, published(0))
     with pytest.raises(RunFailed, match=r"generator-0: no answer to `install` within .* \(weights\.install_timeout\)"):
         await asyncio.wait_for(installer._ask(fleet["generator-0"], "install"), 60)

@@ -116,6 +116,51 @@ async def test_the_probe_comes_at_the_start_and_every_so_many_versions(installer
     assert len(handles["generator-0"].asked("cached_from_older")) == 3
 
 
+def unscored(version):
+    return msgspec.structs.replace(published(version), scores=None)
+
+
+async def test_the_learner_scores_the_text_with_the_versions_that_are_probed_alone(installer, handles):
+    scored = []
+    for version in range(1, 14):
+        asked = installer.wants_scores(version)
+        scored += [version] * asked
+        assert asked == installer.wants_scores(version), "of the steps that make a version, the last one counts"
+        installer.published = published(version) if asked else unscored(version)
+        await installer.deliver()
+    assert scored == [3, 6, 9, 12]
+    assert all(len(h.asked("score")) == 1 + 4 for h in handles.values())
+
+
+async def test_while_a_scored_version_is_on_its_way_no_other_is_scored(installer, handles):
+    assert installer.wants_scores(3)
+    assert not installer.wants_scores(4), "3 is not published"
+    handles["generator-0"].may_install.clear()
+    delivering = asyncio.create_task(deliver(installer, 3))
+    await asyncio.sleep(0.01)
+    assert handles["generator-1"].asked("sample_probe")
+    assert not installer.wants_scores(5), "3 is being installed"
+    handles["generator-0"].may_install.set()
+    await delivering
+    assert not installer.wants_scores(5)
+    assert installer.wants_scores(6)
+
+
+async def test_a_restarted_generator_is_probed_with_what_it_has_or_the_next_version(installer, fleet, handles):
+    fresh, generator, learner = handles["generator-0"], fleet["generator-0"], installer._learner
+    for learner.version, probed in ((2, 2), (3, -1)):
+        installer.published = unscored(2)
+        generator.health.lost()
+        generator.probed = -1
+        assert installer.wants_scores(3)
+        await installer._revive(generator)
+        assert (generator.state, generator.version, generator.probed) == ("healthy", 2, probed)
+    fresh.calls.clear()
+    assert installer.wants_scores(4), "3 was published, and not asked to be scored in time"
+    await deliver(installer, 4)
+    assert fresh.asked("score") == [("score",)]
+
+
 async def test_a_failed_probe_names_generator_version_and_tensor(installer, fleet, handles):
     bad = handles["generator-1"]
     bad.wrong["score"] = scores(2)

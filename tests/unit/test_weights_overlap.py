@@ -181,7 +181,7 @@ class RemoteLearner(StandIn):
         self.steps = 0
         self.written: list[int] = []
 
-    async def train_step(self, last=False):
+    async def train_step(self, last=False, scored=False):
         while len(self.written) < self.steps - 1:  # noqa: ASYNC110 - one copy waits
             await asyncio.sleep(0.005)
         self.steps += 1
@@ -210,7 +210,7 @@ def conductor(tmp_path, monkeypatch):
 def installer(conductor, monkeypatch):
     """Delivers what is published, in a while, to nobody."""
     fleet = conductor.fleet
-    made = Installer(conductor.config, conductor.events, fleet, Way("", ""), None, Published(publication(0)))
+    made = Installer(conductor.config, conductor.events, fleet, StandIn(), Way("", ""), None, Published(publication(0)))
     installed = []
 
     async def deliver():

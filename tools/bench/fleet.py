@@ -294,7 +294,7 @@ class CountingLearner:
         tensors = {f"model.layers.{i}.mlp.experts.down_proj.weight": entry for i in range(self._load.tensors)}
         return Published(Publication(WeightManifest(self._steps, "", tensors, nbytes=0)))
 
-    async def train_step(self, last: bool) -> dict[str, Any]:
+    async def train_step(self, last: bool, scored: bool) -> dict[str, Any]:
         self.asked += 1
         clock, groups = self._world.clock.monotonic, self._config.schedule.groups_per_step
         began = clock()

@@ -105,8 +105,8 @@ class AckBeforeSpool(LearnerActor):
 class UnlinkBeforeCommit(LearnerActor):
     """Forgets what it trained before a checkpoint has it."""
 
-    async def train_step(self, last: bool = False) -> dict[str, Any] | None:
-        result = await super().train_step(last)
+    async def train_step(self, last: bool = False, scored: bool = False) -> dict[str, Any] | None:
+        result = await super().train_step(last, scored)
         if result is not None:
             spool = self.work.reception.spool
             assert spool is not None, "buffer.durability = disk"

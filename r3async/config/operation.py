@@ -80,6 +80,10 @@ class TransportConfig(Section):
     """Seconds without an acknowledgement after which a sender says HELLO again and resends."""
     max_message_bytes: Bytes = 64 * 2**20
     """Largest trajectory, in memory."""
+    routes: Literal["plain", "bits", "dense"] = "bits"
+    """How recorded routes travel and are kept. `plain`: one byte an expert, two beyond 256 experts. `bits`: as many bits as an id
+    has (8 of 128 experts: 7/8 of the bytes), for less time than sending the rest takes. `dense`: near their information content
+    (43 of 64 bits), for about 1 us a token; what is recorded is then in ascending order. Records of few tokens stay plain."""
     keys: str = ""
     """Directory made by `r3async keys`: its keys are used, and only those that it holds are let in. Empty: each start of the run
     makes keys of its own. Connections are encrypted in both cases, over loopback too."""

@@ -8,12 +8,15 @@ one line here. Arrays are NumPy, rows are tokens, and a table is never changed i
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+
+from r3async.data.packed import PackedRoutes
 
 UNSAMPLED_VERSION = -1
 """`policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
@@ -37,6 +40,7 @@ class Column(msgspec.Struct, frozen=True):
     `fill`: value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
     `optional`: may be absent, on all samples of a batch or on none.
     `compressible`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
+    `choices`: ids along the last dimension are a set, whose order carries nothing: they may be `PackedRoutes`.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Column(msgspec.Struct, frozen=True):
     inner: tuple[str, ...] = ()
     optional: bool = False
     compressible: bool = False
+    choices: bool = False
 
     def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> np.ndarray:
         """`[length, *inner_shape]` of the fill value."""
@@ -96,7 +101,7 @@ SCHEMA = Schema(
         Column("old_logprobs", ("float32",), 0.0, optional=True),
         Column("reference_logprobs", ("float32",), 0.0, optional=True),
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
-        Column("routed_experts", ("uint8", "uint16"), "arange", inner=("layers", "top_k"), optional=True),
+        Column("routed_experts", ("uint8", "uint16"), "arange", ("layers", "top_k"), optional=True, choices=True),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
     ]
 )
@@ -105,24 +110,29 @@ SCHEMA = Schema(
 class TokenTable:
     """Columns of one length `T`, checked against a schema when built.
 
-    Raises `SchemaError` for an unknown, missing, mistyped, misshapen or mis-sized column.
+    A column that is `PackedRoutes` stays so, and is unpacked each time that it is read. Raises `SchemaError` for an unknown,
+    missing, mistyped, misshapen or mis-sized column.
     """
 
     __slots__ = ("_columns", "_length", "schema")
 
-    def __init__(self, columns: Mapping[str, np.ndarray], schema: Schema = SCHEMA):
+    def __init__(self, columns: Mapping[str, np.ndarray | PackedRoutes], schema: Schema = SCHEMA):
         self.schema = schema
         unknown = sorted(set(columns) - set(schema.columns))
         if unknown:
             raise SchemaError(f"unknown column {unknown[0]!r}; the schema has {', '.join(schema.columns)}")
-        self._columns: dict[str, np.ndarray] = {}
+        self._columns: dict[str, np.ndarray | PackedRoutes] = {}
         self._length = -1
         for name, declared in schema.columns.items():
             if name not in columns:
                 if not declared.optional:
                     raise SchemaError(f"column {name!r} is missing")
                 continue
-            array = np.asarray(columns[name])
+            array = columns[name]
+            if not isinstance(array, PackedRoutes):
+                array = np.asarray(array)
+            elif not declared.choices:
+                raise SchemaError(f"column {name!r} holds no choices, and cannot be packed as they are")
             if dtype_name(array.dtype) not in declared.dtypes:
                 raise SchemaError(
                     f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}"
@@ -138,6 +148,13 @@ class TokenTable:
             self._columns[name] = array
 
     @staticmethod
+    def of_checked(columns: dict[str, np.ndarray | PackedRoutes], length: int, schema: Schema) -> TokenTable:
+        """A table of columns that are known to be as declared, in the order of the schema, `length` rows each."""
+        table = TokenTable.__new__(TokenTable)
+        table._columns, table._length, table.schema = columns, length, schema
+        return table
+
+    @staticmethod
     def of_tokens(token_ids: np.ndarray) -> TokenTable:
         """Tokens that nobody sampled: every other column that has to be there holds its fill. `token_ids` int `[T]`."""
         needed = {n: c.filled(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional}
@@ -150,7 +167,8 @@ class TokenTable:
         return name in self._columns
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._columns[name]
+        column = self._columns[name]
+        return column.unpack() if isinstance(column, PackedRoutes) else column
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -167,23 +185,30 @@ class TokenTable:
     def __repr__(self) -> str:
         return f"TokenTable({len(self)} tokens: {', '.join(self)})"
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._columns[name].shape
+
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self._columns.values())
 
     def items(self) -> ItemsView[str, np.ndarray]:
+        return {name: self[name] for name in self}.items()
+
+    def kept(self) -> ItemsView[str, np.ndarray | PackedRoutes]:
+        """The columns as they are kept."""
         return self._columns.items()
 
     def slice(self, start: int, stop: int) -> TokenTable:
         """Rows `start:stop` of every column, as views."""
-        return TokenTable({n: a[start:stop] for n, a in self.items()}, self.schema)
+        return TokenTable({n: a[start:stop] for n, a in self.kept()}, self.schema)
 
-    def with_columns(self, **columns: np.ndarray) -> TokenTable:
+    def with_columns(self, **columns: np.ndarray | PackedRoutes) -> TokenTable:
         """The same table with columns added or replaced."""
         return TokenTable({**self._columns, **columns}, self.schema)
 
     def without(self, *names: str) -> TokenTable:
-        return TokenTable({n: a for n, a in self.items() if n not in names}, self.schema)
+        return TokenTable({n: a for n, a in self.kept() if n not in names}, self.schema)
 
     def padded(self, length: int, fills: Mapping[str, Any] | None = None) -> TokenTable:
         """Rows of fill values appended until `length`. `fills` overrides a fill (the pad token id, say)."""
@@ -191,7 +216,7 @@ class TokenTable:
         if extra < 0:
             raise SchemaError(f"cannot pad {len(self)} tokens to {length}")
         tail = {}
-        for name, array in self.items():
+        for name, array in self.kept():
             tail[name] = self.schema.columns[name].filled(extra, array.shape[1:], array.dtype)
             if fills and name in fills:
                 tail[name][:] = fills[name]
@@ -212,15 +237,18 @@ class TokenTable:
                 raise SchemaError(
                     f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})"
                 )
+        edges = list(itertools.accumulate((len(t) for t in tables), initial=0))
         columns = {}
         for name in names:
-            arrays = [t[name] for t in tables]
-            shapes = {a.shape[1:] for a in arrays}
+            kept = [t._columns[name] for t in tables]
+            shapes = {a.shape[1:] for a in kept}
             if len(shapes) > 1:
                 raise SchemaError(f"column {name!r} has different inner shapes {sorted(shapes)}")
-            present = {a.dtype.name for a in arrays}
+            present = {dtype_name(a.dtype) for a in kept}
             widest = next(d for d in reversed(schema.columns[name].dtypes) if d in present)
-            columns[name] = np.concatenate([a.astype(widest, copy=False) for a in arrays])
+            columns[name] = np.empty((edges[-1], *kept[0].shape[1:]), widest)
+            for table, (start, stop) in zip(tables, itertools.pairwise(edges), strict=True):
+                columns[name][start:stop] = table[name]
         return TokenTable(columns, schema)
 
 

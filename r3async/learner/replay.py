@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from r3async.data.model_shape import RoutingShape
-from r3async.data.routes import RoutingError, validate_rows
+from r3async.data.routes import RoutingError, sorted_columns, validate_rows
 from r3async.learner import RouteTrace
 from r3async.learner.batch.packing import MicroBatch
 
@@ -67,7 +67,6 @@ class MicroBatchRoutes:
         part = replay.token_slice(micro_batch.tokens)
         self.local_tokens = part.stop - part.start
         self._real = min(max(micro_batch.real_tokens - part.start, 0), self.local_tokens)
-        self._rows: Tensor | None = None
         self._sorted: Tensor | None = None
         self._recorded: Tensor | None = None
         self.keep = keep
@@ -87,13 +86,17 @@ class MicroBatchRoutes:
             )
         if not recorded[part].any():
             return
-        # Only this rank's tokens and layers go to the device, still in the ids' own narrow dtype; `copy` because a table's
-        # arrays may be read-only.
-        local = np.ascontiguousarray(rows[part][:, replay.columns].transpose(1, 0, 2)).copy()
-        self._rows = torch.from_numpy(local).to(replay.device).to(torch.int64)
+        # Only this rank's tokens and layers go to the device, in the narrowest dtype in which torch can do all it has to, and
+        # sorted: the order of a record carries nothing, so that no bit of what is replayed may depend on it.
+        narrow = np.uint8 if rows.dtype == np.uint8 else np.int16 if replay.num_experts <= 2**15 else np.int32
+        local = np.empty((len(replay.columns), part.stop - part.start, replay.top_k), narrow)
+        for column, layer in zip(local, replay.columns, strict=True):
+            for some, ids in sorted_columns(rows[part, layer]):
+                for k, of_rank in enumerate(ids):
+                    column[some, k] = of_rank
+        self._sorted = torch.from_numpy(local).to(replay.device)
         self._recorded = torch.from_numpy(recorded[part].copy()).to(replay.device)
-        self._sorted = self._rows.sort(dim=-1).values
-        bad = (self._sorted[..., -1] >= replay.num_experts) | (self._sorted[..., 0] < 0)
+        bad = self._sorted[..., -1].to(torch.int32) >= replay.num_experts
         if replay.top_k > 1:
             bad |= (self._sorted[..., 1:] == self._sorted[..., :-1]).any(dim=-1)
         if replay.top_k == 1 or bool((bad & self._recorded).any()):
@@ -104,7 +107,7 @@ class MicroBatchRoutes:
     @property
     def replays(self) -> bool:
         """Whether `choose` may return anything else than the router's own choice."""
-        return self._rows is not None and self._replay.enabled
+        return self._sorted is not None and self._replay.enabled
 
     @torch.no_grad()
     def choose(self, router: int, own: Tensor) -> Tensor:
@@ -123,13 +126,13 @@ class MicroBatchRoutes:
                 f"are bound, but the router chose {tuple(own.shape)}"
             )
         used, count = own, not self.recomputing
-        if self._rows is not None:
-            assert self._sorted is not None
+        if self._sorted is not None:
             assert self._recorded is not None
-            same = (own.sort(dim=1).values == self._sorted[router]).all(dim=1)
+            rows = self._sorted[router].to(own.dtype)
+            same = (own.sort(dim=1).values == rows).all(dim=1)
             if replay.enabled:
                 keep = same if self._all_recorded else same | ~self._recorded
-                used = torch.where(keep[:, None], own, self._rows[router])
+                used = torch.where(keep[:, None], own, rows)
             if count:
                 recorded = self._recorded[: self._real]
                 replay.counts.agreed[router] += (same[: self._real] & recorded).sum()
@@ -178,7 +181,7 @@ class MicroBatchRoutes:
     def close(self) -> None:
         """Release everything; later use raises."""
         self.closed = True
-        self._rows = self._sorted = self._recorded = None
+        self._sorted = self._recorded = None
         self.own, self.used = [], []
 
 

@@ -165,9 +165,17 @@ def _check_routes(sample: Sample, routing: RoutingShape | None) -> None:
         return
     if not set(ROUTES) <= set(table):
         raise InvalidTrajectory(f"sample {sample.sample_id} has no routes, but the model is a mixture of experts")
-    recorded = table["routed_experts"][table["routing_recorded"]]
+    shape = table.shape_of("routed_experts")
+    if shape[1:] != (routing.layers, routing.top_k):  # before they are unpacked
+        raise InvalidTrajectory(
+            f"sample {sample.sample_id} has routes of shape {list(shape)}, expected [T, {routing.layers}, {routing.top_k}]"
+        )
+    rows, recorded = table["routed_experts"], table["routing_recorded"]
+    first = len(recorded) if recorded.all() else int(recorded.argmin())
+    # Most often only the last token has no record, and nothing has to be copied.
+    rows = rows[recorded] if recorded[first:].any() else rows[:first]
     try:
-        validate_rows(recorded, layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
+        validate_rows(rows, layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
     except RoutingError as error:
         raise InvalidTrajectory(f"sample {sample.sample_id}: {error}") from error
 

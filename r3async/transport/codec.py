@@ -6,10 +6,12 @@ Bytes are little-endian. Packed columns come back bit by bit: they are compresse
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import lz4.block
+import msgspec
 import numpy as np
 import xxhash
 
@@ -18,6 +20,8 @@ from r3async.world import MAX_FRAME
 PIECE = MAX_FRAME
 """Bytes of a frame as it travels. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken
 and no more: ZeroMQ has one limit for both, from the first byte of a connection."""
+
+T = TypeVar("T")
 
 Frame = Any
 """Contiguous bytes: `bytes`, `memoryview`, or a `world.Frame`."""
@@ -31,6 +35,15 @@ class WireError(ValueError):
 def little_endian(dtype: str | np.dtype) -> np.dtype:
     """NumPy makes a new one each time, which takes as long as reading a column."""
     return np.dtype(dtype).newbyteorder("<")
+
+
+def decode(data: Any, kind: type[T], what: str, hook: Callable[[type, Any], Any] | None = None) -> T:
+    """msgpack of a type. Raises `WireError`, and nothing else, for whatever else the bytes are; `what`: for its message."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        # msgspec raises its own errors for most malformed data, and Python's for bad UTF-8 and deep nesting.
+        raise WireError(f"malformed {what}: {error}") from error
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
@@ -53,40 +66,47 @@ def decompress(block: bytes | memoryview, size: int) -> bytes:
     return data
 
 
-def pack(columns: Sequence[tuple[str, np.ndarray]]) -> bytes:
-    """Columns of one table, by name, as one block. Raises `WireError` for a bool that is neither 0 nor 1."""
-    columns = sorted(columns, key=lambda column: _place(column[1].dtype))
-    block = b"".join([_little(array).data for _, array in columns])
-    _check_bools(np.frombuffer(block, np.uint8), [(name, array.dtype) for name, array in columns])
-    return compress(block)
+class Block(NamedTuple):
+    """How columns of one value a token lie in a packed block. `columns`: name, dtype (little-endian), and the bytes before it of
+    a row of the block; wide columns first, so that each is aligned, and the `bools` last, so that they are checked together."""
+
+    columns: tuple[tuple[str, np.dtype, int], ...]
+    row_bytes: int
+    bools: int
 
 
-def unpack(block: memoryview, columns: Sequence[tuple[str, np.dtype]], rows: int) -> dict[str, np.ndarray]:
-    """The columns, by name, each `[rows]`, read-only and aligned; their dtypes are little-endian.
+def block_of(columns: Iterable[tuple[str, np.dtype]]) -> Block:
+    """Of columns by name and dtype."""
+    ordered = sorted(columns, key=lambda column: (-column[1].itemsize, column[1].kind == "b"))
+    offsets = list(itertools.accumulate((dtype.itemsize for _, dtype in ordered), initial=0))
+    placed = [(name, little_endian(dtype), at) for (name, dtype), at in zip(ordered, offsets, strict=False)]
+    return Block(tuple(placed), offsets[-1], sum(dtype.kind == "b" for _, dtype in ordered))
 
-    Nothing larger than they are is ever allocated. Raises `WireError` for a block that does not hold exactly that.
+
+def pack(columns: Mapping[str, np.ndarray], block: Block) -> bytes:
+    """Columns `[rows]` by name. Raises `WireError` for a bool that is neither 0 nor 1."""
+    data = b"".join([_little(columns[name]).data for name, _, _ in block.columns])
+    _check_bools(data, block)
+    return compress(data)
+
+
+def unpack(packed: bytes | memoryview, block: Block, rows: int) -> dict[str, np.ndarray]:
+    """The columns, by name, each `[rows]`, read-only and aligned.
+
+    Nothing larger than they are is ever allocated. Raises `WireError` for bytes that do not hold exactly that.
     """
-    data = decompress(block, rows * sum(dtype.itemsize for _, dtype in columns))
-    columns = sorted(columns, key=lambda column: _place(column[1]))
-    _check_bools(np.frombuffer(data, np.uint8), columns)
-    arrays, at = {}, 0
-    for name, dtype in columns:
-        arrays[name] = np.frombuffer(data, dtype, rows, at)
-        at += arrays[name].nbytes
-    return arrays
+    data = decompress(packed, rows * block.row_bytes)
+    _check_bools(data, block)
+    return {name: np.ndarray(rows, dtype, data, rows * offset) for name, dtype, offset in block.columns}
 
 
-def _place(dtype: np.dtype) -> tuple[int, bool]:
-    """Wide columns first, so that each is aligned; bools last, so that they are checked together."""
-    return -dtype.itemsize, dtype.kind == "b"
-
-
-def _check_bools(block: np.ndarray, columns: Sequence[tuple[str, np.dtype]]) -> None:
-    bools = [name for name, dtype in columns if dtype.kind == "b"]
-    rows = len(block) // max(1, sum(dtype.itemsize for _, dtype in columns))
-    values = block[len(block) - rows * len(bools) :]
-    if bools and values.max(initial=0) > 1:
-        wrong = bools[int((values > 1).argmax()) // rows]
+def _check_bools(data: bytes, block: Block) -> None:
+    if not block.bools or not data:
+        return
+    rows = len(data) // block.row_bytes
+    values = np.frombuffer(data, np.uint8, offset=len(data) - rows * block.bools)
+    if np.maximum.reduce(values) > 1:
+        wrong = block.columns[int((values > 1).argmax()) // rows - block.bools][0]
         raise WireError(f"bool column {wrong!r} has a byte that is neither 0 nor 1")
 
 
@@ -101,6 +121,63 @@ def checksum(buffers: Iterable[Any]) -> int:
     for buffer in buffers:
         digest.update(buffer)
     return digest.intdigest()
+
+
+JOINED = 2**15
+"""Bytes of a part that is copied into one frame with its neighbours: a frame of its own costs more than that."""
+ALIGN = 8
+
+
+def framed(parts: Iterable[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Frames that hold these parts, one after the other: large ones by themselves, as they are, small ones joined."""
+    frames: list[bytes | memoryview] = []
+    small: list[bytes | memoryview] = []
+    for part in filter(len, parts):
+        if len(part) <= JOINED:
+            # The one before it is padded, so that arrays are aligned where they are.
+            small += [bytes(-len(small[-1]) % ALIGN), part] if small else [part]
+            continue
+        if small:
+            frames.append(b"".join(small))
+            small = []
+        frames.append(part)
+    return [*frames, b"".join(small)] if small else frames
+
+
+class Parts:
+    """Reads what `framed` made, given how large each part is."""
+
+    def __init__(self, frames: Sequence[memoryview]):
+        self._frames, self._next = frames, 0
+        self._frame, self._at = memoryview(b""), 0
+
+    def take(self, size: int, what: str) -> memoryview:
+        """The next part. Raises `WireError` if the frames do not have it; `what`: its name, for the message."""
+        if not size:
+            return self._frame[:0]
+        start = -(-self._at // ALIGN) * ALIGN
+        if start >= len(self._frame):
+            if self._next == len(self._frames):
+                raise WireError(f"only {len(self._frames)} column frames, no frame for {what!r}")
+            self._frame, start = self._frames[self._next], 0
+            self._next += 1
+        self._at = start + size
+        part = self._frame[start : self._at]
+        if len(part) < size:
+            raise WireError(f"{what!r} takes {size} bytes, its frame has {len(part)}")
+        return part
+
+    @property
+    def frame(self) -> int:
+        """Of the last part: 0 for the first frame."""
+        return self._next - 1
+
+    def end(self) -> None:
+        """Raises `WireError` if anything is left."""
+        if self._next < len(self._frames) or self._at < len(self._frame):
+            raise WireError(
+                f"{len(self._frames)} column frames, but the header describes {self._next}, and {self._at} bytes of the last"
+            )
 
 
 def cut(frames: Sequence[Frame]) -> list[Frame]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,11 +132,12 @@ class Sender:
         """
         self._raise_error()
         nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
+        encode = functools.partial(encode_trajectory, routes=self.settings.routes)
         if nbytes <= OFFLOAD_BYTES:  # many episodes may end at once
-            frames = await self._turns.do(encode_trajectory, trajectory)
+            frames = await self._turns.do(encode, trajectory)
         else:
             async with self._encoding:
-                frames = await self._threads.run(encode_trajectory, trajectory)
+                frames = await self._threads.run(encode, trajectory)
         self._raise_error()  # Things may have changed while it was encoded.
         nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id

@@ -13,8 +13,8 @@ from r3async.transport import wire
 
 RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible]
 COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]
-FRAMES = len(RAW) + 1
-"""Of a table with all columns: the raw ones, and the packed."""
+ROWS, LAYOUTS, PACKED = range(3)
+"""Of what stands for a table in a body."""
 FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -60,7 +60,14 @@ def as_bytes(frames: list[Any]) -> list[bytes]:
 
 def forge(frames: list[bytes], change: Any) -> list[bytes]:
     """The same message with its body changed, and a checksum to match: what a defective peer could send."""
-    body = change(msgspec.msgpack.decode(wire.read_header(frames[0]).body))
+    body = msgspec.msgpack.decode(wire.read_header(frames[0]).body)
+    for sample in body["samples"]:
+        sample["table"][LAYOUTS] = msgspec.msgpack.decode(sample["table"][LAYOUTS])
+    body = change(body)
+    if isinstance(body, dict):
+        for table in (sample["table"] for sample in body.get("samples", ())):
+            if isinstance(table, list) and len(table) > LAYOUTS:
+                table[LAYOUTS] = msgspec.msgpack.encode(table[LAYOUTS])
     body = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     return [wire.with_checksum(body, frames[1:]), *frames[1:]]
 

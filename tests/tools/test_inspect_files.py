@@ -37,15 +37,15 @@ def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
     assert "WELCOME session=s1" in inspect("welcome", root=tmp_path, monkeypatch=monkeypatch)
 
 
-def test_columns_that_travel_together_are_one_frame(tmp_path, monkeypatch) -> None:
+def test_a_frame_names_all_the_columns_that_it_holds(tmp_path, monkeypatch) -> None:
     trajectory = made(0)
     trajectory.samples[0].table = TokenTable.of_tokens(np.arange(500))
     trajectory.turns = []
     SPOOL.append(tmp_path / "message", encode_trajectory(trajectory), fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
-    together = "loss_mask bool, policy_version int32, turn int32, rewards float32 of sample g00000000e0000s0, packed"
+    together = "loss_mask bool, policy_version int32, turn int32, rewards float32 (packed) of sample g00000000e0000s0"
     (line,) = [line for line in text.splitlines() if together in line]
-    assert int(line.split()[2]) < 100  # bytes, of 6500
+    assert int(line.split()[2].replace(",", "")) < 2 * 2000 + 100  # bytes, of 10,500: two raw columns, and these
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "extra", "header"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +32,8 @@ def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
         else:  # any bits, those of every NaN and of both zeros among them
             array = np.frombuffer(chance.bytes(rows * dtype.itemsize), dtype)
         columns.append((f"c{i}", np.sort(array) if steady else array))
-    packed = codec.pack(columns)
-    back = codec.unpack(memoryview(packed), [(n, codec.little_endian(a.dtype)) for n, a in columns], rows)
+    block = codec.block_of((name, array.dtype) for name, array in columns)
+    back = codec.unpack(memoryview(codec.pack(dict(columns), block)), block, rows)
     assert set(back) == {n for n, _ in columns}
     for name, array in columns:
         assert back[name].tobytes() == array.astype(codec.little_endian(array.dtype)).tobytes()
@@ -43,9 +44,35 @@ def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
 @FAST
 @given(data=st.binary(max_size=200), rows=st.integers(0, 60))
 def test_no_bytes_unpack_to_anything_but_so_many_rows(data, rows):
-    columns = [("a", np.dtype("<i4")), ("b", np.dtype(bool))]
+    block = codec.block_of([("a", np.dtype("<i4")), ("b", np.dtype(bool))])
     with contextlib.suppress(WireError):
-        assert {n: len(a) for n, a in codec.unpack(memoryview(data), columns, rows).items()} == {"a": rows, "b": rows}
+        assert {n: len(a) for n, a in codec.unpack(memoryview(data), block, rows).items()} == {"a": rows, "b": rows}
+
+
+@FAST
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 3, 8, 100, codec.JOINED, codec.JOINED + 1, 2 * codec.JOINED]), max_size=9),
+    damage=st.sampled_from(["", "short", "long", "frame"]),
+)
+def test_parts_come_back_from_their_frames_and_nothing_else_does(sizes, damage):
+    parts = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+    frames = codec.framed(parts)
+    assert [f for f in frames if len(f) > codec.JOINED and f in parts] == [p for p in parts if len(p) > codec.JOINED]
+    if damage and frames:
+        changed = {"short": [frames[-1][:-1]], "long": [frames[-1] + b"x"], "frame": [frames[-1], b"x"]}[damage]
+        frames = [*frames[:-1], *changed]
+
+    def read() -> list[bytes]:
+        reader = codec.Parts([memoryview(f) for f in frames])
+        read = [bytes(reader.take(len(part), "a part")) for part in parts]
+        reader.end()
+        return read
+
+    if not (damage and any(sizes)):
+        assert read() == parts
+        return
+    with pytest.raises(WireError):
+        read()
 
 
 @FAST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from r3async.data.records import SCHEMA, Column, TokenTable, Turn
 from r3async.transport import wire
 from r3async.transport.wire import WireError, decode_trajectory, encode_trajectory
-from tests.helpers.wire import COMPRESSIBLE, FAST, FRAMES, RAW, as_bytes, make_table, make_trajectory, runny_table
+from tests.helpers.wire import COMPRESSIBLE, FAST, PACKED, RAW, as_bytes, make_table, make_trajectory, runny_table
 
 
 @FAST
@@ -31,7 +32,7 @@ def test_round_trip(lengths, inner, optional, wide, name, preview, numbers):
     group, seed, when = numbers
     sent = make_trajectory(name, tables, group_index=group, task_seed=seed, preview=preview, finished_at=when)
     frames = encode_trajectory(sent)
-    assert len(frames) == 1 + sum(1 + sum(n in RAW for n in t) for t in tables)
+    assert len(frames) == (2 if any(lengths) else 1)  # small columns are joined
     for received in (decode_trajectory(frames), decode_trajectory(as_bytes(frames))):
         assert received == sent
         for a, b in zip(sent.samples, received.samples, strict=True):
@@ -53,24 +54,29 @@ def test_a_column_added_to_the_schema_travels():
         encode_trajectory(sent, SCHEMA)
 
 
-def test_columns_that_are_steady_travel_packed_in_one_frame_a_row():
-    tables = [runny_table(n) for n in (600, 400, 2000)]
+def test_columns_that_are_steady_travel_packed_in_one_part_a_row():
+    tables = [runny_table(n) for n in (600, 400, 20_000)]
     sent = make_trajectory(tables=tables)
     frames = encode_trajectory(sent)
-    assert len(frames) == 1 + len(tables) * FRAMES
-    for i, table in enumerate(tables):
-        *raw, packed = frames[1 + i * FRAMES : 1 + (i + 1) * FRAMES]
-        assert [len(f) for f in raw] == [table[name].nbytes for name in RAW]
-        assert len(packed) * 12 < sum(table[name].nbytes for name in COMPRESSIBLE)
+    raw = [tables[2][name].nbytes for name in RAW]
+    heads = msgspec.msgpack.decode(wire.read_header(frames[0]).body)["samples"]
+    packed = [head["table"][PACKED] for head in heads]
+    for size, table in zip(packed, tables, strict=True):
+        assert size * 12 < sum(table[name].nbytes for name in COMPRESSIBLE)
+    # What is small of all tables, and then what is large, each by itself.
+    small = sum(table[name].nbytes for table in tables[:2] for name in RAW) + sum(packed[:2])
+    assert [len(f) for f in frames[2:-1]] == raw
+    assert small <= len(frames[1]) < small + 8 * len(SCHEMA.columns)
+    assert len(frames[-1]) == packed[2]
     assert len(frames[0]) < 3000
     received = decode_trajectory(as_bytes(frames))
     assert received == sent
     for a, b in zip(sent.samples, received.samples, strict=True):
         assert {n: c.dtype for n, c in a.table.items()} == {n: c.dtype for n, c in b.table.items()}
         assert not any(c.flags.writeable or not c.flags.aligned for _, c in b.table.items())
-    packed = sum(len(f) for f in frames[FRAMES::FRAMES])
-    headers = len(frames[0]) + wire.read_header(frames[0]).nbytes
-    assert wire.decoded_bytes(frames, received) == headers + packed + sum(t.nbytes for t in tables)
+    unpacked = sum(t[name].nbytes for t in tables for name in COMPRESSIBLE)
+    headers = wire.read_header(frames[0]).nbytes
+    assert wire.decoded_bytes(frames, received) == headers + unpacked + sum(map(len, frames))
 
 
 def test_many_rows_of_one_episode():
@@ -81,7 +87,7 @@ def test_many_rows_of_one_episode():
 
 
 def test_payload_is_raw_and_not_copied():
-    sent = make_trajectory(tables=[make_table(0, 1000, 8)])
+    sent = make_trajectory(tables=[make_table(0, 20_000, 8)])
     frames = encode_trajectory(sent)
     arrays = [sent.samples[0].table[name] for name in RAW]
     assert len(frames[0]) < 2000
@@ -134,8 +140,8 @@ def test_what_would_be_refused_is_not_encoded():
     table = make_table(0, 3)
     bad = [
         (make_trajectory("x" * 300), "100 characters"),
-        (make_trajectory(turns=[Turn(3, 0, 0, 1, math.nan, "eos")]), "reward of turn 3"),
-        (make_trajectory(tables=[table.with_columns(rewards=np.full(3, np.inf, np.float32))]), "reward in sample 0"),
+        (make_trajectory(started_at=math.inf), "started_at or finished_at is not finite"),
+        (make_trajectory(tables=[table.with_columns(loss_mask=np.full(3, 2, np.uint8).view(bool))]), "'loss_mask' has"),
         (make_trajectory(preview=[{"a": "\ud800"}]), "cannot be encoded"),
         (make_trajectory(task_seed=2**70), "cannot be encoded"),
         (make_trajectory(preview=[{"a": object()}]), "a object cannot be sent"),

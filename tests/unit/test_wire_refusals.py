@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import lz4.block
 import msgspec
@@ -15,7 +16,22 @@ from hypothesis import strategies as st
 from r3async.data.records import SCHEMA
 from r3async.transport import codec, wire
 from r3async.transport.wire import WireError, decode_control, decode_trajectory, encode_trajectory
-from tests.helpers.wire import COMPRESSIBLE, FAST, FRAMES, as_bytes, edit, forge, make_trajectory, runny_table
+from tests.helpers.wire import (
+    COMPRESSIBLE,
+    FAST,
+    LAYOUTS,
+    PACKED,
+    ROWS,
+    as_bytes,
+    edit,
+    forge,
+    make_trajectory,
+    runny_table,
+)
+
+
+def block(columns: dict[str, np.ndarray]) -> codec.Block:
+    return codec.block_of((name, array.dtype) for name, array in columns.items())
 
 
 def test_packed_columns_can_not_grow_beyond_what_arrived():
@@ -23,61 +39,90 @@ def test_packed_columns_can_not_grow_beyond_what_arrived():
     frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
     names = list(SCHEMA.columns)
     turn, mask = names.index("turn"), names.index("loss_mask")
-
-    def packed(columns: dict[str, np.ndarray]) -> list[bytes]:
-        return [*frames[:-1], codec.pack(list(columns.items()))]
-
     table = {n: a for n, a in runny_table(100).items() if n in COMPRESSIBLE}
+    size = len(codec.pack(table, block(table)))
+
+    def packed(columns: dict[str, np.ndarray]) -> tuple[list[bytes], Any]:
+        return with_block(codec.pack(columns, block(columns)))
+
+    def with_block(data: bytes) -> tuple[list[bytes], Any]:
+        return [frames[0], frames[1][:-size] + data], edit(*TABLE, PACKED, value=len(data))
+
     longer = {n: np.resize(a, 100_000) for n, a in table.items()}
     not_bool = {**table, "loss_mask": np.full(100, 2, np.uint8).view(bool)}
+    huge = "'token_ids' takes 67108864 bytes"
     cases = [
-        (frames, edit(*TABLE, turn, value=["turn", "int32", [2**24]]), "'turn' has 16777216 rows, expected 100"),
-        (frames, edit(*TABLE, value=[["turn", "int32", [2**24]]]), "'turn' has 16777216 rows, expected 0"),
-        (frames, edit(*TABLE, turn, value=["turn", "int32", [100, 1]]), "2 dimensions, not 1"),
-        (frames, edit(*TABLE, mask, value=["turn", "int32", [100]]), "column comes twice"),
-        (packed(longer), lambda b: b, "a packed block of .* bytes: Decompression failed"),
-        (packed({n: a[:50] for n, a in table.items()}), lambda b: b, "has 1300 bytes, expected 2600"),
-        ([*frames[:-1], b""], lambda b: b, "a packed block of 0 bytes"),
-        ([*frames[:-1], b"\xff" * 90], lambda b: b, "a packed block of 90 bytes: Decompression failed"),
+        ((frames, edit(*TABLE, ROWS, value=2**24)), huge),
+        ((frames, edit(*TABLE, value=[2**24, [["turn", "int32"]], 9])), "'token_ids' is missing"),
+        ((frames, edit(*COLUMN, turn, value=["turn", "int32", [1]])), "2 dimensions, not 1"),
+        ((frames, edit(*COLUMN, mask, value=["turn", "int32"])), "column comes twice"),
+        (packed(longer), "a packed block of .* bytes: Decompression failed"),
+        (packed({n: a[:50] for n, a in table.items()}), "has 1300 bytes, expected 2600"),
+        (with_block(b""), "a packed block of 0 bytes"),
+        (with_block(b"\xff" * 90), "a packed block of 90 bytes: Decompression failed"),
     ]
-    for sent, change, reason in cases:
+    for (sent, change), reason in cases:
         with pytest.raises(WireError, match=reason):
             decode_trajectory(forge(sent, change))
     with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
         packed(not_bool)
-    block = b"".join(a.tobytes() for a in sorted(not_bool.values(), key=lambda a: -a.itemsize))
+    data = b"".join(not_bool[name].tobytes() for name, _, _ in block(table).columns)
     with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
-        decode_trajectory(forge([*frames[:-1], lz4.block.compress(block, store_size=False)], lambda b: b))
+        decode_trajectory(forge(*with_block(lz4.block.compress(data, store_size=False))))
 
 
 ROUTES = list(SCHEMA.columns).index("routed_experts")
 TABLE = ("samples", 0, "table")
+COLUMN = (*TABLE, LAYOUTS)
+WANTS_ROUTES = {
+    "other form": ("gzip", 3, "Invalid enum value 'gzip'"),
+    "bits beyond the dtype": ("bits", 9, "of uint8 cannot come as bits of 9 bits"),
+    "no bits": ("bits", 0, "no bits routes of 0 bits"),
+    "bits of no id": ("dense", 17, "<= 16"),
+    "no numbers for so few": ("dense", 1, "no dense routes of 1 bits and 1 experts"),
+}
 FORGED = {
-    "unknown column": (edit(*TABLE, 0, 0, value="surprise"), "unknown column 'surprise'"),
-    "column twice": (edit(*TABLE, 2, value=["token_ids", "int32", [7]]), "a column comes twice"),
-    "other dtype": (edit(*TABLE, 0, 1, value="float32"), "dtype 'float32', expected int32"),
-    "object dtype": (edit(*TABLE, 0, 1, value="object"), "dtype 'object', expected int32"),
-    "other length": (edit(*TABLE, 0, 2, value=[6]), "takes 24 bytes, its frame has 28"),
-    "other inner shape": (edit(*TABLE, ROUTES, 2, value=[7, 6]), "2 dimensions, not 3"),
-    "rows differ": (edit(*TABLE, ROUTES, 2, value=[6, 7, 1]), "6 rows, expected 7"),
-    "negative dimension": (edit(*TABLE, 0, 2, value=[-7]), r">= 0 .* at `\$.samples\[0\].table"),
-    "huge dimensions": (edit(*TABLE, ROUTES, 2, value=[2**24, 2**24, 2**24]), "takes 4722366482869645213696 bytes"),
-    "dimension over the limit": (edit(*TABLE, 0, 2, value=[2**40]), "<= 16777216"),
-    "no dimension": (edit(*TABLE, 0, 2, value=[]), "length >= 1"),
-    "a column too many": (edit("samples", 1, "table", value=[]), "column 'token_ids' is missing"),
+    "unknown column": (edit(*COLUMN, 0, 0, value="surprise"), "unknown column 'surprise'"),
+    "column twice": (edit(*COLUMN, 2, value=["token_ids", "int32"]), "a column comes twice"),
+    "other dtype": (edit(*COLUMN, 0, 1, value="float32"), "dtype 'float32', expected int32"),
+    "object dtype": (edit(*COLUMN, 0, 1, value="object"), "dtype 'object', expected int32"),
+    "other length": (edit(*TABLE, ROWS, value=6), "packed block"),
+    "other inner shape": (edit(*COLUMN, ROUTES, 2, value=[6]), "2 dimensions, not 3"),
+    "negative dimension": (edit(*TABLE, ROWS, value=-7), r">= 0 .* at `\$.samples\[0\].table"),
+    "huge dimensions": (
+        lambda b: edit(*TABLE, ROWS, value=2**24)(edit(*COLUMN, ROUTES, 2, value=[2**24, 2**24])(b)),
+        "'token_ids' takes 67108864 bytes, its frame has",
+    ),
+    "huge inner dimensions": (
+        edit(*COLUMN, ROUTES, 2, value=[2**24, 2**24]),
+        "'routed_experts' takes 1970324836974592 bytes, its frame has",
+    ),
+    "dimension over the limit": (edit(*TABLE, ROWS, value=2**40), "<= 16777216"),
+    "many dimensions": (edit(*COLUMN, 0, 2, value=[1] * 9), "length <= 8"),
+    "layouts that are too long": (edit(*COLUMN, 0, 0, value="x" * 2**15), "length <= 16384"),
+    "layouts that are none": (edit(*COLUMN, value=7), "malformed table layout"),
+    "block longer than what is there": (
+        edit(*TABLE, PACKED, value=2**30),
+        "'the packed columns' takes 1073741824 bytes",
+    ),
+    "bits that did not come": (
+        edit(*COLUMN, ROUTES, value=["routed_experts", "uint8", [2**20, 1], "bits", 7]),
+        "'routed_experts' takes 6422528 bytes, its frame has",
+    ),
+    "routes of other columns": (edit(*COLUMN, 0, value=["token_ids", "int32", [], "bits", 7]), "cannot come as bits"),
+    **{
+        name: (edit(*COLUMN, ROUTES, value=["routed_experts", "uint8", [2, 1], form, bits]), reason)
+        for name, (form, bits, reason) in WANTS_ROUTES.items()
+    },
+    "a column too many": (edit("samples", 1, "table", LAYOUTS, value=[]), "column 'token_ids' is missing"),
     "a missing sample": (
         lambda b: b | {"samples": b["samples"][:1], "turns": []},
-        f"{2 * FRAMES} column frames.*describes {FRAMES}",
+        "1 column frames, but the header describes 1, and [0-9]+ bytes of the last",
     ),
     "a table of text": (edit(*TABLE, value="rows"), r"got `str` .*at `\$.samples\[0\].table"),
     "text for a reward": (edit("turns", 0, "reward", value="0.5"), r"`\$.turns\[0\].reward"),
     "true for a number": (edit("group_index", value=True), "group_index"),
-    "nan reward": (edit("turns", 0, "reward", value=math.nan), "reward of turn 0 is not finite"),
-    "infinite reward": (edit("turns", 0, "reward", value=-math.inf), "reward of turn 0 is not finite"),
-    "nan temperature": (edit("samples", 1, "temperature", value=math.nan), "temperature of sample 1"),
     "nan time": (edit("finished_at", value=math.nan), "finished_at is not finite"),
-    "turn of no sample": (edit("turns", 0, "sample", value=2), "turn 0 is of sample 2, there are 2"),
-    "turn past the end": (edit("turns", 1, "stop", value=4), "turn 1 is tokens 1:4 of a sample of 3"),
     "no id": (edit("trajectory_id", value=""), "1 to 100 characters"),
     "long id": (edit("trajectory_id", value="x" * 257), "1 to 100 characters"),
     "a list": (lambda b: [1, 2], "Expected `object`, got `array`"),
@@ -118,14 +163,15 @@ def test_refused_frames():
         ([frames[0] + b"zz", *frames[1:]], "malformed header"),
         ([msgspec.msgpack.encode(huge), *frames[1:]], r"<= 4194304 .* at `\$.nbytes`"),
         ([msgspec.msgpack.encode(cut), *frames[1:]], "a packed block"),
-        (frames[:-1], f"only {2 * FRAMES - 1} column frames, no frame for the packed columns"),
-        (frames[:2], "only 1 column frames, no frame for column 'rollout_logprobs'"),
-        ([*frames, b"x"], f"{2 * FRAMES + 1} column frames, but the header describes {2 * FRAMES}"),
-        ([frames[0], frames[1][:-1], *frames[2:]], "takes 28 bytes, its frame has 27"),
+        (frames[:1], "only 0 column frames, no frame for 'token_ids'"),
+        ([*frames, b"x"], "2 column frames, but the header describes 1"),
+        ([frames[0], frames[1][:27]], "'token_ids' takes 28 bytes, its frame has 27"),
+        ([frames[0], frames[1][:-1]], "'the packed columns' takes [0-9]+ bytes, its frame has"),
+        ([frames[0], frames[1] + b"x"], "the header describes 1, and [0-9]+ bytes of the last"),
         ([frames[0], flipped, *frames[2:]], "checksum"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x06", b"\xa4wire\x05"), *frames[1:]], "wire version 5, expected 6"),
-        ([old, *frames[1:]], "wire version 3, expected 6"),
+        ([frames[0].replace(b"\xa4wire\x07", b"\xa4wire\x06"), *frames[1:]], "wire version 6, expected 7"),
+        ([old, *frames[1:]], "wire version 3, expected 7"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]

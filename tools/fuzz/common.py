@@ -54,12 +54,12 @@ class Watch:
         return Report(self._count, seconds, self._slowest, (resident() - self._warm) / 2**20, dict(self.outcomes))
 
 
-def specimen(seed: int, lengths: tuple[int, ...]) -> Trajectory:
-    """Several rows, with random columns, nearly constant ones, and routes."""
+def specimen(seed: int, lengths: tuple[int, ...], routes: tuple[int, int] = (3, 2)) -> Trajectory:
+    """Several rows, with random columns, nearly constant ones, and routes `[n, *routes]`."""
     rng = np.random.default_rng(seed)
     samples = []
     for i, n in enumerate(lengths):
-        table = {c.name: c.filled(n, (3, 2)[: len(c.inner)]) for c in SCHEMA.columns.values()}
+        table = {c.name: c.filled(n, routes[: len(c.inner)]) for c in SCHEMA.columns.values()}
         table["token_ids"] = rng.integers(0, 1000, n, dtype=np.int32)
         table["rollout_logprobs"] = -rng.random(n, dtype=np.float32)
         table["loss_mask"] = np.arange(n) > n // 2

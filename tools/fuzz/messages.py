@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import BufferConfig, TransportConfig
+from r3async.data.packed import Form
 from r3async.data.records import SCHEMA, Trajectory
 from r3async.schedule.spool import SPOOL, Spool
 from r3async.tools.fuzz.common import Report, Watch, mutate_bytes, specimen
@@ -95,14 +96,20 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
     """Raises `AssertionError` for a message that was mistaken for another trajectory, or answered without a reason."""
     rng = random.Random(seed)
     originals = [specimen(0, (9, 40)), specimen(1, (130,)), specimen(2, (3, 4, 5, 64))]
-    encoded = [[bytes(f) for f in wire.encode_trajectory(t)] for t in originals]
+    originals += [specimen(3, (9, 700), (6, 4)), specimen(4, (700, 3), (6, 4))]
+    forms: list[Form] = ["plain", "plain", "plain", "bits", "dense"]
+    encoded = [
+        [bytes(f) for f in wire.encode_trajectory(t, routes=form)] for t, form in zip(originals, forms, strict=True)
+    ]
     by_id = {t.trajectory_id: t for t in originals}
     fits = False
     socket = Answers()
 
     def take(trajectory: Trajectory, nbytes: int) -> None:
         if fits:  # Past the checksum it may be another trajectory, but a valid one.
-            assert wire.decode_trajectory(wire.encode_trajectory(trajectory)) is not None
+            again = wire.decode_trajectory(wire.encode_trajectory(trajectory))
+            for sample in again.samples:  # routes are unpacked when they are read
+                assert all(len(column) == len(sample.table) for _, column in sample.table.items())
         else:
             assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
         receiver.release(trajectory.trajectory_id)

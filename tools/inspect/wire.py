@@ -11,7 +11,8 @@ from r3async.data.container import Torn, map_file
 from r3async.data.records import SCHEMA
 from r3async.schedule.spool import SPOOL
 from r3async.tools.inspect.run import InspectError
-from r3async.transport.codec import checksum
+from r3async.transport.codec import Parts, checksum, view_of
+from r3async.transport.tables import describe
 from r3async.transport.wire import (
     Frame,
     WireError,
@@ -62,16 +63,16 @@ def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
         return lines, "" if lines else "it has no frame"
     first = len(lines)
     try:
-        described, framed = _trajectory(rest)
+        described, framed, missing = _trajectory(rest)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, UnicodeDecodeError) as error:
-        described, framed = "not a header that this release can read", []
+        described, framed, missing = "not a header that this release can read", [""] * (len(rest) - 1), []
         problem = f"frame {first}: {error!r}"
     else:
         problem = ""
     lines.append(_line(first, rest[0], described))
     for number, frame in enumerate(rest[1:]):
-        lines.append(_line(first + 1 + number, frame, framed[number] if number < len(framed) else "described nowhere"))
-    lines += [f"  missing        {text}" for text in framed[len(rest) - 1 :]]
+        lines.append(_line(first + 1 + number, frame, framed[number] or "described nowhere"))
+    lines += [f"  missing        {text}" for text in missing]
     try:
         decode_trajectory(rest, SCHEMA)
     except WireError as error:
@@ -92,8 +93,8 @@ def _line(number: int, frame: Frame, text: str) -> str:
     return f"  frame {number:<3} {memoryview(frame).nbytes:>12,} bytes  {text}"
 
 
-def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str]]:
-    """The header in words; and each frame that should follow."""
+def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str], list[str]]:
+    """The header in words; what each frame after it holds, "" if nothing says so; and what should be there and is not."""
     header = read_header(frames[0])
     body = msgspec.msgpack.decode(header.body)
     found = checksum([header.packed, *frames[1:]])
@@ -103,14 +104,15 @@ def _trajectory(frames: Sequence[Frame]) -> tuple[str, list[str]]:
         f"trajectory {body['trajectory_id']}: wire {header.wire}, schema {header.schema} ({schema}), "
         f"checksum {header.checksum:016x} ({right})"
     )
-    framed = []
+    parts, framed = Parts([view_of(frame) for frame in frames[1:]]), [""] * (len(frames) - 1)
+    missing = []
     for sample in body["samples"]:
-        packed = []
-        for name, dtype, shape in sample["table"]:
-            if name in SCHEMA.columns and SCHEMA.columns[name].compressible:
-                packed.append(f"{name} {dtype}")
+        for text, size in describe(sample["table"], SCHEMA):
+            text = f"{text} of sample {sample['sample_id']}"
+            try:
+                parts.take(size, text)
+            except WireError:
+                missing.append(text)
             else:
-                framed.append(f"{name} {dtype} {list(shape)} of sample {sample['sample_id']}")
-        if packed:
-            framed.append(f"{', '.join(packed)} of sample {sample['sample_id']}, packed")
-    return described, framed
+                framed[parts.frame] += f"; {text}" if framed[parts.frame] else text
+    return described, framed, missing

@@ -19,7 +19,7 @@ import psutil
 
 from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
-from r3async.data.routes import RoutingError, route_dtype, validate_rows
+from r3async.data.routes import RoutingError, check_ids, route_dtype
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
 from r3async.weights.publish import Difference, WeightManifest
@@ -306,7 +306,7 @@ class VllmEngine:
         if len(self._moe_layers) != rows.shape[1]:
             rows = rows[:, self._moe_layers]
         try:
-            validate_rows(rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+            check_ids(rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         return rows

@@ -30,8 +30,15 @@ LAG_SECONDS = 0.05
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment variables of an actor that computes with that many threads."""
-    return {"OMP_NUM_THREADS": str(threads), USER_PATH: os.environ.get(USER_PATH, os.getcwd())}
+    """Environment variables of an actor that computes with that many threads.
+
+    Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "RAY_worker_niceness": "0",
+        USER_PATH: os.environ.get(USER_PATH, os.getcwd()),
+    }
 
 
 def find_user_modules() -> None:

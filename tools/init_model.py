@@ -114,7 +114,7 @@ class OracleData:
         rows: list[_Row] = [([], [])]
         turns = []
         while True:
-            prompt = conversation.prompt()
+            prompt = conversation.prompt().token_ids.tolist()
             ids, mask = rows[-1]
             if (
                 prompt[: len(ids)] != ids

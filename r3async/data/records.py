@@ -252,6 +252,35 @@ class TokenTable:
         return TokenTable(columns, schema)
 
 
+class GrowingTokens:
+    """Token ids that are only ever appended, each copied a few times at most; what was handed out of them stays as it was."""
+
+    __slots__ = ("_array", "_length")
+
+    def __init__(self, token_ids: Sequence[int] | np.ndarray = ()):
+        self._array = np.array(token_ids, np.int32)
+        self._length = len(self._array)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def array(self) -> np.ndarray:
+        """int32 `[T]`, a view that cannot be written to."""
+        view = self._array[: self._length]
+        view.flags.writeable = False
+        return view
+
+    def extend(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        length = self._length + len(token_ids)
+        if length > len(self._array):
+            grown = np.empty(2 * length, np.int32)
+            grown[: self._length] = self._array[: self._length]
+            self._array = grown
+        self._array[self._length : length] = token_ids
+        self._length = length
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One answer of the policy: sampled tokens `start:stop` of sample `sample`, and what it earned."""
 

@@ -1,21 +1,24 @@
 """Chat templates, token-in/token-out: sampled tokens are kept as they are, and never tokenised again.
 
-Before each turn the template renders the whole conversation. As long as what it writes begins with what the model has seen
-(the **extension property**), only the rest is encoded. Where it does not (a template that strips earlier thoughts, a
-history that was compacted), the prompt keeps the tokens up to the first difference, and every answer that is repeated word
-for word keeps its own.
+Before each turn the template renders the conversation, and what is new of it only where that is the same (`growing.py`). As long
+as its text begins with what the model has seen (the **extension property**), only the rest is encoded. Where it does not (a
+template that strips earlier thoughts, a history that was compacted), the prompt keeps the tokens up to the first difference, and
+every answer that is repeated word for word keeps its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from r3async.data.records import GrowingTokens
 from r3async.envs import Message
+from r3async.rollout.growing import GrowingText, TemplateHabits
 
 
 class TemplateError(ValueError):
@@ -51,6 +54,10 @@ class ChatRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([self.end_id, *stop_token_ids]))
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters that one token may stand for."""
+        template = tokenizer.chat_template
+        self.habits = TemplateHabits(template if isinstance(template, str) else "\n".join(template.values()))
+        """Of the template, as far as its conversations have shown them."""
+        self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
         self.render([Message("user", "hello")])
 
     @classmethod
@@ -79,10 +86,10 @@ class ChatRenderer:
             roles = ", ".join(m.role for m in messages)
             raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
-    def check_length(self, text: str, most_tokens: int | None) -> None:
+    def check_length(self, characters: int, most_tokens: int | None) -> None:
         """Raise `TextTooLong` for a text of more than `most_tokens` tokens of the longest kind: at no cost, before `encode`."""
-        if most_tokens is not None and len(text) > most_tokens * self.longest_token:
-            raise TextTooLong(len(text), most_tokens)
+        if most_tokens is not None and characters > most_tokens * self.longest_token:
+            raise TextTooLong(characters, most_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens are found in the text, none is added."""
@@ -94,18 +101,55 @@ class ChatRenderer:
     def text(self, token_ids: Sequence[int]) -> str:
         """The answer's text, its stop token left out."""
         ids = list(token_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        return self.decode(ids)
+        return self.decode(ids[:-1] if ids and ids[-1] in self._end_texts else ids)
+
+    def end_text(self, token_ids: Sequence[int]) -> str:
+        """Of the stop token that an answer ends in; "" if it was cut."""
+        return self._end_texts.get(token_ids[-1], "") if len(token_ids) else ""
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """`token_ids` int32 `[P]`, not to be written to. Its first `shared` tokens are known to be those of the sample in which the
+    answer of turn `turn` stands; -1 and 0 where nobody has compared."""
+
+    token_ids: np.ndarray
+    turn: int = -1
+    shared: int = 0
 
 
 class _Piece(msgspec.Struct, frozen=True):
-    """A stretch of the prompt, as text and as tokens. Of an answer: `stop` is the text of its stop token, if it has one."""
+    """A stretch of the prompt, as text and as tokens. `spoken`: messages of the assistant that end in it. Of an answer that was
+    sampled, `stop` is the text of its stop token, if it has one."""
 
     text: str
-    token_ids: list[int]
+    token_ids: np.ndarray
+    spoken: int = 0
     sampled: bool = False
     stop: str = ""
+
+    def end_in(self, rendered: str, at: int) -> int:
+        """Where it ends in `rendered` if it stands at `at`, else -1. White space that a template puts or takes around an answer
+        is not a difference: the model's own stays."""
+        if not self.sampled:
+            return at + len(self.text) if rendered.startswith(self.text, at) else -1
+        stripped, at = self.text.strip(), _after_blanks(rendered, at)
+        if not rendered.startswith(stripped, at):
+            return -1
+        at += len(stripped)
+        if not self.stop:
+            # A cut answer ends where its own white space does, if the template has not taken that.
+            own = self.text[len(self.text.rstrip()) :]
+            return at + len(own) if rendered.startswith(own, at) else at
+        at = _after_blanks(rendered, at)
+        return at + len(self.stop) if rendered.startswith(self.stop, at) else -1
+
+
+def _after_blanks(text: str, at: int) -> int:
+    blanks = _BLANKS.match(text, at)
+    return blanks.end() if blanks else at
 
 
 class Conversation:
@@ -123,86 +167,119 @@ class Conversation:
     ):
         """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`."""
         self.renderer, self.tools, self._most_tokens = renderer, tools, most_tokens
-        self.messages = list(messages)
+        self._text = GrowingText(lambda shown: renderer.render(shown, tools), renderer.habits)
+        self._new, self._follows = list(messages), False
+        """Messages that are in no prompt yet; whether they follow others, or are the whole conversation."""
         self._pieces: list[_Piece] = []
+        self._tokens = GrowingTokens()
+        """Those of the pieces."""
         self._answers: dict[str, _Piece] = {}
         """By text: how the newest answer of that text was sampled."""
+        self._awaited = False
+        """The newest piece is an answer that no rendered text has shown."""
+        self._turn, self._shared = -1, 0
+        """See `Prompt`."""
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*(self._text.messages if self._follows else ()), *self._new]
 
     def begin_like(self, others: Sequence[Conversation]) -> None:
         """Before the first `prompt`: take over the tokens of that one of `others` which shares most with these messages, and of
         every answer of theirs that is repeated word for word. Among equals the newest counts, which is the last.
 
-        For whoever is handed whole conversations: requests that branch, run beside each other, or edit history.
+        For whoever is handed whole conversations: requests that branch, run beside each other, or edit history. Raises what
+        `prompt` raises.
         """
-        rendered = self._rendered()
-        furthest = -1
+        rendered, _ = self._render_new()
+        like, kept, furthest = self, self._pieces, 0
         for other in others:
             self._answers |= other._answers
-            kept, at = other._seen(rendered)
+            pieces, at = other._seen(rendered)
             if at >= furthest:
-                self._pieces, furthest = kept, at
+                like, kept, furthest = other, pieces, at
+        self._take(like, kept)
+        self._read(rendered, furthest, self._spoken_later())
 
-    def prompt(self) -> list[int]:
-        """Token ids of the prompt for the next answer. Raises `TemplateError` if the template refuses the messages."""
-        rendered = self._rendered()
-        kept, at = self._seen(rendered)
-        self._pieces = [*kept, *self._unseen(rendered, at, sum(piece.sampled for piece in kept))]
-        return [token for piece in self._pieces for token in piece.token_ids]
+    def prompt(self) -> Prompt:
+        """The prompt for the next answer. Raises `TemplateError` if the template refuses the messages, and `TextTooLong`; the
+        conversation is then as before."""
+        if self._new or not self._follows:
+            spoken = [m for m in self._new if m.role == "assistant"]
+            rendered, extends = self._render_new()
+            if extends:
+                at = self._pieces[-1].end_in(rendered, 0) if self._awaited else -1
+                if self._awaited and at < 0:
+                    self._take(self, self._pieces[:-1])
+                self._read(rendered, max(0, at), spoken[at >= 0 :])
+            else:
+                kept, at = self._seen(rendered)
+                if len(kept) < len(self._pieces):
+                    self._take(self, kept)
+                self._read(rendered, at, self._spoken_later())
+            self._awaited = False
+        return Prompt(self._tokens.array, self._turn, self._shared)
 
-    def _rendered(self) -> str:
-        text = self.renderer.render(self.messages, self.tools)
-        self.renderer.check_length(text, self._most_tokens)
-        return text
-
-    def answered(self, token_ids: Sequence[int], message: Message | None = None) -> str:
+    def answered(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
         """Take the answer to the last `prompt`; returns its text. `message`: how it stands in the conversation, if not as
-        that text (with tool calls taken out of it, say)."""
+        that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.end`)."""
         ids = list(token_ids)
-        ended = bool(ids) and ids[-1] in self.renderer.stop_token_ids
         text = self.renderer.text(ids)
-        piece = _Piece(text, ids, sampled=True, stop=self.renderer.decode(ids[-1:]) if ended else "")
-        self._pieces.append(piece)
+        piece = _Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=self.renderer.end_text(ids))
+        self._add(piece)
         self._answers[text] = piece
-        self.messages.append(message or Message("assistant", text))
+        self._new.append(message or Message("assistant", text))
+        self._awaited = True
+        self._turn, self._shared = turn, len(self._tokens) if turn >= 0 else 0
         return text
 
     def observe(self, messages: Sequence[Message]) -> None:
         """What follows the last answer."""
-        self.messages += messages
+        self._new += messages
 
     def rewrite(self, messages: Sequence[Message]) -> None:
         """Replace the whole conversation."""
-        self.messages = list(messages)
+        self._new, self._follows = list(messages), False
+
+    def _render_new(self) -> tuple[str, bool]:
+        """The text of the messages that are in no prompt, and True if it follows the text before; else the whole text."""
+        rendered, extends = self._text.follow(self._new) if self._follows else (self._text.begin(self._new), False)
+        try:
+            self.renderer.check_length(self._text.length, self._most_tokens)
+        except TextTooLong:
+            self._new, self._follows = self._text.messages, False
+            raise
+        self._new, self._follows = [], True
+        return rendered, extends
 
     def _seen(self, rendered: str) -> tuple[list[_Piece], int]:
-        """The pieces that `rendered` begins with, and where the rest begins. White space that a template puts or takes around an
-        answer is not a difference: the model's own stays."""
-        kept: list[_Piece] = []
+        """The pieces that `rendered` begins with, and where the rest begins."""
         at = 0
-        for piece in self._pieces:
-            if not piece.sampled:
-                if not rendered.startswith(piece.text, at):
-                    return kept, at
-                at += len(piece.text)
-                kept.append(piece)
-                continue
-            text = piece.text.strip()
-            # A cut answer ends where its own white space does, if the template has not taken that.
-            own = "(?:" + re.escape(piece.text[len(piece.text.rstrip()) :]) + ")?"
-            end = r"\s*" + re.escape(piece.stop) if piece.stop else own
-            match = re.compile(r"\s*" + re.escape(text) + end).match(rendered, at)
-            if match is None:
-                return kept, at
-            kept.append(piece)
-            at = match.end()
-        return kept, at
+        for i, piece in enumerate(self._pieces):
+            end = piece.end_in(rendered, at)
+            if end < 0:
+                return self._pieces[:i], at
+            at = end
+        return list(self._pieces), at
 
-    def _unseen(self, rendered: str, at: int, skipped: int) -> Iterator[_Piece]:
-        """`rendered[at:]` in pieces: answers that were sampled and ended keep their tokens, the rest is encoded.
+    def _take(self, other: Conversation, pieces: list[_Piece]) -> None:
+        """Go on from `pieces`, which are the first of `other`."""
+        length = sum(len(piece.token_ids) for piece in pieces)
+        self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
+        self._turn, self._shared = other._turn, min(other._shared, length)
 
-        `skipped`: answers that stand before `at`."""
-        spoken = [m for m in self.messages if m.role == "assistant"][skipped:]
+    def _spoken_later(self) -> list[Message]:
+        """Messages of the assistant behind the pieces."""
+        spoken = [m for m in self._text.messages if m.role == "assistant"]
+        return spoken[sum(piece.spoken for piece in self._pieces) :]
+
+    def _read(self, rendered: str, at: int, spoken: Sequence[Message]) -> None:
+        """Append `rendered[at:]` in pieces: answers that were sampled and ended keep their tokens, the rest is encoded.
+
+        `spoken`: messages of the assistant in it."""
+        passed = 0
         for message in spoken:
+            passed += 1
             piece = self._answers.get(message.content)
             if piece is None or not piece.text or not piece.stop:
                 continue
@@ -210,11 +287,15 @@ class Conversation:
             if found < 0:
                 continue
             if found > at:
-                yield self._encoded(rendered[at:found])
-            yield piece
-            at = found + len(piece.text) + len(piece.stop)
+                self._add(self._encoded(rendered[at:found]))
+            self._add(msgspec.structs.replace(piece, spoken=passed))
+            at, passed = found + len(piece.text) + len(piece.stop), 0
         if at < len(rendered):
-            yield self._encoded(rendered[at:])
+            self._add(self._encoded(rendered[at:], passed))
 
-    def _encoded(self, text: str) -> _Piece:
-        return _Piece(text, self.renderer.encode(text))
+    def _encoded(self, text: str, spoken: int = 0) -> _Piece:
+        return _Piece(text, np.asarray(self.renderer.encode(text), np.int32), spoken)
+
+    def _add(self, piece: _Piece) -> None:
+        self._pieces.append(piece)
+        self._tokens.extend(piece.token_ids)

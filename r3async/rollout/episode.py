@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
 from r3async.envs import Action, Environment
-from r3async.rollout.chat import ChatRenderer, Conversation
+from r3async.rollout.chat import ChatRenderer, Conversation, Prompt
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.world.real import REAL
@@ -88,7 +87,7 @@ class EngineCalls:
         self._stop_token_ids, self._report = tuple(stop_token_ids), report
         self._asked = self._failed = 0
 
-    async def answer(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, Generation]:
+    async def answer(self, prompt: Prompt, max_tokens: int) -> tuple[int, Generation]:
         """The turn and what was sampled: at least one token, at most `max_tokens`.
 
         Raises `PrefixBroken`, and `EngineError` or `EngineAborted` where the engine has failed too often. Cancelling it aborts
@@ -103,8 +102,8 @@ class EngineCalls:
                 if self._failed > self._settings.engine_retries:
                     raise
 
-    async def _ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[int, Generation]:
-        call = self._samples.begin(prompt)
+    async def _ask(self, prompt: Prompt, max_tokens: int) -> tuple[int, Generation]:
+        call = self._samples.begin(prompt.token_ids, prompt.turn, prompt.shared)
         # Every attempt has a number of its own: a record of calls distinguishes them.
         name = f"{self._episode}t{self._asked}"
         self._asked += 1
@@ -112,7 +111,7 @@ class EngineCalls:
             generation = await self._engine.generate(
                 GenerationRequest(
                     request_id=name,
-                    prompt_ids=np.asarray(prompt, np.int32),
+                    prompt_ids=prompt.token_ids,
                     max_tokens=max_tokens,
                     temperature=self._settings.temperature,
                     stop_token_ids=self._stop_token_ids,
@@ -183,15 +182,16 @@ class EpisodePlayer:
         talk = Conversation(self._renderer, messages, getattr(self._env, "tools", ()))
         for index in range(settings.max_turns):
             prompt = talk.prompt()
-            if not (capacity := answer_capacity(len(prompt), settings)):
+            if not (capacity := answer_capacity(len(prompt.token_ids), settings)):
                 if index == 0:
                     raise PromptTooLong(
-                        f"the first prompt of episode {name} has {len(prompt)} tokens, more than episode.max_prompt_tokens = "
-                        f"{settings.max_prompt_tokens}: raise it (and episode.max_total_tokens) or shorten the task"
+                        f"the first prompt of episode {name} has {len(prompt.token_ids)} tokens, more than "
+                        f"episode.max_prompt_tokens = {settings.max_prompt_tokens}: raise it (and "
+                        "episode.max_total_tokens) or shorten the task"
                     )
                 return "length"
             turn, generation = await self._calls.answer(prompt, capacity)
-            text = talk.answered(generation.token_ids.tolist())
+            text = talk.answered(generation.token_ids.tolist(), turn=turn)
             result = await self._env.step(Action(text, generation.stop_reason))
             self._samples.reward(turn, result.reward)
             self._judged = turn + 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from r3async.config import RowsMode
 from r3async.data.model_shape import RoutingShape
-from r3async.data.records import SCHEMA, Sample, TokenTable, Turn
+from r3async.data.records import SCHEMA, GrowingTokens, Sample, TokenTable, Turn
 from r3async.data.routes import RoutingTrace
 from r3async.data.versions import expand
 from r3async.rollout.engines import Generation
@@ -29,7 +29,7 @@ class SampleBuilder:
     """
 
     def __init__(self, routing: RoutingShape | None):
-        self.token_ids: list[int] = []
+        self._tokens = GrowingTokens()
         self.trace = (
             RoutingTrace(layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
             if routing
@@ -44,7 +44,12 @@ class SampleBuilder:
         self._rewards: list[tuple[int, float]] = []
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return len(self._tokens)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 `[T]`, not to be written to."""
+        return self._tokens.array
 
     @property
     def routes_from(self) -> int:
@@ -61,8 +66,8 @@ class SampleBuilder:
         """Whether any token of it was sampled."""
         return bool(self._answers)
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        self.token_ids.extend(token_ids)
+    def observe(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        self._tokens.extend(token_ids)
 
     def answer(self, turn: int, generation: Generation) -> tuple[int, int]:
         """Append what the policy sampled when it was fed all tokens so far. Returns its positions `start, stop`.
@@ -72,7 +77,7 @@ class SampleBuilder:
         start = len(self)
         if not len(generation.token_ids):
             return start, start
-        self.token_ids.extend(generation.token_ids.tolist())
+        self._tokens.extend(generation.token_ids)
         stop = len(self)
         if self.trace is not None:
             self._record(self.trace, generation, start, stop)
@@ -102,7 +107,7 @@ class SampleBuilder:
         if not 0 <= length <= len(self):
             raise ValueError(f"a branch cannot share {length} of {len(self)} tokens")
         other = SampleBuilder(None)
-        other.token_ids = self.token_ids[:length]
+        other._tokens = GrowingTokens(self.token_ids[:length])
         if self.trace is not None:
             other.trace = self.trace.branch(min(length, self.uniform))
             other.version, other.uniform = self.version, other.trace.fed
@@ -116,7 +121,7 @@ class SampleBuilder:
         n = len(self)
         length = n if length is None else length
         columns = {name: column.filled(n) for name, column in SCHEMA.columns.items() if not column.optional}
-        columns["token_ids"] = np.asarray(self.token_ids, np.int32)
+        columns["token_ids"] = self.token_ids.copy()
         for turn, start, generation in self._answers:
             sampled = slice(start, start + len(generation.token_ids))
             columns["loss_mask"][sampled] = True
@@ -155,6 +160,10 @@ class EpisodeSamples:
     def __init__(self, routing: RoutingShape | None, mode: RowsMode = "auto"):
         self._routing, self._mode = routing, mode
         self._samples: list[SampleBuilder] = []
+        self._places: dict[SampleBuilder, int] = {}
+        """In that list."""
+        self._compared: list[list[int]] = []
+        """Of sample i and each sample j < i: how many of their first tokens were compared, and are equal."""
         self._waiting: list[SampleBuilder] = []
         self._answers: dict[int, _Answer] = {}
 
@@ -163,24 +172,49 @@ class EpisodeSamples:
         """Answers so far."""
         return len(self._answers)
 
-    def begin(self, prompt_ids: Sequence[int]) -> SampleBuilder:
+    def begin(self, prompt_ids: Sequence[int] | np.ndarray, turn: int = -1, shared: int = 0) -> SampleBuilder:
         """The sample that a call with the prompt `prompt_ids` `[P]` lands in, grown to the prompt; `routes_from` and
-        `routes_version` of it are what to ask the engine for. To be given to `end` or `cancel`. Raises `PrefixBroken`."""
-        prompt = list(prompt_ids)
-        sample = self._continued(prompt)
+        `routes_version` of it are what to ask the engine for. To be given to `end` or `cancel`. Raises `PrefixBroken`.
+
+        The first `shared` tokens are known to be those of the sample that `turn` is in, and are not compared again.
+        """
+        prompt = np.asarray(prompt_ids, np.int32)
+        alike = self._alike(prompt, turn, shared)
+        sample = self._continued(prompt, alike)
         if sample is None:
-            sample = self._branched(prompt)
+            sample = self._branched(prompt, alike)
+            self._places[sample] = len(self._samples)
             self._samples.append(sample)
+            self._compared.append(alike)
         self._waiting.append(sample)
         return sample
 
-    def _continued(self, prompt: list[int]) -> SampleBuilder | None:
+    def _alike(self, prompt: np.ndarray, turn: int, shared: int) -> list[int]:
+        """How many tokens of the prompt each sample begins with. No token is compared that is known: a sample that differs within
+        `shared` tokens from that of `turn` differs from the prompt there."""
+        answer = self._answers.get(turn)
+        if answer is None:
+            return [common_prefix(s.token_ids, prompt) for s in self._samples]
+        here, shared = self._places[answer.sample], min(shared, answer.stop)
+        alike = []
+        for i, sample in enumerate(self._samples):
+            start = shared if i == here else min(shared, self._alike_samples(max(i, here), min(i, here)))
+            alike.append(common_prefix(sample.token_ids, prompt, start) if start == shared else start)
+        return alike
+
+    def _alike_samples(self, i: int, j: int) -> int:
+        """How many tokens two samples begin with in common. Both may have grown since they were compared."""
+        known, (a, b) = self._compared[i][j], (self._samples[i], self._samples[j])
+        if known < min(len(a), len(b)):
+            self._compared[i][j] = known = common_prefix(a.token_ids, b.token_ids, known)
+        return known
+
+    def _continued(self, prompt: np.ndarray, alike: Sequence[int]) -> SampleBuilder | None:
         """The longest sample that the prompt extends, grown to the prompt; None if there is none, or samples are not merged."""
+        fits = [s for s, n in zip(self._samples, alike, strict=True) if n == len(s) and self._free(s)]
         if self._mode == "stepwise":
             # Only a call that failed, asked again.
-            fits = [s for s in self._samples if self._free(s) and not s.trained and s.token_ids == prompt]
-        else:
-            fits = [s for s in self._samples if self._free(s) and s.token_ids == prompt[: len(s)]]
+            fits = [s for s in fits if not s.trained and len(s) == len(prompt)]
         if not fits:
             return None
         sample = max(reversed(fits), key=len)  # of equal ones the newest: that is the conversation that continues
@@ -190,13 +224,12 @@ class EpisodeSamples:
     def _free(self, sample: SampleBuilder) -> bool:
         return all(sample is not other for other in self._waiting)
 
-    def _branched(self, prompt: list[int]) -> SampleBuilder:
-        shared = [common_prefix(s.token_ids, prompt) for s in self._samples]
-        if not shared:
+    def _branched(self, prompt: np.ndarray, alike: Sequence[int]) -> SampleBuilder:
+        if not alike:
             sample = SampleBuilder(self._routing)
         elif self._mode == "merged":
             raise PrefixBroken(
-                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(shared)}: the chat "
+                f"the prompt of turn {self.turns} differs from what the model has seen at position {max(alike)}: the chat "
                 'template, or the environment, rewrites history. episode.rows = "merged" allows one sample an episode; with '
                 '"auto" such an episode becomes several'
             )
@@ -204,10 +237,10 @@ class EpisodeSamples:
             # The newest version of all samples is the only one that the engine can still have.
             lenders = [
                 (s.version, min(length, s.uniform), i)
-                for i, (s, length) in enumerate(zip(self._samples, shared, strict=True))
+                for i, (s, length) in enumerate(zip(self._samples, alike, strict=True))
             ]
             lender = max(lenders)[-1]
-            sample = self._samples[lender].branch(shared[lender])
+            sample = self._samples[lender].branch(alike[lender])
         sample.observe(prompt[len(sample) :])
         return sample
 
@@ -236,23 +269,30 @@ class EpisodeSamples:
     ) -> tuple[list[Sample], list[Turn]]:
         """The samples that sampled anything, in the order of their first answers, and their turns: all, or the first `turns`."""
         answers = list(self._answers.items())[:turns]
-        builders: list[SampleBuilder] = []
+        places: dict[SampleBuilder, int] = {}
+        stops: dict[SampleBuilder, int] = {}  # a prompt that never got its answer is not part of what is trained
         described = []
         for index, answer in answers:
-            at = next((i for i, builder in enumerate(builders) if builder is answer.sample), len(builders))
-            if at == len(builders):
-                builders.append(answer.sample)
+            at = places.setdefault(answer.sample, len(places))
+            stops[answer.sample] = max(answer.stop, stops.get(answer.sample, 0))
             described.append(Turn(index, at, answer.start, answer.stop, answer.reward, answer.stop_reason))
-        samples = []
-        for at, builder in enumerate(builders):
-            # A prompt that never got its answer is not part of what is trained.
-            last = max(answer.stop for _, answer in answers if answer.sample is builder)
-            samples.append(Sample(f"{trajectory_id}s{at}", builder.build(last), temperature))
+        samples = [
+            Sample(f"{trajectory_id}s{at}", sample.build(stops[sample]), temperature) for sample, at in places.items()
+        ]
         return samples, described
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences share at their beginning."""
+BLOCK = 256
+"""Tokens that are compared at once: where two sequences differ soon, no more are read."""
+
+
+def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray, known: int = 0) -> int:
+    """How many tokens two sequences share at their beginning, of which the first `known` are known to be equal."""
     n = min(len(a), len(b))
-    different = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
-    return int(different[0]) if len(different) else n
+    while known < n:
+        stop = min(n, known + BLOCK)
+        different = np.asarray(a[known:stop]) != np.asarray(b[known:stop])
+        if different.any():
+            return known + int(different.argmax())
+        known = stop
+    return known

@@ -29,6 +29,10 @@ def user(text):
     return Message("user", text)
 
 
+def prompt_of(conversation):
+    return conversation.prompt().token_ids.tolist()
+
+
 def answer_ids(chat, text, end=True):
     return [*chat.encode(text), *([chat.end_id] if end else [])]
 
@@ -38,11 +42,11 @@ def talk(chat, answers, asked, end=True):
     conversation = Conversation(chat, [user(asked[0])])
     prompts, seen = [], []
     for answer, words in zip(answers, asked[1:], strict=True):
-        prompts.append(conversation.prompt())
+        prompts.append(prompt_of(conversation))
         seen.append(prompts[-1] + answer_ids(chat, answer, end))
         conversation.answered(answer_ids(chat, answer, end))
         conversation.observe([user(words)])
-    return prompts, seen, conversation.prompt(), conversation
+    return prompts, seen, prompt_of(conversation), conversation
 
 
 @pytest.mark.parametrize(
@@ -105,10 +109,10 @@ def test_a_template_that_strips_thoughts_breaks_where_it_strips_and_not_before(f
 def test_thoughts_between_tool_calls_stay_until_the_user_speaks_again():
     chat = renderer(QWEN3)
     conversation = Conversation(chat, [user("add")])
-    seen = conversation.prompt() + answer_ids(chat, "<think>\nhm\n</think>\n\ncall")
-    conversation.answered(seen[len(conversation.prompt()) :])
+    seen = prompt_of(conversation) + answer_ids(chat, "<think>\nhm\n</think>\n\ncall")
+    conversation.answered(seen[len(prompt_of(conversation)) :])
     conversation.observe([Message("tool", "7")])
-    assert conversation.prompt()[: len(seen)] == seen
+    assert prompt_of(conversation)[: len(seen)] == seen
 
 
 def test_variables_of_the_template_are_passed_on_and_may_break_the_prefix():
@@ -122,11 +126,11 @@ def test_variables_of_the_template_are_passed_on_and_may_break_the_prefix():
 def test_a_late_system_message_that_is_merged_into_the_last_question_breaks():
     chat = renderer(MISTRAL)
     conversation = Conversation(chat, [Message("system", "be brief"), user("one")])
-    seen = conversation.prompt() + answer_ids(chat, "1")
+    seen = prompt_of(conversation) + answer_ids(chat, "1")
     conversation.answered(answer_ids(chat, "1"))
     conversation.observe([user("two")])
-    assert conversation.prompt()[: len(seen)] != seen
-    assert chat.decode(conversation.prompt()).count("be brief") == 1
+    assert prompt_of(conversation)[: len(seen)] != seen
+    assert chat.decode(prompt_of(conversation)).count("be brief") == 1
 
 
 def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
@@ -137,15 +141,15 @@ def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
     odd = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), chat.end_id]
     assert chat.encode("ab") != odd[:2]
     conversation = Conversation(chat, [user("one"), user("two")])
-    conversation.prompt()
+    prompt_of(conversation)
     conversation.answered(odd)
     conversation.observe([user("three")])
-    conversation.prompt()
+    prompt_of(conversation)
     conversation.answered(answer_ids(chat, "no"))
     conversation.rewrite(
         [user("in short"), Message("assistant", "ab"), user("four"), Message("assistant", "other"), user("x")]
     )
-    prompt = conversation.prompt()
+    prompt = prompt_of(conversation)
     at = next(i for i in range(len(prompt)) if prompt[i : i + 3] == odd)
     assert chat.decode(prompt[:at]) == "<|user|>in short<|assistant|>"
     assert chat.decode(prompt) == chat.render(conversation.messages)

@@ -84,9 +84,9 @@ async def test_a_text_that_fits_is_never_refused_for_its_characters():
     """As long as can be: of the longest token, as often as the prompt may have tokens."""
     chat = renderer()
     longest = max(chat.tokenizer.get_vocab(), key=len)
-    chat.check_length(longest * 900, 900)
+    chat.check_length(len(longest) * 900, 900)
     with pytest.raises(ValueError, match="characters are more than 900 tokens"):
-        chat.check_length(longest * 900 + "x", 900)
+        chat.check_length(len(longest) * 900 + 1, 900)
 
 
 async def test_a_body_messages_and_tools_have_limits():

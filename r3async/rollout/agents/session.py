@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs import Message
 from r3async.rollout.agents.protocol import Refused, Sampled, SpokenMessages, parse_answer, read_messages
-from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, TextTooLong
+from r3async.rollout.chat import ChatRenderer, Conversation, Prompt, TemplateError, TextTooLong
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
 from r3async.rollout.samples import EpisodeSamples, PrefixBroken
@@ -99,7 +101,7 @@ class Session:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        talk.answered(sampled.token_ids)
+        talk.answered(sampled.token_ids, turn=sampled.turn)
         self._talks.append(talk)
         self._spoken.add(sampled.text, Message("assistant", content, tool_calls=_with_objects(calls)))
         self._show(messages[-1].role, messages[-1].content, sampled.text)
@@ -107,7 +109,7 @@ class Session:
 
     def _conversation(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
-    ) -> tuple[Conversation, list[int]]:
+    ) -> tuple[Conversation, Prompt]:
         """In a thread: it changes nothing of this session. `talks`: those before this one."""
         own_words = [self._spoken.restored(message) for message in messages]
         try:
@@ -123,7 +125,7 @@ class Session:
 
     def _begin(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
-    ) -> tuple[Conversation, list[int]]:
+    ) -> tuple[Conversation, Prompt]:
         talk = Conversation(self.renderer, messages, tools, self.settings.max_prompt_tokens)
         talk.begin_like(talks)
         return talk, talk.prompt()
@@ -138,7 +140,7 @@ class Session:
                 default=("", []),
             )
             try:
-                self.renderer.check_length(prompt, most)
+                self.renderer.check_length(len(prompt), most)
             except TextTooLong as error:
                 raise self._too_long(f"{error.characters} characters") from error
             ids = [*ids, *await in_tokenizer(self.renderer.encode, prompt[len(text) :])]
@@ -149,7 +151,7 @@ class Session:
             prompt = self.renderer.decode(ids)
         if not ids or min(ids) < 0 or max(ids) >= len(self.renderer.tokenizer):
             raise Refused(f"the prompt must be text or ids of 0..{len(self.renderer.tokenizer) - 1}", param="prompt")
-        sampled = await self._sample(ids, max_tokens)
+        sampled = await self._sample(Prompt(np.asarray(ids, np.int32)), max_tokens)
         spoken = sampled.token_ids[:-1] if sampled.finish == "stop" else sampled.token_ids
         self._texts.append((prompt + sampled.text, [*ids, *spoken]))
         self._show("user", prompt, sampled.text)
@@ -159,8 +161,8 @@ class Session:
         if self.task.episode_index == 0:
             self._preview += [{"role": role, "content": content}, {"role": "assistant", "content": answer}]
 
-    async def _sample(self, prompt: list[int], max_tokens: int | None) -> Sampled:
-        capacity = self._capacity(len(prompt), max_tokens)
+    async def _sample(self, prompt: Prompt, max_tokens: int | None) -> Sampled:
+        capacity = self._capacity(len(prompt.token_ids), max_tokens)
         asking = asyncio.ensure_future(self._engine.answer(prompt, capacity))
         self._calls.add(asking)
         try:
@@ -179,7 +181,7 @@ class Session:
         ids = generation.token_ids.tolist()
         return Sampled(
             turn=turn,
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(prompt.token_ids),
             token_ids=ids,
             logprobs=generation.logprobs,
             text=self.renderer.text(ids),

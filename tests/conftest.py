@@ -34,7 +34,17 @@ async def vllm_engine(tiny_model):
     """The suite's one vLLM engine, 32 requests at once. Its tests run in the session's event loop."""
     from r3async.rollout.engines.vllm import VllmEngine
 
-    engine = VllmEngine(str(tiny_model), dtype="float32", concurrency=32, max_model_len=512, kv_cache_gib=0.25)
+    engine = VllmEngine(
+        str(tiny_model),
+        dtype="float32",
+        concurrency=32,
+        max_model_len=512,
+        kv_cache_gib=0.25,
+        engine_args={
+            "scheduler_cls": "tests.helpers.scheduler.ObservedScheduler",
+            "worker_extension_cls": "tests.helpers.scheduler.ObservingExtension",
+        },
+    )
     await engine.start()
     yield engine
     await engine.stop()

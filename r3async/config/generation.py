@@ -250,6 +250,8 @@ OWNED = {
     "logits_processors": _SAMPLING,
     "skip_tokenizer_init": "the engine takes tokens and gives tokens; templates and text are `episode.template_args`'s",
     "worker_extension_cls": "weights are installed, and confirmed, by r3async's own",
+    "scheduler_cls": "answers leave the engine whole, by a scheduler of r3async's own",
+    "disable_log_stats": "the engine's load is among the metrics of the run",
     "weight_transfer_config": "set `weights.backend`",
     "distributed_executor_backend": "an engine's processes are children of its generator, and end with it",
     "pipeline_parallel_size": "set `generator.engine_args.tensor_parallel_size`: routes of pipeline stages are not put together",
@@ -264,7 +266,7 @@ OWNED = {
 """Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from
 `ours`, so it cannot set a key that is neither refused here nor named in `DEFAULTS`."""
 
-DEFAULTS = frozenset({"enforce_eager", "disable_log_stats", "use_tqdm_on_load", "kv_cache_memory_bytes"})
+DEFAULTS = frozenset({"enforce_eager", "use_tqdm_on_load", "kv_cache_memory_bytes"})
 """What r3async sets and `generator.engine_args` may replace."""
 
 

@@ -182,13 +182,10 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
 
 
 async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
-    """Wait until the running request of that name has sampled so many."""
-    states = engine._llm.output_processor.request_states
+    """Wait until the running request of that name has sampled so many. The engine has an `ObservedScheduler`."""
     async with asyncio.timeout(30):
-        while not any(  # noqa: ASYNC110 - vLLM offers nothing to wait on
-            name in key and s.detokenizer.num_output_tokens() >= tokens for key, s in states.items()
-        ):
-            await asyncio.sleep(0)
+        while (await engine._llm.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
+            pass
 
 
 class FlippingExtension(WorkerExtension):

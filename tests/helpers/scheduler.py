@@ -1,4 +1,4 @@
-"""A vLLM scheduler that keeps a record of what it feeds, and preempts where it is told to; imported by the engine only."""
+"""The engine's scheduler, which also records what it feeds and preempts where it is told to; imported in its process."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import time
 
 import msgspec
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 
+from r3async.rollout.engines.vllm_core import WholeScheduler
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.publish import WeightManifest
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}
 """Of each request: version of the loaded weights, first position and the one after the last, in order."""
+SAMPLED: dict[str, int] = {}
+"""Tokens of each request so far; what is over is left at its last number."""
 PREEMPTED: list[tuple[str, int, int]] = []
 """Request, positions that were fed, tokens that were sampled when it was preempted."""
 _loaded = -1
 
 
-class ObservedScheduler(Scheduler):
+class ObservedScheduler(WholeScheduler):
     """Does what request ids say, once for each: so that a test meets a moment however busy the machine is.
 
     `preempt@N` preempts the request, and `hold@N` pauses the engine (until an installation, or a test, resumes it), as
@@ -44,6 +46,12 @@ class ObservedScheduler(Scheduler):
             stop = self.requests[name].num_computed_tokens
             FEEDS.setdefault(name, []).append((_loaded, stop - count, stop))
         return output
+
+    def update_from_output(self, output, *args, **kwargs):
+        requests = [self.requests[name] for name in output.num_scheduled_tokens if name in self.requests]
+        outputs = super().update_from_output(output, *args, **kwargs)
+        SAMPLED.update({request.request_id: request.num_output_tokens for request in requests})
+        return outputs
 
     def _preempt_request(self, request, *args, **kwargs):
         PREEMPTED.append((request.request_id, request.num_computed_tokens, request.num_output_tokens))
@@ -72,6 +80,10 @@ class ObservingExtension(WorkerExtension):
         seconds = super().r3_install(manifest)
         _loaded = msgspec.msgpack.decode(manifest, type=WeightManifest).version
         return seconds
+
+    def r3_sampled(self, name: str) -> int:
+        """By the newest request with that in its id."""
+        return next((count for key, count in reversed(SAMPLED.items()) if name in key), 0)
 
     def r3_feeds(self) -> bytes:
         return msgspec.msgpack.encode((FEEDS, PREEMPTED))

@@ -1,6 +1,6 @@
 """vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
 
-vLLM's `AsyncLLM` lives in this process; the model runs in child processes of its own. Which version sampled which
+The model and vLLM's engine core run in child processes; this one drives them: see `vllm_core`. Which version sampled which
 token is known exactly: see `vllm_requests`.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             skip_tokenizer_init=True,
-            disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls="r3async.rollout.engines.vllm_worker.WorkerExtension",
         )
@@ -75,7 +74,9 @@ class VllmEngine:
             self.routing = None
         self.on_update = on_update
         self._requests = Requests()
-        self._vllm: Any = None
+        self._core: Any = None
+        """The module `vllm_core`, which imports vLLM; known after `start`."""
+        self._receiving: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
         self.gpus: list[str] = []
         """Of the workers, by uuid; none on CPU. Known after `start`."""
@@ -86,8 +87,6 @@ class VllmEngine:
         counters = ("generated_tokens", "finished", "aborted", "installs", "unrecorded_rows")
         self._counts = dict.fromkeys(counters, 0)
         self._pause_seconds = 0.0
-        self._load: Any = None
-        """An `EngineLoad`, which vLLM makes."""
 
     @property
     def _llm(self) -> Any:
@@ -101,9 +100,8 @@ class VllmEngine:
         starting = asyncio.create_task(asyncio.to_thread(self._start))
         try:
             await asyncio.shield(starting)
+            self._receiving = asyncio.create_task(self._requests.receive())
             async with asyncio.timeout(CALL_TIMEOUT):
-                # What vLLM starts lazily, it starts here, and not under the first request.
-                await self._llm.get_supported_tasks()
                 pids = await self._llm.collective_rpc("r3_process")
                 self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]
             self._processes = [p for pid in pids for p in lineage(pid)]
@@ -121,12 +119,10 @@ class VllmEngine:
             environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
             # A forked child would share this process's threads' locks, and not read OMP_NUM_THREADS any more.
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-            import vllm
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
-            from vllm.v1.engine.async_llm import AsyncLLM
 
-            from r3async.rollout.engines.vllm_requests import EngineLoad
+            from r3async.rollout.engines import vllm_core
             from r3async.rollout.engines.vllm_worker import OwnedConfig
 
             if current_platform.is_cpu():
@@ -136,14 +132,11 @@ class VllmEngine:
                 environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
                 environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
                 self._args = ours(kv_cache_memory_bytes=self._kv_cache_bytes) | self._args
-            self._vllm = vllm
+            self._core = vllm_core
             self._parameter_names = checkpoint_names(Path(self._args["model"]))
             config = AsyncEngineArgs(**self._args).create_engine_config()
             config.additional_config = OwnedConfig(os.getpid(), config.additional_config)
-            self._requests.llm = AsyncLLM.from_vllm_config(
-                config, disable_log_stats=self._args["disable_log_stats"], stat_loggers=[EngineLoad]
-            )
-            self._load = self._llm.logger_manager.stat_loggers[0]
+            self._requests.llm = vllm_core.Core(config)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
@@ -156,17 +149,12 @@ class VllmEngine:
         while True:
             await self._requests.admission()
             first = request.routes_wanted(self.version)
-            params = self._sampling_params(
-                max_tokens=request.max_tokens,
-                temperature=request.temperature,
-                stop_token_ids=list(request.stop_token_ids),
-                logprobs=0,
-                routed_experts_prompt_start=first,
+            params = self._core.sampling(
+                request.max_tokens, request.temperature, request.stop_token_ids, routes_from=first, logprobs=0
             )
             running = self._requests.new(request.request_id, self.version)
-            output = await self._requests.run(running, self._prompt(prompt_ids), params)
-            if output is not None:
-                return self._generation(request, running, output, first)
+            if await self._requests.run(running, prompt_ids, params, self._cache_salt()):
+                return self._generation(request, running, first)
 
     async def abort(self, request_id: str) -> None:
         """End the running requests of that id: their `generate` returns what was sampled so far, and may be nothing."""
@@ -196,21 +184,18 @@ class VllmEngine:
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
-        params = self._sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        output = await self._alone("score", lambda: self._vllm.inputs.tokens_input(token_ids.tolist()), params)
-        flat = output.prompt_logprobs
-        if flat is None or len(flat) != len(token_ids):
+        running = await self._alone("score", token_ids.tolist(), salted=False, prompt_logprobs=0)
+        if running.prompt_logprobs is None or len(running.prompt_logprobs) != len(token_ids) - 1:
             raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
-        return np.asarray([flat.logprobs[flat.start_indices[t]] for t in range(1, len(flat))], np.float32)
+        return running.prompt_logprobs
 
     async def cached_from_older(self, token_ids: np.ndarray) -> int:
         """See `Engine.cached_from_older`. The text is repeated until it fills blocks of the cache."""
         block = self._llm.vllm_config.cache_config.block_size
         ids = np.resize(token_ids, min(max(len(token_ids), 2 * block + 1), self._args["max_model_len"] - 1)).tolist()
-        params = self._sampling_params(max_tokens=1, temperature=0.0)
-        output = await self._alone("cache", lambda: self._prompt(ids), params)
+        running = await self._alone("cache", ids, salted=True)
         known, self._cache_checked = self._cache_checked == self.version, self.version
-        return 0 if known else output.num_cached_tokens or 0
+        return 0 if known else running.cached
 
     async def differences(self, manifest: WeightManifest, timeout: float) -> list[Difference]:
         """See `Engine.differences`."""
@@ -218,11 +203,11 @@ class VllmEngine:
             return await differences(self._requests, manifest, timeout)
 
     def stats(self) -> dict[str, float]:
-        """Counters since `start`, the number of requests in vLLM now, and its load (`EngineLoad`)."""
+        """Counters since `start`, the number of requests in vLLM now, and its load (`vllm_core.Load`)."""
         requests = self._requests
         aborted = self._counts["aborted"] + requests.aborted
         now = {"aborted": aborted, "restarted": requests.restarted, "running": len(requests)}
-        load = self._load.figures() if self._load is not None else {}
+        load = self._llm.load.figures() if self._llm is not None else {}
         return {**self._counts, **now, **load, "pause_seconds": self._pause_seconds}
 
     async def stop(self) -> None:
@@ -231,62 +216,50 @@ class VllmEngine:
             return
         await self._requests.fail(EngineError("the engine was stopped"))
         llm, self._requests.llm = self._llm, None
-        if llm.output_handler is not None:
-            llm.output_handler.cancel()  # or it would report the end of the engine's process as a failure
+        if self._receiving is not None:
+            self._receiving.cancel()  # or it would report the end of the engine's process as a failure
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout=STOP_TIMEOUT)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _sampling_params(self, **values: Any) -> Any:
-        """Outputs come once, at the end: vLLM then does no work of its own per token in this process."""
-        if self._requests.failure is not None:
-            raise self._requests.failure
-        kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        return self._vllm.SamplingParams(
-            output_kind=kind, detokenize=False, ignore_eos=True, flat_logprobs=True, skip_clone=True, **values
-        )
-
-    def _prompt(self, ids: list[int]) -> Any:
-        """For a new request. An older version's cached prefix has another salt, so it is never hit."""
-        return self._vllm.inputs.tokens_input(ids, cache_salt=self._cache_salt())
-
     def _cache_salt(self) -> str:
+        """Of a new request. An older version's cached prefix has another one, so it is never hit."""
         return f"version {self.version}"
 
-    async def _alone(self, name: str, prompt: Callable[[], Any], params: Any) -> Any:
-        """vLLM's output for a text of ours, all by one version."""
-        output = None
+    async def _alone(self, name: str, ids: list[int], *, salted: bool, **params: Any) -> Running:
+        """A text of ours in vLLM, all by one version, and one token after it."""
         try:
             async with asyncio.timeout(SCORE_TIMEOUT):
-                while output is None:
+                while True:
                     await self._requests.admission()
-                    output = await self._requests.run(self._requests.new(name, self.version), prompt(), params)
+                    running = self._requests.new(name, self.version)
+                    salt = self._cache_salt() if salted else None
+                    if await self._requests.run(running, ids, self._core.sampling(1, 0.0, **params), salt):
+                        return running
         except TimeoutError as error:
             raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
-        return output
 
-    def _generation(self, request: GenerationRequest, running: Running, output: Any, first: int) -> Generation:
-        completion = output.outputs[0]
-        tokens = np.asarray(completion.token_ids, np.int32)
-        logprobs = np.asarray(completion.logprobs.logprobs if completion.logprobs is not None else (), np.float32)
+    def _generation(self, request: GenerationRequest, running: Running, first: int) -> Generation:
+        tokens = np.asarray(running.tokens, np.int32)
+        logprobs = np.concatenate(running.logprobs) if running.logprobs else np.empty(0, np.float32)
         if len(logprobs) != len(tokens):
             raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(logprobs)} log-probs")
-        if completion.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"request {request.request_id}: vLLM ended it with {completion.finish_reason!r}")
+        if running.reason not in ("stop", "length", "abort"):
+            raise EngineError(f"request {request.request_id}: vLLM ended it with {running.reason!r}")
         self._counts["generated_tokens"] += len(tokens)
-        self._counts["aborted" if completion.finish_reason == "abort" else "finished"] += 1
+        self._counts["aborted" if running.reason == "abort" else "finished"] += 1
         return Generation(
             token_ids=tokens,
             logprobs=logprobs,
             version_spans=running.spans.finish(len(tokens)),
-            routed_experts=self._routes(request, completion, first),
+            routed_experts=self._routes(request, running, first),
             routes_from=first,
-            stop_reason=completion.finish_reason,
+            stop_reason=running.reason,
         )
 
-    def _routes(self, request: GenerationRequest, completion: Any, first: int) -> np.ndarray | None:
+    def _routes(self, request: GenerationRequest, running: Running, first: int) -> np.ndarray | None:
         """Routes of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
 
         For a position that the prefix cache served, vLLM returns the row of the call that computed its keys and values. That call
@@ -294,15 +267,14 @@ class VllmEngine:
         shape = self.routing
         if shape is None:
             return None
-        rows = completion.routed_experts
-        sampled = len(completion.token_ids)
+        sampled, returned = len(running.tokens), sum(map(len, running.routes))
         expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
-        returned = 0 if rows is None else len(rows)
-        if returned > expected or (returned < expected and completion.finish_reason != "abort"):
+        if returned > expected or (returned < expected and running.reason != "abort"):
             returned = 0  # Which rows are missing is not known: rather none than one at a wrong position.
         self._counts["unrecorded_rows"] += expected - returned
         if not returned:
             return np.empty((0, shape.layers, shape.top_k), route_dtype(shape.num_experts))
+        rows = running.routes[0] if len(running.routes) == 1 else np.concatenate(running.routes)
         if len(self._moe_layers) != rows.shape[1]:
             rows = rows[:, self._moe_layers]
         try:

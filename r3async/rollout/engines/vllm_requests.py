@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
-from vllm.v1.metrics.loggers import PrometheusStatLogger
+import numpy as np
 
 from r3async.data.versions import SpanRecorder
 from r3async.rollout.engines import EngineError, InstallReport
@@ -24,31 +24,73 @@ from r3async.weights.publish import Difference, WeightError, WeightManifest, ver
 
 CALL_TIMEOUT = 30.0
 """Seconds that vLLM may take for a call that does no work on the model."""
-_OUTPUT_CHUNK = 128
-"""Outputs of one step that vLLM hands on before it lets other tasks run (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)."""
+TURN_REQUESTS = 4
+"""Requests whose callers go on in one turn of the event loop, when many end at once: each validates, parses and asks again."""
 
 
 class Running:
-    """A request inside vLLM. `collector` is where vLLM puts its result; None until vLLM has taken the request."""
+    """A request inside vLLM, and what has left the engine of it: `tokens`; `logprobs` and `routes` in pieces; `prompt_logprobs`
+    float32 of the prompt's tokens after the first; `cached` positions from the prefix cache; `reason` why it ended."""
 
-    __slots__ = ("collector", "request_id", "restart", "spans")
+    __slots__ = (
+        "cached",
+        "logprobs",
+        "over",
+        "prompt_logprobs",
+        "reason",
+        "request_id",
+        "restart",
+        "routes",
+        "spans",
+        "tokens",
+    )
 
     def __init__(self, request_id: str, version: int):
         self.request_id = request_id
         self.spans = SpanRecorder(version)
-        self.collector: Any = None
+        self.tokens: list[int] = []
+        self.logprobs: list[np.ndarray] = []
+        self.routes: list[np.ndarray] = []
+        self.prompt_logprobs: np.ndarray | None = None
+        self.cached = 0
+        self.reason = ""
         self.restart = False
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, output: Any) -> None:
+        """An output of vLLM's engine core."""
+        self.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs.logprobs)
+        if output.routed_experts is not None:
+            self.routes.append(output.routed_experts)
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = np.asarray(output.new_prompt_logprobs_tensors.logprobs[:, 0], np.float32)
+        if output.prefill_stats is not None:
+            self.cached = output.prefill_stats.num_cached_tokens
+        if output.finish_reason is not None:
+            self.reason = str(output.finish_reason)
+
+    def end(self, error: Exception | None = None) -> None:
+        """Its caller goes on, or gets the error. Idempotent."""
+        if self.over.done():
+            return
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
 
 
 class Requests:
-    """All calls belong to one event loop. `llm` is vLLM's `AsyncLLM`, once it has started; `failure`, if not None, is what
+    """All calls belong to one event loop. `llm` is a `vllm_core.Core`, once it has started; `failure`, if not None, is what
     every call raises."""
 
     def __init__(self) -> None:
         self.llm: Any = None
         self.failure: EngineError | None = EngineError("the engine has not been started")
         self.aborted = self.restarted = 0
-        self._running: set[Running] = set()
+        self._lost: Exception | None = None
+        self._running: dict[str, Running] = {}
         self._serial = itertools.count()
         self._admitting = asyncio.Event()
         self._none_running = asyncio.Event()
@@ -75,72 +117,88 @@ class Requests:
         if self.failure is not None:
             raise self.failure
 
+    async def receive(self) -> None:
+        """Take what leaves the engine, for as long as it lives: then every running and later request fails."""
+        try:
+            while True:
+                ended = [r for output in await self.llm.outputs() if (r := self._take(output)) is not None]
+                for index, running in enumerate(ended, 1):
+                    running.end()
+                    if index % TURN_REQUESTS == 0:
+                        await asyncio.sleep(0)
+        except Exception as error:
+            self._lost = error
+            for running in self._running.values():
+                running.end(error)
+
+    def _take(self, output: Any) -> Running | None:
+        """The request, if this was its last output. One that is not waited for any more is not known."""
+        running = self._running.get(output.request_id)
+        if running is None or running.over.done():
+            return None
+        running.take(output)
+        return running if running.reason else None
+
     def new(self, name: str, version: int) -> Running:
         """A request that enters under weights `version`; vLLM knows it by a name that it never saw before."""
         return Running(f"{name}#{next(self._serial)}", version)
 
-    async def run(self, running: Running, prompt: Any, params: Any) -> Any:
-        """vLLM's final output, or None if the request has to start again under newer weights."""
-        self._running.add(running)
+    async def run(self, running: Running, prompt_ids: list[int], params: Any, salt: str | None) -> bool:
+        """Play a new request to its end. False if it has to start again under newer weights."""
+        self._running[running.request_id] = running
         self._none_running.clear()
         try:
-            running.collector = await self.llm.add_request(running.request_id, prompt, params)
-            if running.restart:
-                await self.llm.abort(running.request_id)
-            output = await running.collector.get()
+            if self._lost is not None:
+                raise self._lost
+            await self.llm.add(running.request_id, prompt_ids, params, salt)
+            await running.over
         except asyncio.CancelledError:
             self.aborted += 1
             if self.llm is not None:
-                await self.llm.abort(running.request_id)
+                await self.llm.abort([running.request_id])
             raise
         except Exception as error:
             if self.failure is not None:
                 raise self.failure from error
             raise EngineError(f"request {running.request_id}: {error or repr(error)}") from error
         finally:
-            self._running.discard(running)
+            del self._running[running.request_id]
             if not self._running:
                 self._none_running.set()
         if self.failure is not None:
             raise self.failure
-        return None if running.restart else output
+        return not running.restart
 
     async def abort(self, name: str) -> None:
         """End the running requests of that name, with what they have sampled so far."""
         if self.llm is not None:
-            await self.llm.abort([r.request_id for r in self._running if r.request_id.rpartition("#")[0] == name])
+            await self.llm.abort([r for r in self._running if r.rpartition("#")[0] == name])
 
     async def finished(self) -> None:
         """Wait until no request runs: for ever, if further ones may enter."""
         await self._none_running.wait()
 
     async def counted(self) -> None:
-        """Wait until every output that left the paused engine is counted by vLLM's output processor.
+        """Wait until every output that left the paused engine is counted.
 
-        Results of calls and outputs of steps come through one socket in order, so whatever was produced before the
-        pause is in this process by now: in vLLM's queue, or being handed on in chunks.
+        Results of calls and outputs of steps come through one socket in order, and a pause is confirmed when nothing is held back
+        in the engine's process: whatever was sampled before the pause is in this process by now.
         """
-        while not self.llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - vLLM offers nothing to wait on
-            await asyncio.sleep(0)
-        for _ in range(2 + len(self._running) // _OUTPUT_CHUNK):
+        while not self.llm.drained():  # noqa: ASYNC110 - vLLM offers nothing to wait on
             await asyncio.sleep(0)
 
     async def stamp(self, version: int) -> None:
         """Running requests continue under `version`; those without a token start again. Only while paused and counted."""
         restart = []
-        states = self.llm.output_processor.request_states
-        for running in self._running:
-            if running.collector is None:
-                count = 0
-            elif (state := states.get(running.collector.request_id)) is None:
+        for running in self._running.values():
+            if running.reason or running.over.done():
                 continue  # It has finished already, its caller has only not been scheduled yet.
-            else:
-                count = state.detokenizer.num_output_tokens()
-            if count:
-                running.spans.stamp(count, version)
+            if running.tokens:
+                running.spans.stamp(len(running.tokens), version)
             else:
                 running.restart = True
                 restart.append(running.request_id)
+                running.end()
         self.restarted += len(restart)
         await self.llm.abort(restart)
 
@@ -148,9 +206,12 @@ class Requests:
         """From now on every call raises `failure`, and so do those that are running."""
         self.failure = self.failure or failure
         self._admitting.set()
+        names = list(self._running)
+        for running in self._running.values():
+            running.end()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CALL_TIMEOUT):
-                await self.llm.abort([r.request_id for r in self._running])
+                await self.llm.abort(names)
 
 
 async def install(
@@ -266,44 +327,3 @@ async def _confirm(llm: Any, manifest: WeightManifest) -> None:
     for worker, (version, digest) in enumerate(answers):
         if (version, digest) != (manifest.version, manifest.digest):
             raise EngineError(f"worker {worker} holds version {version} and not version {manifest.version}")
-
-
-class EngineLoad(PrometheusStatLogger):
-    """Keeps the newest figures and publishes nothing.
-
-    vLLM makes one itself, from this class, and adds a logger to Prometheus of its own unless it is given one: hence the base
-    class, of which nothing is used. `record` is called once a step, on the event loop.
-    """
-
-    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None):
-        self.kv_cache_usage = 0.0
-        """Share of the blocks that hold anything of a running request: 0..1."""
-        self.waiting = 0
-        """Requests in the engine's queue."""
-        self.preemptions = 0
-        """Requests that were put back into the queue for want of blocks, since the start."""
-
-    def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:
-        if scheduler_stats is not None:
-            self.kv_cache_usage = float(scheduler_stats.kv_cache_usage)
-            self.waiting = int(scheduler_stats.num_waiting_reqs)
-        if iteration_stats is not None:
-            self.preemptions += int(iteration_stats.num_preempted_reqs)
-
-    def log_engine_initialized(self) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
-
-    def record_sleep_state(self, is_awake: int = 0, level: int = 0) -> None:
-        pass
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "kv_cache_usage": self.kv_cache_usage,
-            "waiting": self.waiting,
-            "preemptions": self.preemptions,
-        }

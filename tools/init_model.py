@@ -7,19 +7,26 @@ reinforcement learning has rewards to learn from and most of the way still to go
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import importlib.metadata
+import inspect
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import xxhash
 
-from r3async.config import Config, ConfigError, InitConfig
+from r3async.config import Config, ConfigError, InitConfig, to_dict
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
-from r3async.envs.factory import environment_factory
+from r3async.envs.factory import BUILT_IN, environment_factory
+from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
 
 # Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.
@@ -31,6 +38,7 @@ SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 WARM_LR = 1e-3
 WARM_BATCH = 64
 """Samples of a supervised step, and episodes of an evaluation."""
+DIGEST = "digest"
 EVALUATE_EVERY = 5
 EVALUATE_CLOSELY = 2
 
@@ -248,3 +256,57 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     scratch.rename(directory)
     progress(f"model is ready: {steps} warm-up steps, sampled reward {reward:.2f}, in {directory}")
     return made
+
+
+def kept_model(directory: Path, config: Config, progress: Progress = lambda line: None) -> None:
+    """What `init_model` makes, or a copy of what it made with the same settings before.
+
+    Models are kept in `$XDG_CACHE_HOME/r3async` (`~/.cache/r3async`) by a digest of the settings and of the code that makes
+    them; only of environments that come with r3async, as others change under the same name. A copy whose files do not have
+    the digest that was noted is not used. A cache that cannot be written is none.
+    """
+    cached = _cached(config)
+    if cached is None:
+        init_model(directory, config, progress)
+        return
+    digest = cached / DIGEST
+    if digest.is_file() and digest.read_text() == _digest(cached):
+        progress(f"the model was made before: a copy of {cached}")
+        _copy(cached, directory)
+        return
+    init_model(directory, config, progress)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(cached, ignore_errors=True)
+        _copy(directory, cached, noted=True)
+
+
+def _cached(config: Config) -> Path | None:
+    """Where the model of these settings is kept; None if it is not."""
+    if config.env.name not in BUILT_IN:
+        return None
+    settings = to_dict(config)
+    key = xxhash.xxh3_128(msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted"))
+    for name in ("torch", "transformers", "tokenizers"):
+        key.update(f"{name} {importlib.metadata.version(name)}".encode())
+    for made_by in (init_model, ReverseText, ChatRenderer):
+        key.update(Path(inspect.getfile(made_by)).read_bytes())
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "r3async", key.hexdigest())
+
+
+def _copy(source: Path, target: Path, *, noted: bool = False) -> None:
+    """A directory of files, whole or not at all. With its digest, if it is to be `noted`."""
+    scratch = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns(DIGEST))
+    if noted:
+        (scratch / DIGEST).write_text(_digest(scratch))
+    scratch.rename(target)
+
+
+def _digest(directory: Path) -> str:
+    """Of names and contents of its files."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(directory.iterdir()):
+        if file.name != DIGEST:
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()

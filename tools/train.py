@@ -187,10 +187,10 @@ def _reporter(view: LiveView) -> Report:
 
 
 def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
-    from r3async.tools.init_model import init_model
+    from r3async.tools.init_model import kept_model
 
     directory = run_dir / "init"
-    init_model(directory, config, progress=view.phase)
+    kept_model(directory, config, progress=view.phase)
     return directory.absolute()
 
 

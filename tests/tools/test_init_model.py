@@ -5,10 +5,16 @@ import json
 import pytest
 
 from r3async.config import ConfigError, load_config
+from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
-from r3async.tools.init_model import byte_tokenizer, init_model
+from r3async.tools import init_model as module
+from r3async.tools.init_model import byte_tokenizer, init_model, kept_model
 
 SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0.05", "env.args.turns=2"]
+
+
+class Own(ReverseText):
+    """A built-in environment under another name."""
 
 
 class NoOracle:
@@ -44,6 +50,45 @@ def test_equal_seeds_make_equal_models(tmp_path):
         init_model(tmp_path / name, config)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
     assert all((first[k] == second[k]).all() for k in first)
+
+
+def files(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def test_a_model_of_the_same_settings_is_a_copy_of_the_one_before_unless_that_was_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = []
+    monkeypatch.setattr(module, "warm_up", lambda *args, real=module.warm_up: made.append(1) or real(*args))
+    config = load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1"])
+
+    def make(name, config=config):
+        kept_model(tmp_path / name, config)
+        return files(tmp_path / name)
+
+    first = make("first")
+    assert make("second") == first
+    assert len(made) == 1
+    (kept,) = (tmp_path / "cache" / "r3async").iterdir()
+    weights = kept / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert make("third") == first
+    assert len(made) == 2
+    assert make("fourth") == first
+    assert len(made) == 2
+    make("other", load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1", "model.init.seed=1"]))
+    assert len(made) == 3
+
+
+def test_a_cache_that_cannot_be_written_and_an_environment_of_the_persons_own_change_nothing(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny = [*SMALL, "model.init.max_warm_steps=1"]
+    kept_model(tmp_path / "model", load_config("quickstart", tiny))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    kept_model(tmp_path / "own", load_config("quickstart", [*tiny, "env.name=tests.tools.test_init_model:Own"]))
+    assert files(tmp_path / "own").keys() == files(tmp_path / "model").keys()
+    assert not (tmp_path / "empty").exists()
 
 
 def test_an_existing_directory_is_not_touched(tmp_path):

@@ -10,7 +10,7 @@ import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -199,6 +199,41 @@ def scale(
     report = _report(lambda: run([n for n in only.split(",") if n], quick=quick, say=say_on_stderr), render, json)
     if report.steep and not quick:
         raise typer.Exit(1)
+
+
+@app.command()
+def e2e(
+    json: Json = False,
+    peer: Annotated[str, typer.Option(help="trl, or none: our own accounting alone")] = "none",
+    peer_python: Annotated[str, typer.Option(help="the Python of an environment with the peer in it")] = "",
+    peer_threads: Annotated[int, typer.Option(help="torch threads of the peer; 0: the faster of 1 and all")] = 0,
+    cases: Annotated[
+        str, typer.Option(help="of a, b, c, own; default: all with a peer, own without", show_default=False)
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="seeds of the runs")] = "0,1,2",
+    steps: Annotated[int, typer.Option(help="steps of each run")] = 200,
+    quick: Quick = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="directory for models and runs; those that it has are not made again")
+    ] = None,
+) -> None:
+    """Whole runs against a peer on this machine, and the pipeline against its bare parts."""
+    from r3async.tools.bench.e2e import run
+    from r3async.tools.bench.e2e_report import Plan, render
+
+    chosen = cases.split(",") if cases else ["own"] if peer == "none" else ["a", "b", "c", "own"]
+    plan = Plan(chosen, _seeds(seeds), peer, peer_python, peer_threads, steps)
+    if quick:
+        small: dict[str, Any] = {
+            "seeds": [plan.seeds[0]],
+            "steps": 4,
+            "settle": 1,
+            "batches": 2,
+            "groups": 2,
+            "samples": 4,
+        }
+        plan = msgspec.structs.replace(plan, **small)
+    _report(lambda: run(plan, say_on_stderr, keep=keep), render, json)
 
 
 def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:

@@ -1,0 +1,103 @@
+"""Processor time of a process with all its children, by what each process is for, read beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import psutil
+
+PERIOD = 1.0
+ROLES = {
+    "ray::Conductor": "conductor",
+    "ray::GeneratorActor": "generator",
+    "VLLM::EngineCore": "engine",
+    "ray::LearnerActor": "learner",
+    "ray::RankActor": "learner",
+    "ray::": "ray",
+    "raylet": "ray",
+    "gcs_server": "ray",
+}
+"""By how the command line begins, the first that fits; whatever else is started has the role of what started it."""
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """Since the watch began, at unix time `time`: CPU seconds by role, and `machine`, of all processes there are."""
+
+    time: float
+    by_role: dict[str, float]
+    machine: float
+
+
+class TreeCpu:
+    """Reads the processes below this one every second, in a thread, while its block runs. What starts and ends between two
+    readings is not seen. `first`: the role of processes that have no name of their own here."""
+
+    def __init__(self, first: str = "driver"):
+        self.readings: list[Reading] = []
+        self._first, self._me = first, psutil.Process()
+        self._last: dict[tuple[int, float], tuple[str, float]] = {}
+        """By pid and start: its role and CPU seconds, kept when it has ended."""
+        self._before = busy()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tree-cpu", daemon=True)
+
+    def __enter__(self) -> TreeCpu:
+        self.read()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.read()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(PERIOD):
+            self.read()
+
+    def read(self) -> None:
+        """One reading, now."""
+        roles = {os.getpid(): self._first}
+        for process in self._me.children(recursive=True):  # parents come before their children
+            with contextlib.suppress(psutil.Error):
+                times, key = process.cpu_times(), (process.pid, process.create_time())
+                role = _role(process.cmdline()) or roles.get(process.ppid(), self._first)
+                roles[process.pid] = role
+                self._last[key] = role, times.user + times.system
+        by_role: dict[str, float] = {}
+        for role, seconds in self._last.values():
+            by_role[role] = by_role.get(role, 0.0) + seconds
+        self.readings.append(Reading(time.time(), by_role, busy() - self._before))
+
+    def between(self, start: float, end: float) -> dict[str, float]:
+        """CPU seconds by role from unix time `start` to `end`, on straight lines between readings."""
+        roles = sorted({role for reading in self.readings for role in reading.by_role})
+        return {role: self._at(end, role) - self._at(start, role) for role in roles}
+
+    def others(self, start: float, end: float) -> float:
+        """Cores that all other processes of the machine kept busy, on average."""
+        times = [r.time for r in self.readings]
+        machine = np.interp([start, end], times, [r.machine for r in self.readings])
+        mine = sum(self.between(start, end).values())
+        return max(0.0, float(machine[1] - machine[0]) - mine) / max(end - start, 1e-9)
+
+    def _at(self, when: float, role: str) -> float:
+        times = [r.time for r in self.readings]
+        return float(np.interp(when, times, [r.by_role.get(role, 0.0) for r in self.readings]))
+
+
+def busy() -> float:
+    """CPU seconds that the machine has spent on all processes since it was started."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _role(command: list[str]) -> str:
+    name = os.path.basename(command[0]) if command else ""  # Ray starts its own by their whole path
+    return next((role for begin, role in ROLES.items() if name.startswith(begin)), "")

@@ -340,16 +340,15 @@ class Conductor:
 
     def _delivered(self, version: int, figures: dict[str, float]) -> None:
         """`version` is installed: the rows of what made it, and of what was before, are written."""
-        loads = self.dispatch.loads.values()
         figures = figures | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
-            "generator/concurrency": sum(load["limit"] for load in loads),
             **{f"lag/conductor_{name}": value for name, value in self.lag.figures().items()},
-            **{f"lag/generator_{n}": max((x[f"lag_{n}"] for x in loads), default=0.0) for n in self.lag.NAMES},
+            **self.dispatch.figures(),
             **self.tasks.figures(self.admission.groups_leased),
         }
-        self.rows.delivered(version, self._generated_tokens, figures)
+        self.dispatch.cpu.add("conductor", self.world.processes.cpu_seconds(), "conductor")
+        self.rows.delivered(version, self._generated_tokens, figures, self.dispatch.cpu.totals)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

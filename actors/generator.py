@@ -275,12 +275,15 @@ class GeneratorActor:
             await leasing.report()
 
     def _load(self, player: GroupPlayer) -> dict[str, float]:
+        processes = self.world.processes
         return {
             "playing": player.playing,
             "ended": player.ended,
             "unacknowledged": self._sender.unacknowledged,
             "acknowledged": self._sender.acked,
             **{f"lag_{name}": value for name, value in self._lag.figures().items()},
+            "cpu_seconds": (mine := processes.cpu_seconds()),
+            "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "pids", ())) - mine,
         }
 
     def _over(self, end: EpisodeEnd) -> None:

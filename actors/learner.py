@@ -107,6 +107,8 @@ class LearnerActor:
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
         self._interrupted = asyncio.Event()
         self._doing = "between steps"
+        self._mark = self._now()
+        """When the last step had ended, and the processor time of this process until then."""
         self._loaded: Model | None = None
         self._work: Work | None = None
 
@@ -186,6 +188,7 @@ class LearnerActor:
         )
         self._work = Work(reception, trainer, checkpoints, publishing)
         endpoint = await reception.start()
+        self._mark = self._now()
         keys, newest = reception.keys_for_generators, reception.buffer.newest_group
         return {"endpoint": endpoint, "keys": keys, "newest_group": newest}
 
@@ -277,10 +280,14 @@ class LearnerActor:
         trajectories = [t for group in groups for t in group]
         metrics |= episode_metrics(trajectories) | work.reception.figures()
         metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()}
+        (before, spent), (ended, spent_now) = self._mark, self._now()
+        self._mark = ended, spent_now
         metrics |= {
+            "cpu/learner_seconds": spent_now - spent,
+            "learner/between_seconds": waited_from - before,
             "learner/wait_seconds": step_from - waited_from,
             "learner/step_seconds": trained - step_from,
-            "weights/snapshot_seconds": clock() - trained,
+            "weights/snapshot_seconds": ended - trained,
             "weights/write_seconds": 0.0,
             "batch/groups": len(indices),
             "lineage": self.lineage.number,
@@ -292,6 +299,9 @@ class LearnerActor:
             "groups": indices,
             "previews": previews(trajectories),
         }
+
+    def _now(self) -> tuple[float, float]:
+        return self.world.clock.monotonic(), self.world.processes.cpu_seconds()
 
     async def _train(self, indices: list[int]) -> tuple[list[list[Trajectory]], dict[str, float]]:
         """Take these groups and train them. Returns them as they were trained, and metrics."""

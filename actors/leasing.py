@@ -18,6 +18,7 @@ import msgspec
 from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import wait_until
 from r3async.config import Config
+from r3async.record.timeline import Growth, LagMeter
 from r3async.rollout.engines import Engine
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import Admission, GroupLease
@@ -240,6 +241,8 @@ class Dispatch:
         self._admission, self._fleet, self._stopping = admission, fleet, stopping
         self.loads: dict[str, dict[str, float]] = {}
         """What each generator reported last. `playing` includes what it was leased since."""
+        self.cpu = Growth()
+        """Processor time that generators and their engines report."""
         self._idle: dict[str, None] = {}
         """Those that play nothing."""
         self._waiting: dict[str, _Waiting] = {}
@@ -269,6 +272,14 @@ class Dispatch:
         self.loads.pop(generator_id, None)
         self._idle.pop(generator_id, None)
 
+    def figures(self) -> dict[str, float]:
+        """Metrics of what generators reported last."""
+        loads = self.loads.values()
+        return {
+            "generator/concurrency": sum(load["limit"] for load in loads),
+            **{f"lag/generator_{n}": max((x[f"lag_{n}"] for x in loads), default=0.0) for n in LagMeter.NAMES},
+        }
+
     @property
     def _more(self) -> bool:
         """Something is left to play, now or later."""
@@ -276,6 +287,8 @@ class Dispatch:
 
     def _note(self, call: LeaseCall) -> None:
         name, self.loads[call.generator_id] = call.generator_id, call.stats
+        for counter, of in (("cpu_seconds", "generator"), ("engine_cpu_seconds", "engine")):
+            self.cpu.add(f"{name} {of}", call.stats.get(counter, 0.0), of)
         if call.stats["playing"]:
             self._idle.pop(name, None)
         else:

@@ -171,6 +171,18 @@ _TABLE = (
            "Capacity of generation over capacity of training: below 1 generation is the slower side."),
     Metric("learner/step_seconds", "learner step", "s", "low", "Time of forward, backward and optimizer.",
            curve=Curve("Learner time", "training", "blue")),
+    Metric("learner/between_seconds", "between steps", "s", "low",
+           "From the end of the step before until the learner waits for this one's groups. With the wait, the step and the "
+           "snapshot it is all of the learner's time.", curve=Curve("Learner time", "between steps", "violet", "dot")),
+    *(Metric(f"cpu/{who}_seconds", f"{who} CPU", "s", "low", f"Processor time since the step before, of {of}.",
+             curve=Curve("Processor time", who, color))
+      for who, of, color in (("conductor", "the conductor's process", "violet"), ("engine", "the engines' processes", "green"),
+                             ("generator", "the generators' processes, without engines", "orange"),
+                             ("learner", "the learner's process, without further ranks", "blue"))),
+    Metric("cpu/generated_token_us", "CPU a generated token", "µs", "low",
+           "Processor time of conductor, generators and engines over the tokens sampled."),
+    Metric("cpu/trained_token_us", "CPU a trained token", "µs", "low",
+           "Processor time of the learner's process over the tokens trained."),
     Metric("throughput/generated_tokens_per_second", "generated", "tokens/s", "high",
            "Tokens sampled by all engines, over wall time.",
            figures="mean", curve=Curve("Throughput", "generated", "green"), gauge="generated"),

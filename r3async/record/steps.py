@@ -73,6 +73,7 @@ class StepRows:
         self._report, self._clock, self._time = report, clock or world.clock.monotonic, world.clock.time
         self._pending: list[dict[str, Any]] = []
         self._written_at, self._tokens = self._clock(), 0
+        self._cpu: Mapping[str, float] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def since(self, step: int) -> list[dict[str, Any]]:
@@ -114,19 +115,24 @@ class StepRows:
         """What became known later of the last step that made `version`."""
         [row for row in self._pending if row["version"] == version][-1].update(figures)
 
-    def delivered(self, version: int, generated_tokens: int, figures: dict[str, Any]) -> None:
-        """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began."""
+    def delivered(
+        self, version: int, generated_tokens: int, figures: dict[str, Any], cpu: Mapping[str, float] | None = None
+    ) -> None:
+        """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began, and `cpu` the
+        processor time of all processes but the learner, by their role, since one began to count it."""
         ready = [row for row in self._pending if row["version"] <= version]
         self._pending = [row for row in self._pending if row["version"] > version]
         # Steps that made one version together have one rate.
         now = self._clock()
         seconds = max(now - self._written_at, 1e-9)
         trained = sum(row["batch/trained_tokens"] for row in ready)
+        generated = max(0, generated_tokens - self._tokens)
         rates = {
-            "throughput/generated_tokens_per_second": max(0, generated_tokens - self._tokens) / seconds,
+            "throughput/generated_tokens_per_second": generated / seconds,
             "throughput/trained_tokens_per_second": trained / seconds,
         }
         if ready:
+            rates |= self._spent(ready, cpu or {}, generated)
             self._written_at, self._tokens = now, generated_tokens
         for row in ready:
             row |= {"time": self._time(), **rates, **figures}
@@ -134,6 +140,18 @@ class StepRows:
             if odd:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
             self._recent.append(row)
+
+    def _spent(self, rows: Sequence[dict[str, Any]], cpu: Mapping[str, float], generated: int) -> dict[str, float]:
+        """Processor time a step since the rows before, by role, and a token."""
+        spent = {role: seconds - self._cpu.get(role, 0.0) for role, seconds in cpu.items()}
+        self._cpu = dict(cpu)
+        learner = sum(row.get("cpu/learner_seconds", 0.0) for row in rows)
+        trained = sum(row["batch/trained_tokens"] for row in rows)
+        return {
+            **{f"cpu/{role}_seconds": seconds / len(rows) for role, seconds in spent.items()},
+            "cpu/generated_token_us": 1e6 * sum(spent.values()) / max(generated, 1),
+            "cpu/trained_token_us": 1e6 * learner / max(trained, 1),
+        }
 
 
 # -- trained trajectories ----------------------------------------------------------------------------------------------

@@ -174,6 +174,24 @@ class _TimedEngine:
         return generation
 
 
+# -- processor time ----------------------------------------------------------------------------------------------------
+
+
+class Growth:
+    """What counters of processes have grown by since they were first seen. One that begins again, with its process, is seen first
+    again."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+
+    def add(self, name: str, value: float, of: str) -> None:
+        """The counter `name` is at `value`; what it grew by counts for `of`."""
+        before = self._last.get(name, value)
+        self._last[name] = value
+        self.totals[of] = self.totals.get(of, 0.0) + max(0.0, value - before)
+
+
 # -- event loops -------------------------------------------------------------------------------------------------------
 
 

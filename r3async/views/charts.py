@@ -77,6 +77,7 @@ CHARTS = (
     Chart("Weight updates", "time to bring a new version into the engines", "s", ".3f"),
     Chart("Entropy", "of the learner at trained tokens", "nats"),
     Chart("Learner time", "per step", "s", ".2f"),
+    Chart("Processor time", "per step", "s", ".2f"),
     Chart(
         "Idle",
         "share of the last 16 steps; who is idle should get less, or the other one more",

@@ -347,6 +347,11 @@ class Processes(Protocol):
         running event loop wakes up. A simulated loop is never late, and reports nothing."""
         ...
 
+    def cpu_seconds(self, others: Sequence[int] = ()) -> float:
+        """Processor time of this process so far, and of the `others` that run here, by pid. A simulated
+        process computes nothing."""
+        ...
+
     def dump_stacks(self, path: Path, reason: str) -> Path:
         """Append what every thread and task of this process is doing to `path`."""
         ...

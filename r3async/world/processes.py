@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,14 @@ class SystemProcesses:
             task.cancel()
 
         return end
+
+    def cpu_seconds(self, others: Sequence[int] = ()) -> float:
+        seconds = time.process_time()
+        for pid in others:
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
         from r3async.world.threads import dump_stacks

@@ -4,6 +4,7 @@ import json
 
 from r3async.record.reading import read_objects
 from r3async.record.steps import StepRows
+from r3async.record.timeline import Growth
 
 
 def make(tmp_path, reports):
@@ -44,3 +45,27 @@ def test_steps_of_one_version_share_one_rate(tmp_path):
     for row in read_objects(tmp_path / "metrics.jsonl"):
         assert row["throughput/trained_tokens_per_second"] == 8.0
         assert row["throughput/generated_tokens_per_second"] == 20.0
+
+
+def test_processor_time_is_of_a_row_and_of_its_tokens(tmp_path):
+    book = make(tmp_path, [])  # clock 0
+    book.restart_clock()  # 10
+    book.add(1, 1, {"batch/trained_tokens": 50, "cpu/learner_seconds": 0.5}, [])
+    book.delivered(0, 10, {}, {"engine": 100.0})  # 20: nothing is ready, so nothing is counted yet
+    book.delivered(1, 100, {}, {"engine": 101.0, "conductor": 1.0})  # 25
+    for step in (2, 3):
+        book.add(step, 2, {"batch/trained_tokens": 100, "cpu/learner_seconds": 1.0}, [])
+    book.delivered(2, 300, {}, {"engine": 103.0, "conductor": 1.5})  # 35
+    row = read_objects(tmp_path / "metrics.jsonl")[-1]
+    assert (row["cpu/engine_seconds"], row["cpu/conductor_seconds"]) == (1.0, 0.25)
+    assert row["cpu/generated_token_us"] == 1e6 * 2.5 / 200
+    assert row["cpu/trained_token_us"] == 1e6 * 2.0 / 200
+
+
+def test_growth_counts_from_where_a_process_was_first_seen_also_when_it_restarts():
+    growth = Growth()
+    for value in (30.0, 31.0, 35.0, 2.0, 3.5):  # a restart after the third
+        growth.add("generator-0", value, "generator")
+    growth.add("generator-1", 7.0, "generator")
+    growth.add("generator-1", 7.5, "generator")
+    assert growth.totals == {"generator": 5.0 + 1.5 + 0.5}

@@ -192,21 +192,13 @@ def _plain(messages: Any) -> list[dict[str, str]]:
 def _clock(base: Any, path: Path, play: Play) -> Any:
     """A callback that writes when each step ended, the processor time so far, and the reward of what it trained."""
 
-    class Clock(base):
-        def __init__(self) -> None:
-            self._file = path.open("w", buffering=1)
+    file = path.open("w", buffering=1)
 
-        def _write(self, step: int) -> None:
-            row = {"step": step, "time": time.time(), "reward": play.mean, "tokens": play.tokens}
-            self._file.write(json.dumps(row | {"cpu": time.process_time()}) + "\n")
+    def write(_: Any, __: Any, state: Any, ___: Any, **rest: Any) -> None:
+        row = {"step": state.global_step, "time": time.time(), "reward": play.mean, "tokens": play.tokens}
+        file.write(json.dumps(row | {"cpu": time.process_time()}) + "\n")
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            self._write(0)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            self._write(state.global_step)
-
-    return Clock()
+    return type("Clock", (base,), {"on_train_begin": write, "on_step_end": write})()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ class VllmEngine:
         """The module `vllm_core`, which imports vLLM; known after `start`."""
         self._receiving: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
+        self.pids: list[int] = []
+        """Of its processes; known after `start`."""
         self.gpus: list[str] = []
         """Of the workers, by uuid; none on CPU. Known after `start`."""
         self._parameter_names: frozenset[str] = frozenset()
@@ -105,6 +107,7 @@ class VllmEngine:
                 pids = await self._llm.collective_rpc("r3_process")
                 self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]
             self._processes = [p for pid in pids for p in lineage(pid)]
+            self.pids = [p.pid for p in self._processes]
         except asyncio.CancelledError:
             starting.add_done_callback(lambda done: done.exception() or self._llm.shutdown(timeout=0))
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,10 @@ class SimulatedProcesses:
     def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
         self._process.check()
         return lambda: None
+
+    def cpu_seconds(self, others: Sequence[int] = ()) -> float:
+        self._process.check()
+        return 0.0
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
         """Records that they were asked for."""

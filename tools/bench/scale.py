@@ -70,8 +70,22 @@ def _turns(quick: bool, say: Say) -> list[Point]:
     return measure(quick, say)
 
 
+def _of_data(name: str) -> Callable[[bool, Say], list[Point]]:
+    def measure(quick: bool, say: Say) -> list[Point]:
+        from r3async.tools.bench import scale_data
+
+        points: list[Point] = getattr(scale_data, name)(quick, say)
+        return points
+
+    return measure
+
+
 AXES: Mapping[str, Growth] = {
     "turns": Growth("token", _turns),
+    "rows": Growth("row", _of_data("rows")),
+    "layers": Growth("layer", _of_data("layers")),
+    "experts": Growth("expert", _of_data("experts")),
+    "generators": Growth("group", _of_data("generators")),
 }
 """What grows, by name. What an axis measures with is imported when it is measured."""
 

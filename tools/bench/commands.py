@@ -10,7 +10,7 @@ import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
@@ -218,22 +218,40 @@ def e2e(
     ] = None,
 ) -> None:
     """Whole runs against a peer on this machine, and the pipeline against its bare parts."""
-    from r3async.tools.bench.e2e import run
+    from r3async.tools.bench.e2e import run, small
     from r3async.tools.bench.e2e_report import Plan, render
 
     chosen = cases.split(",") if cases else ["own"] if peer == "none" else ["a", "b", "c", "own"]
     plan = Plan(chosen, _seeds(seeds), peer, peer_python, peer_threads, steps)
-    if quick:
-        small: dict[str, Any] = {
-            "seeds": [plan.seeds[0]],
-            "steps": 4,
-            "settle": 1,
-            "batches": 2,
-            "groups": 2,
-            "samples": 4,
-        }
-        plan = msgspec.structs.replace(plan, **small)
-    _report(lambda: run(plan, say_on_stderr, keep=keep), render, json)
+    _report(lambda: run(small(plan) if quick else plan, say_on_stderr, keep=keep), render, json)
+
+
+@app.command(name="all")
+def every(
+    json: Json = False,
+    only: Annotated[str, typer.Option(help="benchmarks, with commas between; default: all that follow")] = "",
+    peer_python: Annotated[str, typer.Option(help="of `e2e`; without it: our own accounting alone")] = "",
+    quick: Quick = False,
+) -> None:
+    """Several benchmarks one after the other, and their headlines; for `bench compare`."""
+    from r3async.tools.bench.compare import measures, render_all, run_all
+
+    made = measures(peer_python, quick=quick, say=say_on_stderr)
+    _report(lambda: run_all(made, [n for n in only.split(",") if n], say_on_stderr), render_all, json)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="what `bench all --json` printed, or one benchmark")],
+    after: Annotated[Path, typer.Argument(help="the same, later")],
+    json: Json = False,
+) -> None:
+    """Ratios of two files, and what got worse beyond its spread. Exit 1 if anything did."""
+    from r3async.tools.bench.compare import compare as differences
+    from r3async.tools.bench.compare import read, render
+
+    if _report(lambda: differences(read(before), read(after)), render, json).worse:
+        raise typer.Exit(1)
 
 
 def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:

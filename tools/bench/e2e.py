@@ -61,6 +61,13 @@ def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
     return config_from_dict(base)
 
 
+def small(plan: Plan) -> Plan:
+    """The path, not the figures."""
+    return msgspec.structs.replace(
+        plan, seeds=plan.seeds[:1], steps=4, settle=1, batches=2, groups=2, samples=4, peer_threads=1
+    )
+
+
 def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
     """The same for the peer."""
     name, learner = config.env.name, config.learner

@@ -1,0 +1,68 @@
+"""`bench all` and `bench compare`: headlines of reports, and what got worse beyond its spread."""
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from r3async.config import ConfigError
+from r3async.tools.bench.compare import Headline, compare, read, run_all
+
+
+def test_what_got_worse_is_named_and_what_its_spread_explains_is_not():
+    before = [Headline("steady", 1.0, "low"), Headline("noisy", 2.0, "low", 0.5), Headline("slower", 1.0, "low")]
+    before += [Headline("faster", 2.0, "low"), Headline("fewer", 4.0, "high"), Headline("gone", 1.0, "low")]
+    after = [Headline("steady", 1.02, "low"), Headline("noisy", 2.8, "low"), Headline("slower", 1.1, "low", 0.05)]
+    after += [Headline("faster", 1.0, "low"), Headline("fewer", 3.0, "high"), Headline("new", 1.0, "low")]
+    made = compare(before, after)
+    assert made.worse == ["slower", "fewer"]
+    assert made.missing == ["gone", "new"]
+    assert [round(d.ratio, 3) for d in made.differences] == [1.02, 1.4, 1.1, 0.5, 0.75]
+
+
+def pairs(*ratios):
+    side = {"cpu_seconds_per_step": 1.0, "seconds_to": {"0.7": None}, "episodes_per_second": 8.0}
+    theirs = side | {"seconds_per_step": 1.0}
+    return [{"ours": side | {"seconds_per_step": ratio}, "theirs": theirs} for ratio in ratios]
+
+
+def test_headlines_of_whole_runs_have_the_spread_of_their_seeds(tmp_path):
+    own = dict.fromkeys(("cpu_per_token_ratio", "learner_cpu_ratio", "pipeline_cpu_ratio", "trainer_cpu_ratio"), 1.5)
+    own |= {"learner_idle": 0.2, "engine_idle": 0.4}
+    seeds = [own | {"cpu_per_token_ratio": ratio} for ratio in (1.2, 1.5, 1.8)]
+    case = {"pairs": pairs(1.0, 1.5, 2.0), "step_ratio": 1.5, "seconds_to_07_ratio": None}
+    report = {"benchmark": "e2e", "a": case, "own": own | {"by_seed": seeds}}
+    (tmp_path / "report.json").write_text("said before\n" + json.dumps(report) + "\n")
+    found = {headline.name: headline for headline in read(tmp_path / "report.json")}
+    assert found["a.step_ratio"] == Headline("a.step_ratio", 1.5, "low", pytest.approx(1 / 1.5))
+    assert found["own.cpu_per_token_ratio"].spread == pytest.approx(0.6 / 1.5)
+    assert found["own.engine_idle"] == Headline("own.engine_idle", 0.4, "low")
+    assert "a.seconds_to_07_ratio" not in found
+
+
+def test_a_file_without_a_report_is_refused(tmp_path):
+    (tmp_path / "report.json").write_text("no report\n")
+    with pytest.raises(ConfigError, match=r"has no report of `bench all --json`"):
+        read(tmp_path / "report.json")
+    with pytest.raises(ConfigError, match="there are wire"):
+        run_all({"wire": dict}, ["wires"], print)
+
+
+def test_a_small_measurement_is_compared_with_itself(tmp_path):
+    command = [sys.executable, "-m", "r3async", "bench"]
+    made = subprocess.run(
+        [*command, "all", "--quick", "--only", "packing,wire,scale", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        check=True,
+    )
+    (tmp_path / "a.json").write_text(made.stdout)
+    names = [headline.name for headline in read(tmp_path / "a.json")]
+    assert {name.partition(".")[0] for name in names} == {"packing", "wire", "scale"}
+    same = [*command, "compare", "a.json", "a.json", "--json"]
+    done = subprocess.run(same, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
+    assert msgspec.json.decode(done.stdout.splitlines()[-1])["worse"] == []

@@ -134,9 +134,10 @@ def _size(count: int, bits: int) -> int:
     return size
 
 
+@functools.cache
 def _moves(bits: int) -> list[tuple[int, int, int, int]]:
     """For each unit of a block that is not kept: which block, into which one it goes, how far it is shifted up to its place
-    there (down, if negative), and which bits of that place's bytes it is."""
+    there (down, if negative), and which bits of that place's bytes it is. Blocks in order, and the units of each."""
     blocks, kept, unit = _split(bits)
     moves = []
     for source, target in itertools.product(range(blocks - kept), range(kept)):
@@ -166,11 +167,11 @@ def _put(values: np.ndarray, bits: int, out: np.ndarray) -> None:
     for at in range(0, words, WORDS):
         part = slice(at, min(at + WORDS, words))
         moved = spare[: part.stop - at]
-        target[:, part] = source[:kept, part]
         for block, into, shift, mask in _moves(rest):
             _shift(source[block, part], shift, moved)
             np.bitwise_and(moved, _everywhere(mask), out=moved)
-            np.bitwise_or(target[into, part], moved, out=target[into, part])
+            before = source if block == kept else target
+            np.bitwise_or(before[into, part], moved, out=target[into, part])
 
 
 def _get(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray:
@@ -182,7 +183,7 @@ def _get(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray
         blocks, kept, _ = _split(rest)
         words = _words(count, blocks)
         source = data[bits // 8 * padded :].view(np.uint64).reshape(kept, words)
-        target = np.zeros((blocks, words), np.uint64)
+        target = np.empty((blocks, words), np.uint64)
         spare = np.empty(min(words, WORDS), np.uint64)
         for at in range(0, words, WORDS):
             part = slice(at, min(at + WORDS, words))
@@ -190,6 +191,9 @@ def _get(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray
             np.bitwise_and(source[:, part], _everywhere((1 << rest) - 1), out=target[:kept, part])
             for block, into, shift, mask in _moves(rest):
                 np.bitwise_and(source[into, part], _everywhere(mask), out=moved)
+                if not into:
+                    _shift(moved, -shift, target[block, part])
+                    continue
                 _shift(moved, -shift, moved)
                 np.bitwise_or(target[block, part], moved, out=target[block, part])
         top = target.view(np.uint8).reshape(-1)[:count]

@@ -12,17 +12,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from r3async.data.packed import Form
 from r3async.data.records import SCHEMA, Sample, TokenTable, Trajectory, Turn
 from r3async.tools.bench.jobs import table
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
+FORMS: tuple[Form, ...] = ("plain", "bits", "dense")
 TURNS = 8
 ANSWER = 0.5
 """Share of a turn that the policy samples; the rest is the environment's."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """One format: bytes per token, and microseconds per token (the median of the repeats; formats take turns)."""
+    """One format: bytes per token, and microseconds of processor time per token (the median of the repeats; formats take turns).
+    Decoding ends when every column is an array: packed routes are unpacked."""
 
     bytes_per_token: float
     encode_us: float
@@ -30,9 +33,11 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One trajectory. `decode_ratio` is the time that lists of numbers take to decode, over ours."""
+    """One trajectory. `form`: of its routes on the wire. `decode_ratio` is the time that lists of numbers take to decode, over
+    ours."""
 
     name: str
+    form: Form
     tokens: int
     rows: int
     wire: Timing
@@ -65,9 +70,16 @@ def sampled_table(tokens: int, routes: tuple[int, int] | None, seed: int = 0) ->
         "rewards": rewards,
     }
     if routes is not None:
-        columns["routed_experts"] = rng.integers(0, 128, (tokens, *routes), dtype=np.uint8)
+        columns["routed_experts"] = sampled_routes(rng, tokens, *routes)
         columns["routing_recorded"] = np.arange(tokens) < tokens - 1
     return TokenTable(columns)
+
+
+def sampled_routes(rng: np.random.Generator, tokens: int, layers: int, top_k: int, experts: int = 128) -> np.ndarray:
+    """uint8 `[tokens, layers, top_k]`: distinct experts in any order. Some sets, each turned by its own number of experts."""
+    some = rng.random((4096, experts)).argsort(axis=1)[:, :top_k]
+    rows = some[rng.integers(0, len(some), tokens * layers)] + rng.integers(0, experts, (tokens * layers, 1))
+    return (rows % experts).reshape(tokens, layers, top_k).astype(np.uint8)
 
 
 def sampled_trajectory(
@@ -80,23 +92,24 @@ def sampled_trajectory(
 
 
 def run(quick: bool) -> Report:
-    cases = [
-        ("dense", 8192, 1, None),
-        ("dense, short", 512, 1, None),
-        ("dense, 16 rows", 512, 16, None),
-        ("routes 48x8", 2048, 1, (48, 8)),
-        ("routes 48x8, long", 32_768, 1, (48, 8)),
+    cases: list[tuple[str, int, int, Form]] = [
+        ("no routes", 8192, 1, "plain"),
+        ("no routes, short", 512, 1, "plain"),
+        ("no routes, 16 rows", 512, 16, "plain"),
+        *(("routes 48x8", 2048, 1, form) for form in FORMS),
+        *(("routes 48x8, long", 32_768, 1, form) for form in FORMS),
     ]
     if quick:
-        cases = [("dense", 2048, 1, None), ("routes 48x8", 256, 1, (48, 8))]
-    return Report("wire", [_measure(name, tokens, rows, routes, quick) for name, tokens, rows, routes in cases])
+        cases = [("no routes", 2048, 1, "plain"), *(("routes 48x8", 256, 1, form) for form in FORMS)]
+    return Report("wire", [_measure(*case, quick) for case in cases])
 
 
-def _measure(name: str, tokens: int, rows: int, routes: tuple[int, int] | None, quick: bool) -> Case:
+def _measure(name: str, tokens: int, rows: int, form: Form, quick: bool) -> Case:
+    routes = (48, 8) if name.startswith("routes") else None
     trajectory = sampled_trajectory(tokens, rows, routes)
     total = tokens * rows
-    frames = [bytes(f) for f in encode_trajectory(trajectory)]
-    assert decode_trajectory(frames) == trajectory
+    frames = [bytes(f) for f in encode_trajectory(trajectory, routes=form)]
+    assert _sorted(decode_trajectory(frames)) == _sorted(trajectory)
     lists = _to_lists(trajectory)
     assert _from_lists(lists) == trajectory
     pickled = pickle.dumps(trajectory_fields(trajectory), protocol=5)
@@ -104,8 +117,8 @@ def _measure(name: str, tokens: int, rows: int, routes: tuple[int, int] | None, 
     few, many = (2, 5) if quick or heavy else (5, 50)
     seconds = _take_turns(
         {
-            "encode": (lambda: encode_trajectory(trajectory), many),
-            "decode": (lambda: decode_trajectory(frames), many),
+            "encode": (lambda: encode_trajectory(trajectory, routes=form), many),
+            "decode": (lambda: [dict(s.table.items()) for s in decode_trajectory(frames).samples], many),
             "lists encode": (lambda: _to_lists(trajectory), few),
             "lists decode": (lambda: _from_lists(lists), few),
             "pickle encode": (lambda: pickle.dumps(trajectory_fields(trajectory), protocol=5), many),
@@ -120,19 +133,37 @@ def _measure(name: str, tokens: int, rows: int, routes: tuple[int, int] | None, 
     ratio = seconds["lists decode"] / seconds["decode"]
     wire = timing("", sum(map(len, frames)))
     return Case(
-        name, tokens, rows, wire, timing("lists ", len(lists)), timing("pickle ", len(pickled)), decode_ratio=ratio
+        name,
+        form,
+        tokens,
+        rows,
+        wire,
+        timing("lists ", len(lists)),
+        timing("pickle ", len(pickled)),
+        decode_ratio=ratio,
     )
 
 
+def _sorted(trajectory: Trajectory) -> list[TokenTable]:
+    """The tables, with the experts of each row in ascending order."""
+    tables = [sample.table for sample in trajectory.samples]
+    return [
+        table.with_columns(routed_experts=np.sort(table["routed_experts"], axis=-1))
+        if "routed_experts" in table
+        else table
+        for table in tables
+    ]
+
+
 def _take_turns(jobs: dict[str, tuple[Callable[[], Any], int]]) -> dict[str, float]:
-    """Median seconds of each job. They take turns, so that what else the machine does hits all of them."""
+    """Median seconds of processor time of each job. They take turns, so that what else the machine does hits all of them."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for i in range(max(count for _, count in jobs.values())):
         for name, (job, count) in jobs.items():
             if i < count:
-                began = time.perf_counter()
+                began = time.process_time()
                 job()
-                times[name].append(time.perf_counter() - began)
+                times[name].append(time.process_time() - began)
     return {name: median(t) for name, t in times.items()}
 
 
@@ -171,7 +202,7 @@ def render(report: Report) -> str:
     """A table for people."""
     rows = [
         (
-            f"{case.name}, {name}",
+            f"{case.name}, {case.form}, {name}",
             f"{t.bytes_per_token:.2f}",
             f"{t.encode_us:.4f}",
             f"{t.decode_us:.4f}",

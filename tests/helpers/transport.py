@@ -42,13 +42,18 @@ def make_trajectory(
     return Trajectory(f"t{index}", group, 0, 1, "g0", "eos", [], samples or [Sample("s", table)])
 
 
+def encoded(trajectory: Trajectory) -> list[bytes | memoryview]:
+    """As a sender of the default settings does it."""
+    return wire.encode_trajectory(trajectory, routes=TransportConfig().routes)
+
+
 def wire_size(trajectory: Trajectory) -> int:
-    return sum(map(len, wire.encode_trajectory(trajectory)))
+    return sum(map(len, encoded(trajectory)))
 
 
 def memory_size(trajectory: Trajectory) -> int:
     """What its credit is counted in."""
-    return wire.decoded_bytes(wire.encode_trajectory(trajectory), trajectory)
+    return wire.decoded_bytes(encoded(trajectory), trajectory)
 
 
 def free_port() -> int:

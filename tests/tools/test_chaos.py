@@ -64,8 +64,8 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
         async with sending(endpoint, on_reject=lambda t, why: refused.append((t.trajectory_id, why))) as sender:
             encode = wire.encode_trajectory
 
-            def wrong(trajectory):
-                return flip(random.Random(0), [bytes(f) for f in encode(trajectory)])
+            def wrong(trajectory, **options):
+                return flip(random.Random(0), [bytes(f) for f in encode(trajectory, **options)])
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("r3async.transport.sender.encode_trajectory", wrong)

@@ -19,7 +19,6 @@ def test_bytes_per_token_stay_within_their_budget():
     for case, budget in zip(routed, (394, 345, 268), strict=True):
         # A short one carries a larger share of its header.
         assert case.wire.bytes_per_token <= budget + 1500 / case.tokens, case.form
-        assert case.decode_ratio > 20
 
 
 def test_bench_wire_prints_one_json_object_last():

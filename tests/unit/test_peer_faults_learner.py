@@ -141,7 +141,7 @@ def test_ids_above_255_reach_the_router_unwrapped():
     own = torch.tensor([[0, 1], [2, 3]])
     with replay.bound(collate([sample])) as routes:
         for layer in range(2):
-            assert routes.choose(layer, own).tolist() == rows[:, layer].tolist()
+            assert routes.choose(layer, own).tolist() == np.sort(rows[:, layer]).tolist()
     load = replay.take_counts().load
     assert load[0].nonzero()[:, 0].tolist() == [1, 256, 257, 511]
 

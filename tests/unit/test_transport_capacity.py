@@ -155,9 +155,9 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
     def spy(module: Any, name: str, key: str) -> None:
         original = getattr(module, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             here[key].append(threading.current_thread() is threading.main_thread())
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(module, name, call)
 
@@ -176,13 +176,13 @@ async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_toge
     turns: list[int] = []
     encoded = 0
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         nonlocal encoded
         encoded += 1
         end = time.perf_counter() + 0.0005
         while time.perf_counter() < end:
             pass
-        return encode(*args)
+        return encode(*args, **options)
 
     async def watch() -> None:
         while True:

@@ -55,7 +55,7 @@ async def test_malformed_messages():
     size = sum(map(len, frames))
     nan = make_trajectory(2)
     payloads = {
-        "checksum": [frames[0], bytes(len(frames[1])), *frames[2:]],
+        "checksum": [frames[0], bytes([frames[1][0] ^ 1]) + frames[1][1:], *frames[2:]],
         "malformed header": [frames[0][:-1], *frames[1:]],
         f"only {len(frames) - 2} column frames": frames[:-1],
         "the payload is trajectory 't1' of 0": frames,

@@ -120,7 +120,7 @@ class Prompt(msgspec.Struct, frozen=True):
     shared: int = 0
 
 
-class _Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True):
     """A stretch of the prompt, as text and as tokens. `spoken`: messages of the assistant that end in it. Of an answer that was
     sampled, `stop` is the text of its stop token, if it has one."""
 
@@ -164,16 +164,18 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         most_tokens: int | None = None,
+        answers: dict[str, Piece] | None = None,
     ):
-        """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`."""
+        """`most_tokens`: a text that must have more is not tokenised, but raises `TextTooLong`. `answers`: one dictionary for all
+        conversations that may repeat each other's answers."""
         self.renderer, self.tools, self._most_tokens = renderer, tools, most_tokens
         self._text = GrowingText(lambda shown: renderer.render(shown, tools), renderer.habits)
         self._new, self._follows = list(messages), False
         """Messages that are in no prompt yet; whether they follow others, or are the whole conversation."""
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         self._tokens = GrowingTokens()
         """Those of the pieces."""
-        self._answers: dict[str, _Piece] = {}
+        self._answers = {} if answers is None else answers
         """By text: how the newest answer of that text was sampled."""
         self._awaited = False
         """The newest piece is an answer that no rendered text has shown."""
@@ -185,8 +187,8 @@ class Conversation:
         return [*(self._text.messages if self._follows else ()), *self._new]
 
     def begin_like(self, others: Sequence[Conversation]) -> None:
-        """Before the first `prompt`: take over the tokens of that one of `others` which shares most with these messages, and of
-        every answer of theirs that is repeated word for word. Among equals the newest counts, which is the last.
+        """Before the first `prompt`: take over the tokens of that one of `others` which shares most with these messages. Among
+        equals the newest counts, which is the last.
 
         For whoever is handed whole conversations: requests that branch, run beside each other, or edit history. Raises what
         `prompt` raises.
@@ -194,7 +196,6 @@ class Conversation:
         rendered, _ = self._render_new()
         like, kept, furthest = self, self._pieces, 0
         for other in others:
-            self._answers |= other._answers
             pieces, at = other._seen(rendered)
             if at >= furthest:
                 like, kept, furthest = other, pieces, at
@@ -225,7 +226,7 @@ class Conversation:
         that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.end`)."""
         ids = list(token_ids)
         text = self.renderer.text(ids)
-        piece = _Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=self.renderer.end_text(ids))
+        piece = Piece(text, np.asarray(ids, np.int32), 1, sampled=True, stop=self.renderer.end_text(ids))
         self._add(piece)
         self._answers[text] = piece
         self._new.append(message or Message("assistant", text))
@@ -252,7 +253,7 @@ class Conversation:
         self._new, self._follows = [], True
         return rendered, extends
 
-    def _seen(self, rendered: str) -> tuple[list[_Piece], int]:
+    def _seen(self, rendered: str) -> tuple[list[Piece], int]:
         """The pieces that `rendered` begins with, and where the rest begins."""
         at = 0
         for i, piece in enumerate(self._pieces):
@@ -262,7 +263,7 @@ class Conversation:
             at = end
         return list(self._pieces), at
 
-    def _take(self, other: Conversation, pieces: list[_Piece]) -> None:
+    def _take(self, other: Conversation, pieces: list[Piece]) -> None:
         """Go on from `pieces`, which are the first of `other`."""
         length = sum(len(piece.token_ids) for piece in pieces)
         self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
@@ -293,9 +294,9 @@ class Conversation:
         if at < len(rendered):
             self._add(self._encoded(rendered[at:], passed))
 
-    def _encoded(self, text: str, spoken: int = 0) -> _Piece:
-        return _Piece(text, np.asarray(self.renderer.encode(text), np.int32), spoken)
+    def _encoded(self, text: str, spoken: int = 0) -> Piece:
+        return Piece(text, np.asarray(self.renderer.encode(text), np.int32), spoken)
 
-    def _add(self, piece: _Piece) -> None:
+    def _add(self, piece: Piece) -> None:
         self._pieces.append(piece)
         self._tokens.extend(piece.token_ids)

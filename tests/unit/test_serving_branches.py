@@ -45,7 +45,27 @@ def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(req
     asyncio.run(_play(requests, rows, RENDERERS[template]))
 
 
-async def _play(requests, rows, chat):
+class Afresh(Session):
+    """Begins a conversation for every request."""
+
+    def _continued(self, messages, tools):
+        return None
+
+
+@given(
+    requests=st.lists(request_strategy, min_size=1, max_size=7),
+    rows=st.sampled_from(["auto", "stepwise"]),
+    template=st.sampled_from(list(RENDERERS)),
+)
+@settings(max_examples=120, deadline=None)
+def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
+    requests = [{**r, "beside": False, "after": 8 if r["after"] > 2 else r["after"]} for r in requests]
+    continued, afresh = (asyncio.run(_play(requests, rows, RENDERERS[template], kind)) for kind in (Session, Afresh))
+    assert continued.turns == afresh.turns
+    assert all(a.table == b.table for a, b in zip(continued.samples, afresh.samples, strict=True))
+
+
+async def _play(requests, rows, chat, kind=Session):
     limits = EpisodeConfig(max_turns=99, max_new_tokens=120, max_prompt_tokens=3000, max_total_tokens=4000, rows=rows)
     answers = []
     for r in requests:
@@ -53,7 +73,7 @@ async def _play(requests, rows, chat):
         # An answer has at least one token; one that does not end runs to the limit, of which there is none in reach.
         answers.append([*ids, chat.end_id] if r["ended"] or not ids else ids)
     engine = await ready(lambda request, index: answers[int(request.request_id.rpartition("t")[2])])
-    session = Session(TASK, engine, chat, limits)
+    session = kind(TASK, engine, chat, limits)
     histories: list[list[Message]] = []
 
     async def one(request):
@@ -99,6 +119,25 @@ async def _play(requests, rows, chat):
                 assert (table["routed_experts"][at] == scripted_routes(at, 5, token, SCRIPTED_ROUTING)).all()
             if table["loss_mask"][at]:
                 assert table["rollout_logprobs"][at] == pytest.approx(scripted_logprob(at, 5, token))
+    return trajectory
+
+
+async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
+    chat = RENDERERS["plain"]
+    engine = await ready([[*chat.encode("ab"), chat.end_id]])
+    limits = EpisodeConfig(max_turns=99, max_prompt_tokens=9000, max_total_tokens=10000)
+    session, history, encoded = Session(TASK, engine, chat, limits), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "encode", lambda text: encoded.append(len(text)) or type(chat).encode(chat, text))
+        for turn in range(60):
+            history.append({"role": "user", "content": f"and {turn:03}?"})
+            _, message = await session.chat(session.read(history))
+            history.append(message)
+    assert encoded == [len("<|user|>and 000?<|assistant|>")] * 60
+    assert len(session._talks) == 1
+    session.reward(1)
+    session.close()
+    assert len(session.trajectory("stop").samples) == 1
 
 
 @pytest.mark.parametrize("template", list(RENDERERS))

@@ -80,12 +80,19 @@ def _of_data(name: str) -> Callable[[bool, Say], list[Point]]:
     return measure
 
 
+def _requests(quick: bool, say: Say) -> list[Point]:
+    from r3async.tools.bench.scale_turns import measure_requests
+
+    return measure_requests(quick, say)
+
+
 AXES: Mapping[str, Growth] = {
     "turns": Growth("token", _turns),
     "rows": Growth("row", _of_data("rows")),
     "layers": Growth("layer", _of_data("layers")),
     "experts": Growth("expert", _of_data("experts")),
     "generators": Growth("group", _of_data("generators")),
+    "requests": Growth("token", _requests),
 }
 """What grows, by name. What an axis measures with is imported when it is measured."""
 

@@ -1,15 +1,19 @@
-"""`bench scale`, turns of an episode: what an episode costs beside environment and engine."""
+"""`bench scale`, turns and requests of an episode: what it costs beside environment, agent and engine."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Action, Message, StepResult
+from r3async.rollout.agents.session import Session
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Generation, GenerationRequest
 from r3async.rollout.engines.scripted import ScriptedEngine
@@ -83,34 +87,80 @@ def measure(quick: bool, say: Say) -> list[Point]:
         _episode(renderer, 2)
         renderer.messages = renderer.characters = 0
         played = [_episode(renderer, turns) for _ in range(1 if quick else REPEATS)]
-        seconds = [cpu for _, cpu in played]
-        middle, n = median(seconds), len(played)
-        counts = {"messages": renderer.messages / n, "characters": renderer.characters / n}
-        points.append(Point(turns, played[0][0], middle, n, (max(seconds) - min(seconds)) / middle, counts))
+        done = {"messages": renderer.messages, "characters": renderer.characters}
+        points.append(_point(turns, played, {name: count / len(played) for name, count in done.items()}))
         say(f"{turns} turns: {points[-1].unit_us:.2f} µs a token")
     return points
 
 
 def _episode(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
     """Tokens of the episode, and processor seconds without the engine's."""
-    settings = EpisodeConfig(
+    engine = _Timed(_answer, keep_calls=False)
+
+    async def play() -> tuple[int, float]:
+        await engine.start()
+        began = time.process_time()
+        trajectory = await EpisodePlayer(EpisodeTask(0, 1, 0), _Asking(), engine, renderer, _settings(turns)).play()
+        return trajectory.tokens, time.process_time() - began - engine.seconds_used
+
+    return asyncio.run(play())
+
+
+def _settings(turns: int) -> EpisodeConfig:
+    return EpisodeConfig(
         max_turns=turns,
         max_new_tokens=ANSWER_TOKENS,
         max_prompt_tokens=1_000_000,
         max_total_tokens=2_000_000,
         rows="merged",
     )
-    engine = _Timed(_answer, keep_calls=False)
 
-    async def play() -> tuple[int, float]:
-        await engine.start()
-        began = time.process_time()
-        trajectory = await EpisodePlayer(EpisodeTask(0, 1, 0), _Asking(), engine, renderer, settings).play()
-        return trajectory.tokens, time.process_time() - began - engine.seconds_used
 
-    return asyncio.run(play())
+def _point(turns: int, played: Sequence[tuple[int, float]], counts: dict[str, float]) -> Point:
+    seconds = [cpu for _, cpu in played]
+    middle = median(seconds)
+    return Point(turns, played[0][0], middle, len(played), (max(seconds) - min(seconds)) / middle, counts)
 
 
 def _answer(request: GenerationRequest, index: int) -> list[int]:
     letters = np.random.default_rng(index).integers(97, 123, ANSWER_TOKENS - 1)
     return [*letters.tolist(), *request.stop_token_ids[:1]]
+
+
+def measure_requests(quick: bool, say: Say) -> list[Point]:
+    """Episodes that an agent plays through the endpoint's sessions: each request repeats the conversation."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    renderer = ChatRenderer(tokenizer)
+    _session(renderer, 2)
+    points = []
+    for turns in QUICK if quick else TURNS:
+        played = [_session(renderer, turns) for _ in range(1 if quick else REPEATS)]
+        points.append(_point(turns, played, {}))
+        say(f"{turns} requests: {points[-1].unit_us:.2f} µs a token")
+    return points
+
+
+def _session(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
+    """As `_episode`; what the agent itself does is not measured."""
+    engine = _Timed(_answer, keep_calls=False)
+    history: list[dict[str, Any]] = [{"role": "system", "content": "Answer each question."}]
+
+    async def play() -> tuple[int, float]:
+        await engine.start()
+        session = Session(EpisodeTask(0, 1, 0), engine, renderer, _settings(turns))
+        own = 0.0
+        for turn in range(turns):
+            history.append({"role": "user", "content": f"{turn:0{QUESTION_CHARACTERS}d}"})
+            body = msgspec.json.encode(history)
+            began = time.process_time()
+            _, message = await session.chat(session.read(msgspec.json.decode(body)))
+            own += time.process_time() - began
+            history.append(message)
+        began = time.process_time()
+        session.reward(1.0)
+        session.close()
+        trajectory = session.trajectory("stop")
+        return trajectory.tokens, own + time.process_time() - began - engine.seconds_used
+
+    return asyncio.run(play())

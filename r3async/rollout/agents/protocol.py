@@ -154,9 +154,27 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Raises `Refused` for what is not text.
     """
-    if not messages:
-        raise Refused("messages is empty", param="messages")
-    return [_message(i, m) for i, m in enumerate(messages)]
+    return MessageReader().read(messages)
+
+
+class MessageReader:
+    """`read_messages`, of requests that repeat the conversation: what the request before began with is not read again."""
+
+    def __init__(self) -> None:
+        self._asked: Sequence[Mapping[str, Any]] = ()
+        self._read: list[Message] = []
+
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        known = 0
+        for old, new in zip(self._asked, messages, strict=False):
+            if old != new:
+                break
+            known += 1
+        if not messages:
+            raise Refused("messages is empty", param="messages")
+        self._read = [*self._read[:known], *(_message(i, messages[i]) for i in range(known, len(messages)))]
+        self._asked = list(messages)
+        return list(self._read)
 
 
 def _message(index: int, message: Mapping[str, Any]) -> Message:

@@ -25,7 +25,6 @@ from r3async.rollout.agents.protocol import (
     completion_answer,
     completion_chunks,
     completion_logprobs,
-    read_messages,
     read_request,
     token_logprobs,
 )
@@ -224,7 +223,7 @@ class AgentServer:
             )
         self._refuse_many(messages=asked.messages, tools=asked.tools or [])
         tools = (asked.tools or []) if asked.tool_choice != "none" else []
-        sampled, message = await session.chat(read_messages(asked.messages), tools, asked.limit)
+        sampled, message = await session.chat(session.read(asked.messages), tools, asked.limit)
         logprobs = None
         if asked.logprobs:
             logprobs = token_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), bool(asked.top_logprobs))

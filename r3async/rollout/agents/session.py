@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import secrets
@@ -10,13 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs import Message
-from r3async.rollout.agents.protocol import Refused, Sampled, SpokenMessages, parse_answer, read_messages
-from r3async.rollout.chat import ChatRenderer, Conversation, Prompt, TemplateError, TextTooLong
+from r3async.rollout.agents.protocol import (
+    MessageReader,
+    Refused,
+    Sampled,
+    SpokenMessages,
+    parse_answer,
+    read_messages,
+)
+from r3async.rollout.chat import ChatRenderer, Conversation, Piece, Prompt, TemplateError, TextTooLong
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
 from r3async.rollout.samples import EpisodeSamples, PrefixBroken
@@ -35,6 +44,16 @@ async def in_tokenizer(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
 
 
 REWARD_CALL = 'POST /v1/r3async/reward {"reward": 1.0}'
+
+
+class _Talk(msgspec.Struct, eq=False):
+    """A conversation with the agent. `asked`: its messages, as the agent sent them. `answer`: the last one, in the policy's own
+    words, once a request may continue it; None while it is in flight, and after it failed."""
+
+    conversation: Conversation
+    tools: Sequence[Mapping[str, Any]]
+    asked: Sequence[Message]
+    answer: Message | None = None
 
 
 class Session:
@@ -70,7 +89,10 @@ class Session:
         self._samples = EpisodeSamples(engine.routing, settings.rows)
         name = task.trajectory_id
         self._engine = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
-        self._talks: list[Conversation] = []
+        self._talks: list[_Talk] = []
+        """Of the tokenizer's thread. The one that was answered last is the last."""
+        self._answers: dict[str, Piece] = {}
+        self._reader = MessageReader()
         self._spoken = SpokenMessages()
         self._texts: list[tuple[str, list[int]]] = []
         """What was completed, prompt and answer together, without its stop token."""
@@ -93,7 +115,7 @@ class Session:
         """The answer, and the message that it is handed out as. Raises `Refused`. Cancelling it aborts the request."""
         try:
             # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
-            talk, prompt = await in_tokenizer(self._conversation, messages, tools, tuple(self._talks))
+            talk, prompt = await in_tokenizer(self._conversation, messages, tools)
         except TextTooLong as error:
             raise self._too_long(f"{error.characters} characters") from error
         sampled = await self._sample(prompt, max_tokens)
@@ -101,44 +123,73 @@ class Session:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        talk.answered(sampled.token_ids, turn=sampled.turn)
-        self._talks.append(talk)
+        await in_tokenizer(self._answered, talk, sampled)
         self._spoken.add(sampled.text, Message("assistant", content, tool_calls=_with_objects(calls)))
         self._show(messages[-1].role, messages[-1].content, sampled.text)
         return sampled, message
 
-    def _conversation(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
-    ) -> tuple[Conversation, Prompt]:
-        """In a thread: it changes nothing of this session. `talks`: those before this one."""
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Those of a request; see `read_messages`."""
+        return self._reader.read(messages)
+
+    def _conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[_Talk, Prompt]:
+        """In the tokenizer's thread."""
+        talk = self._continued(messages, tools)
+        if talk is not None:
+            talk.answer = None
+            talk.conversation.observe([self._spoken.restored(m) for m in messages[len(talk.asked) + 1 :]])
+            with contextlib.suppress(TemplateError):
+                prompt = talk.conversation.prompt()
+                talk.asked = messages
+                return talk, prompt
         own_words = [self._spoken.restored(message) for message in messages]
         try:
-            return self._begin(own_words, tools, talks)
+            return self._begin(messages, own_words, tools)
         except TemplateError as error:
             # Some templates insist on seeing the call before its result.
             if own_words == list(messages):
                 raise Refused(str(error), param="messages") from error
         try:
-            return self._begin(messages, tools, talks)
+            return self._begin(messages, messages, tools)
         except TemplateError as error:
             raise Refused(str(error), param="messages") from error
 
+    def _continued(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Talk | None:
+        """The conversation that these messages repeat with its answer, and go on with."""
+        for talk in reversed(self._talks):
+            known = len(talk.asked)
+            if (
+                talk.answer is not None
+                and known < len(messages)
+                and talk.asked[-1] == messages[known - 1]
+                and talk.asked == messages[:known]
+                and talk.answer == self._spoken.restored(messages[known])
+                and talk.tools == tools
+            ):
+                return talk
+        return None
+
     def _begin(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], talks: Sequence[Conversation]
-    ) -> tuple[Conversation, Prompt]:
-        talk = Conversation(self.renderer, messages, tools, self.settings.max_prompt_tokens)
-        talk.begin_like(talks)
-        return talk, talk.prompt()
+        self, asked: Sequence[Message], shown: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[_Talk, Prompt]:
+        """The agent `asked` this, and the template is `shown` that."""
+        most = self.settings.max_prompt_tokens
+        conversation = Conversation(self.renderer, shown, tools, most, self._answers)
+        conversation.begin_like([talk.conversation for talk in self._talks])
+        return _Talk(conversation, tools, asked), conversation.prompt()
+
+    def _answered(self, talk: _Talk, sampled: Sampled) -> None:
+        """In the tokenizer's thread. The answer may be continued if the template is shown it in the policy's own words."""
+        text = talk.conversation.answered(sampled.token_ids, turn=sampled.turn)
+        talk.answer = Message("assistant", text)
+        self._talks = [*(other for other in self._talks if other is not talk), talk]
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> Sampled:
         """Continue a text, or token ids. What a text repeats from its beginning, with its answer, keeps its tokens."""
         most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
-            text, ids = max(
-                ((t, i) for t, i in self._texts if prompt.startswith(t)),
-                key=lambda known: len(known[0]),
-                default=("", []),
-            )
+            by_length = sorted(self._texts, key=lambda known: len(known[0]), reverse=True)
+            text, ids = next((known for known in by_length if prompt.startswith(known[0])), ("", []))
             try:
                 self.renderer.check_length(len(prompt), most)
             except TextTooLong as error:

@@ -18,7 +18,7 @@ def test_the_exponent_is_that_of_the_power_law_the_points_are_of(power):
 
 @pytest.mark.parametrize(("exponents", "steep"), [((1.0, 1.1), []), ((1.2, 1.0), ["a"]), ((0.9, 1.2), ["a"])])
 def test_an_axis_is_steep_where_all_points_or_the_larger_half_are(exponents, steep):
-    report = Report("scale", 1.1, [Axis("a", "token", [Point(1, 2.0, 1e-6, counts={"calls": 4.0})], *exponents)])
+    report = Report("scale", [Axis("a", "token", [Point(1, 2.0, 1e-6, counts={"calls": 4.0})], *exponents)])
     assert report.steep == steep
     assert ("more than 1.1" in render(report)) == bool(steep)
 

@@ -142,7 +142,7 @@ def measure_requests(quick: bool, say: Say) -> list[Point]:
 
 
 def _session(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
-    """As `_episode`; what the agent itself does is not measured."""
+    """As `_episode`. What the agent does is not measured, nor the JSON of its requests, which repeat the conversation."""
     engine = _Timed(_answer, keep_calls=False)
     history: list[dict[str, Any]] = [{"role": "system", "content": "Answer each question."}]
 
@@ -152,9 +152,9 @@ def _session(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
         own = 0.0
         for turn in range(turns):
             history.append({"role": "user", "content": f"{turn:0{QUESTION_CHARACTERS}d}"})
-            body = msgspec.json.encode(history)
+            asked = msgspec.json.decode(msgspec.json.encode(history))
             began = time.process_time()
-            _, message = await session.chat(session.read(msgspec.json.decode(body)))
+            _, message = await session.chat(session.read(asked))
             own += time.process_time() - began
             history.append(message)
         began = time.process_time()

@@ -161,15 +161,14 @@ class MessageReader:
     """`read_messages`, of requests that repeat the conversation: what the request before began with is not read again."""
 
     def __init__(self) -> None:
-        self._asked: Sequence[Mapping[str, Any]] = ()
+        self._asked: list[Mapping[str, Any]] = []
         self._read: list[Message] = []
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        known = 0
-        for old, new in zip(self._asked, messages, strict=False):
-            if old != new:
-                break
-            known += 1
+        known = len(self._asked)
+        if self._asked != messages[:known]:
+            pairs = enumerate(zip(self._asked, messages, strict=False))
+            known = next((i for i, (old, new) in pairs if old != new), min(known, len(messages)))
         if not messages:
             raise Refused("messages is empty", param="messages")
         self._read = [*self._read[:known], *(_message(i, messages[i]) for i in range(known, len(messages)))]

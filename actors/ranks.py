@@ -16,7 +16,7 @@ from r3async.checkpoint import FileRecord, open_checkpoint
 from r3async.config import Config, config_from_dict, to_dict
 from r3async.learner import LearnerError, MinibatchResult
 from r3async.learner.batch.packing import MicroBatch
-from r3async.weights.publish import Publication, WeightSender
+from r3async.weights.publish import HostCopy, Publication, WeightSender
 from r3async.world import ActorRef, Actors, Placement, World
 from r3async.world.real import REAL
 
@@ -57,6 +57,8 @@ class LocalLearner:
         self._sender: WeightSender = NoSender()
         self._dtype = getattr(torch, config.generator.dtype)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._memory: HostCopy | None = None
+        """What snapshots are copied into; made by the first."""
         self._held: LearnerState | None = None
 
     @classmethod
@@ -105,9 +107,12 @@ class LocalLearner:
             raise LearnerError(
                 f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
             )
-        tensors = {name: tensor.cpu() for name, tensor in self.backend.export().items()}
+        tensors = self.backend.export(copy=False)
         if tensors:  # one rank hands them in
-            self._snapshot = version, tensors
+            if self._memory is None or not self._memory.fits(tensors):
+                self._memory = HostCopy(tensors)
+            self._memory.fill(tensors)
+            self._snapshot = version, self._memory.tensors
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""

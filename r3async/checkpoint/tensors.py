@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from r3async.checkpoint.state import CheckpointError, FileRecord, TrustRegionState
-from r3async.data.container import CODES, encode_header, tensor_bytes
+from r3async.data.container import CODES, Described, encode_header, tensor_bytes
 from r3async.world import Files
 from r3async.world.real import REAL
 
@@ -125,14 +125,6 @@ class _Offsets(msgspec.Struct, forbid_unknown_fields=True):
     saved_offsets: tuple[int, ...]
 
 
-class _Described(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor, in the header of a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
 class Part:
     """One rank's file: the facts and places that its header names. The values stay in the file until they are read.
 
@@ -149,7 +141,7 @@ class Part:
             metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
             saved = msgspec.json.decode(metadata[_OURS], type=_Saved)
             offsets = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Offsets])
-            self.tensors = {name: msgspec.json.decode(text, type=_Described) for name, text in header.items()}
+            self.tensors = {name: msgspec.json.decode(text, type=Described) for name, text in header.items()}
             self.places = {
                 name: Place(name, saved.shapes.get(name, tensor.shape), offsets[name].saved_offsets, tensor.shape)
                 for name, tensor in self.tensors.items()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from r3async.world import Buffer, Files
@@ -168,6 +169,28 @@ def encode_header(
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+class Described(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor, in the header of a safetensors file. `dtype`: a value of `CODES`. `data_offsets` count from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def decode_header(data: Buffer) -> tuple[dict[str, Described], int]:
+    """The tensors of a safetensors file, in the order of its header, and where their bytes begin. Raises `ValueError`."""
+    view = memoryview(data)
+    end = 8 + int.from_bytes(view[:8], "little")
+    if not 8 < end <= view.nbytes:
+        raise ValueError(f"a header of {end - 8} bytes in a file of {view.nbytes}")
+    try:
+        table = msgspec.json.decode(view[8:end], type=dict[str, msgspec.Raw])
+        table.pop("__metadata__", None)
+        return {name: msgspec.json.decode(text, type=Described) for name, text in table.items()}, end
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"its header: {error}") from error
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -130,9 +130,10 @@ class LearnerBackend:
         """Of the tokens at `rows`, none a sample's first, at their samples' temperatures. Logits are made for these only."""
         raise NotImplementedError
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """A snapshot of all weights under their Hugging Face checkpoint names, contiguous, in the compute dtype: on rank 0,
-        nothing elsewhere. Later steps do not change it."""
+        nothing elsewhere. Later steps do not change it. Without `copy` they may, and tensors need not be contiguous: for who
+        copies them himself, at once."""
         raise NotImplementedError
 
     def places(self) -> list[Held]:

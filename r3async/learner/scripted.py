@@ -131,7 +131,7 @@ class ScriptedLearner(LearnerBackend):
         """Of the digest."""
         return [Held((Place.whole(DIGEST, (32,)),))]
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """The digest, uint8 `[32]`."""
         return {DIGEST: self.optimizer.weights}
 

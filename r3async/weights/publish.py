@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 16 * 2**20
 BUCKET_BYTES = 64 * 2**20
+GATHERED_BYTES = 2**20
+"""Tensors are written together up to so many: a call for each would take longer than its bytes."""
 LOCK = "lock"
 """A file in each folder, which its owner holds."""
 
@@ -261,17 +263,64 @@ class EncodedWeights:
         except ValueError as error:
             raise WeightError(str(error)) from error
         self._entries: dict[str, TensorEntry] = {}
-        self.nbytes = sum(t.numel() * self._stored[name].itemsize for name, t in tensors.items())
+        self._sizes = {name: t.numel() * self._stored[name].itemsize for name, t in tensors.items()}
+        self.nbytes = sum(self._sizes.values())
 
     def __iter__(self) -> Iterator[Buffer]:
         yield self._header
-        for name, tensor in self._tensors.items():
-            stored, digest = self._stored[name], xxhash.xxh3_64()
-            for piece in tensor.detach().reshape(-1).split(max(1, self._bucket_bytes // stored.itemsize)):
-                data = tensor_bytes(piece.to("cpu", stored))
-                digest.update(data)
-                yield data
-            self._entries[name] = TensorEntry(dtype_name(stored), tuple(tensor.shape), digest.intdigest())
+        gathered: list[str] = []
+        count, most = 0, min(self._bucket_bytes, GATHERED_BYTES)
+        for name, size in self._sizes.items():
+            if gathered and count + size > most:
+                yield self._together(gathered, count)
+                gathered, count = [], 0
+            if size > most:
+                yield from self._alone(name)
+            else:
+                gathered.append(name)
+                count += size
+        if gathered:
+            yield self._together(gathered, count)
+
+    def _alone(self, name: str) -> Iterator[Buffer]:
+        """A large tensor, in pieces; not copied if it is as it will be stored."""
+        tensor, stored, digest = self._tensors[name], self._stored[name], xxhash.xxh3_64()
+        for piece in tensor.detach().reshape(-1).split(max(1, self._bucket_bytes // stored.itemsize)):
+            data = tensor_bytes(piece.to("cpu", stored))
+            digest.update(data)
+            yield data
+        self._enter(name, digest.intdigest())
+
+    def _together(self, names: Sequence[str], nbytes: int) -> Buffer:
+        """Small tensors, copied side by side: what is done for each of them would take longer than the copy."""
+        import torch
+
+        if not nbytes:
+            for name in names:
+                self._enter(name, xxhash.xxh3_64_intdigest(b""))
+            return b""
+        data, at = torch.empty(nbytes, dtype=torch.uint8), 0
+        places, values = [], []
+        for name in names:
+            stop = at + self._sizes[name]
+            tensor, stored = self._tensors[name].detach(), self._stored[name]
+            piece = data[at:stop]
+            if at % stored.itemsize:
+                piece.copy_(tensor.to("cpu", stored).contiguous().reshape(-1).view(torch.uint8))
+            elif at < stop:
+                places.append(piece.view(stored).view(tensor.shape))
+                values.append(tensor)
+            at = stop
+        torch._foreach_copy_(places, values)
+        view, at = memoryview(data.numpy()), 0
+        for name in names:
+            stop = at + self._sizes[name]
+            self._enter(name, xxhash.xxh3_64_intdigest(view[at:stop]))
+            at = stop
+        return view
+
+    def _enter(self, name: str, checksum: int) -> None:
+        self._entries[name] = TensorEntry(dtype_name(self._stored[name]), tuple(self._tensors[name].shape), checksum)
 
     def manifest(self, path: str) -> WeightManifest:
         """What was given out, and is now at `path`."""
@@ -279,45 +328,34 @@ class EncodedWeights:
         return WeightManifest(version=self._version, path=path, tensors=self._entries, nbytes=self.nbytes)
 
 
-def read_verified(manifest: WeightManifest, *, checksums: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a published version in the manifest's order, mapped from the file rather than copied.
+class HostCopy:
+    """Tensors copied into one buffer of host memory, which is used again for the next version: memory that is taken anew for each
+    costs more than the copy."""
 
-    Names, shapes and dtypes are checked before the first tensor is given out, the checksum of each just before it is.
-    `checksums=False` leaves out the latter, for a reader whose caller has verified the same file a moment ago.
-    Raises `WeightError` that names the file or the tensor.
-    """
-    from safetensors import SafetensorError, safe_open
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        import torch
 
-    where = f"weights version {manifest.version} ({manifest.path})"
-    try:
-        file = safe_open(manifest.path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise WeightError(f"{where} cannot be read: {error}") from error
-    with file:
-        names = set(file.keys())
-        if missing := sorted(set(manifest.tensors) - names):
-            raise WeightError(f"{where}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
-        if unknown := sorted(names - set(manifest.tensors)):
-            raise WeightError(f"{where}: tensor {unknown[0]!r} is not in the manifest ({len(unknown)} in all)")
-        tensors = {}
-        for name, entry in manifest.tensors.items():
-            tensor = file.get_tensor(name)
-            if tuple(tensor.shape) != entry.shape or dtype_name(tensor.dtype) != entry.dtype:
-                raise WeightError(
-                    f"{where}: tensor {name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
-                    f"the manifest says {entry.dtype} {list(entry.shape)}"
-                )
-            tensors[name] = tensor
-        for name, tensor in tensors.items():
-            if checksums and xxhash.xxh3_64_intdigest(tensor_bytes(tensor)) != manifest.tensors[name].checksum:
-                raise WeightError(f"{where}: tensor {name!r} is corrupt: its checksum differs from the published one")
-            yield name, tensor
+        starts, at = [], 0
+        for tensor in tensors.values():
+            at = -(-at // tensor.itemsize) * tensor.itemsize
+            starts.append(at)
+            at += tensor.nbytes
+        flat = torch.empty(at, dtype=torch.uint8)
+        self._described = [(name, t.shape, t.dtype) for name, t in tensors.items()]
+        self.tensors = {
+            name: flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
+            for start, (name, t) in zip(starts, tensors.items(), strict=True)
+        }
 
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Names, shapes and dtypes are those of the buffer, in its order."""
+        return self._described == [(name, t.shape, t.dtype) for name, t in tensors.items()]
 
-def verify(manifest: WeightManifest) -> None:
-    """Check a whole published file. Blocking: about a second for 3 to 5 GB. Raises `WeightError`."""
-    for _ in read_verified(manifest):
-        pass
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy `tensors`, on any device and in any layout, which `fits`."""
+        import torch
+
+        torch._foreach_copy_(list(self.tensors.values()), [t.detach() for t in tensors.values()])
 
 
 def _remove_abandoned(directory: Path, files: Files) -> None:

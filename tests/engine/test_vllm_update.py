@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -197,18 +196,8 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, o
         await engine.stop()
 
 
-@dataclass
-class SaysOtherwise:
-    """Workers of which the second has the version before."""
-
-    digest: int
-
-    async def collective_rpc(self, method):
-        assert method == "r3_installed"
-        return [(1, self.digest), (0, 5)]
-
-
-async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
+def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
     manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
     with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):
-        await _confirm(SaysOtherwise(manifest.digest), manifest)
+        _confirm([(1, manifest.digest), (0, 5)], manifest)
+    _confirm([[1, manifest.digest]] * 2, manifest)

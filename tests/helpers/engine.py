@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from r3async.rollout.engines import GenerationRequest
 from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engines.vllm_plan import digests
 from r3async.rollout.engines.vllm_worker import WorkerExtension
 from r3async.weights.publish import Publisher, WeightManifest
+from r3async.weights.reading import VersionFile
 
 VOCABULARY = 264
 END = 257
@@ -197,20 +200,47 @@ class FlippingExtension(WorkerExtension):
         "model.norm.weight",
     )
 
-    def r3_tensors(self, published: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in super().r3_tensors(published):
+    def r3_content(self, published: WeightManifest) -> torch.Tensor:
+        content = super().r3_content(published).clone()
+        for name, tensor in VersionFile(published, content).tensors():
             if name in self.FLIPPED:
-                tensor = tensor.clone()
                 tensor.reshape(-1).view(torch.int32)[7] ^= 1 << 22
-            yield name, tensor
+        return content
 
 
 class BrokenExtension(WorkerExtension):
-    """vLLM as it is: experts stay in checkpoint layout after a reload. The second reload dies half-way."""
+    """vLLM as it is: experts stay in checkpoint layout after a reload. The reload of version 1 dies half-way."""
 
-    reloads = 0
+    r3_version = -1
+
+    def r3_install(self, manifest: bytes) -> tuple[int, int]:
+        self.r3_version = msgspec.msgpack.decode(manifest, type=WeightManifest).version
+        return super().r3_install(manifest)
 
     def r3_after_load(self) -> None:
-        self.reloads += 1
-        if self.reloads == 2:
+        if self.r3_version == 1:
             raise RuntimeError("lost half-way")
+
+
+class ComparedExtension(WorkerExtension):
+    """Says how it loads, and what it holds."""
+
+    r3_reloads = 0
+
+    def r3_reload(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.r3_reloads += 1
+        super().r3_reload(published, tensors)
+
+    def r3_loads(self) -> int:
+        """How often vLLM's loader loaded."""
+        return self.r3_reloads
+
+    def r3_copies(self) -> int:
+        return self.r3_plan.copies if self.r3_plan is not None else -1
+
+    def r3_digests(self) -> dict[str, int]:
+        return digests(self.model_runner.model)
+
+    def r3_load_as_vllm(self, manifest: bytes) -> None:
+        published = msgspec.msgpack.decode(manifest, type=WeightManifest)
+        self.r3_reload(published, VersionFile(published).tensors())

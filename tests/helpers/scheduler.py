@@ -75,11 +75,11 @@ class ObservedScheduler(WholeScheduler):
 class ObservingExtension(WorkerExtension):
     """The worker is in the scheduler's process: it knows the weights and hands the records out."""
 
-    def r3_install(self, manifest: bytes) -> float:
+    def r3_install(self, manifest: bytes) -> tuple[int, int]:
         global _loaded
-        seconds = super().r3_install(manifest)
+        holds = super().r3_install(manifest)
         _loaded = msgspec.msgpack.decode(manifest, type=WeightManifest).version
-        return seconds
+        return holds
 
     def r3_sampled(self, name: str) -> int:
         """By the newest request with that in its id."""

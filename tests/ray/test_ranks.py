@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from r3async.actors.ranks import WRITE, LocalLearner, RankActor, RankedLearner, placement
 from r3async.config import to_dict
 from r3async.learner import LearnerError
-from r3async.weights.publish import verify
+from r3async.weights.reading import verify
 from r3async.world.real import REAL
 from tests.helpers import models as hm
 from tests.helpers.parity import LENGTHS, batch, config, of_rank

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from r3async.actors.delivery import ObjectStoreReceiver, ObjectStoreSender
-from r3async.weights.publish import EncodedWeights, WeightError, read_verified, verify
+from r3async.weights.publish import EncodedWeights, WeightError
+from r3async.weights.reading import read_verified, verify
 from tests.unit.test_weights import tensors
 
 pytestmark = pytest.mark.usefixtures("local_ray")

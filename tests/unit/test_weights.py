@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.weights.publish import Publisher, TensorEntry, WeightError, WeightManifest, read_verified, verify
+from r3async.weights.publish import Publisher, TensorEntry, WeightError, WeightManifest
+from r3async.weights.reading import read_verified, verify
 from r3async.world.disk import Disk
 
 

@@ -128,7 +128,7 @@ def test_workers_hold_what_was_published_and_say_which_version(sender, wire, lef
     for version in (0, 1):
         manifest = fetched(sender, version, receiver)
         install(worker, manifest)
-        assert worker.r3_installed() == (version, manifest.digest)
+        assert worker.r3_holds == (version, manifest.digest)
         for name, tensor in tensors(version).items():
             assert torch.equal(worker.model.holds[name], tensor.to(torch.bfloat16)), name
     assert len(worker.groups) == 1
@@ -145,7 +145,7 @@ def test_a_tensor_that_is_not_loaded_and_a_module_that_is_not_filled_are_named(s
     worker = Worker(wire, lose="m")
     with pytest.raises(WeightError, match="version 0: tensor 'm' was not loaded"):
         install(worker, fetched(sender, 0, receiver))
-    assert worker.r3_installed() == (-1, 0)
+    assert worker.r3_holds == (-1, 0)
     left_out.append("layers.1")
     with pytest.raises(WeightError, match=r"version 1: vLLM's loader left out 'layers\.1'"):
         install(Worker(wire), fetched(sender, 1, receiver))
@@ -155,11 +155,11 @@ def test_a_file_is_loaded_under_the_same_watch(sender, wire, left_out):
     manifest = sender.send(0, tensors(0), torch.bfloat16).manifest
     worker = Worker(wire)
     install(worker, manifest)
-    assert worker.r3_installed() == (0, manifest.digest)
+    assert worker.r3_holds == (0, manifest.digest)
     assert sorted(worker.model.holds) == ["a", "m", "z"]
     assert worker.groups == []
     with pytest.raises(WeightError, match="'z' was not loaded"):
-        worker.r3_load(manifest, [(name, tensor) for name, tensor in tensors(0).items() if name != "z"])
+        worker.r3_reload(manifest, [(name, tensor) for name, tensor in tensors(0).items() if name != "z"])
     assert worker.model.load_weights.__func__ is Model.load_weights
 
 
@@ -178,7 +178,7 @@ def test_the_learner_continues_publishing_while_a_generator_hangs(sender, wire, 
     before = time.monotonic()
     worker = Worker(wire)
     install(worker, fetched(sender, 1, NcclReceiver("g1")))
-    assert worker.r3_installed()[0] == 1
+    assert worker.r3_holds[0] == 1
     sender.close()
     assert time.monotonic() - before < 10
 

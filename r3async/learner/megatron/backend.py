@@ -193,9 +193,9 @@ class MegatronLearner(LearnerBackend):
     def places(self) -> list[Held]:
         return [held(link) for link in self.links]
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """With one rank on the model's device, with several on the host."""
-        return gather_weights(self.links)
+        return gather_weights(self.links, copy=copy)
 
     def close(self) -> None:
         """Release the process groups, if they were made here."""

@@ -59,7 +59,9 @@ class Link:
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole tensor from every tensor-parallel rank's part: a collective operation, if it is divided."""
-        if self.dim is None or ps.get_tensor_model_parallel_world_size() == 1:
+        if self.dim is None:
+            return part
+        if ps.get_tensor_model_parallel_world_size() == 1:
             return part[: self.rows]
         parts = [torch.empty_like(part) for _ in range(ps.get_tensor_model_parallel_world_size())]
         dist.all_gather(parts, part.contiguous(), group=ps.get_tensor_model_parallel_group())
@@ -171,22 +173,27 @@ def load_weights(plan: Sequence[Link], shape: Qwen3Shape, files: Mapping[str, An
 
 @torch.no_grad()
 def gather_weights(
-    plan: Sequence[Link], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
+    plan: Sequence[Link],
+    value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach(),
+    *,
+    copy: bool = True,
 ) -> dict[str, Tensor]:
     """Copies of all weights, or of `value` of them, under their checkpoint names, contiguous: on rank 0, nothing elsewhere.
 
-    A collective operation. With one rank the copies are on the model's device, with several on the host.
+    A collective operation. With one rank the copies are on the model's device, with several on the host. Without `copy`, views
+    of the parameters where these can be.
     """
     mine: dict[str, Tensor] = {}
+    # Of the ranks that have a parameter, one hands it in.
+    expert = ps.get_expert_data_parallel_rank() == 0
+    other = ps.get_data_parallel_rank() == 0 and ps.get_tensor_model_parallel_rank() == 0
     for link in plan:
         if link.copy:
             continue
         for name, part in zip(link.names, link.split(value(link.parameter)), strict=True):
             whole = link.whole(part)
-            # Of the ranks that have the parameter, one hands it in.
-            copy = ps.get_expert_data_parallel_rank() if link.expert else ps.get_data_parallel_rank()
-            if copy == 0 and (link.expert or ps.get_tensor_model_parallel_rank() == 0):
-                mine[name] = whole.clone(memory_format=torch.contiguous_format)
+            if expert if link.expert else other:
+                mine[name] = whole.clone(memory_format=torch.contiguous_format) if copy else whole
     return mine if dist.get_world_size() == 1 else _collect(mine)
 
 

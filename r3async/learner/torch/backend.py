@@ -109,10 +109,10 @@ class TorchLearner(LearnerBackend):
             out.append(held)
         return out
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """In host memory."""
         dtype = getattr(torch, self.config.learner.dtype)
-        return self.model.checkpoint_tensors(partial(whole, dtype=dtype, ranks=self.ranks))
+        return self.model.checkpoint_tensors(partial(whole, dtype=dtype, ranks=self.ranks), copy=copy)
 
 
 def join(dp: int) -> Ranks:

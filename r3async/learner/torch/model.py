@@ -232,8 +232,8 @@ class PackedModel(nn.Module):
             # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
             module.forward = partial(_recomputed, module.forward)
 
-    def checkpoint_tensors(self, gather: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
-        """All weights and persistent buffers under their checkpoint names, contiguous copies.
+    def checkpoint_tensors(self, gather: Callable[[Tensor], Tensor | None], *, copy: bool = True) -> dict[str, Tensor]:
+        """All weights and persistent buffers under their checkpoint names, contiguous copies; without `copy` whatever they are.
 
         `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports.
         """
@@ -242,6 +242,8 @@ class PackedModel(nn.Module):
         ours |= {n: buffers[n] for n in self.causal.state_dict() if n in buffers}
         whole = {name: t for name, tensor in ours.items() if (t := gather(tensor.detach())) is not None}
         named = revert_weight_conversion(self.causal, whole)
+        if not copy:
+            return dict(named)
         return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
 
 

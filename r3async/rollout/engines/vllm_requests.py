@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +20,8 @@ import numpy as np
 
 from r3async.data.versions import SpanRecorder
 from r3async.rollout.engines import EngineError, InstallReport
-from r3async.weights.publish import Difference, WeightError, WeightManifest, verify
+from r3async.weights.publish import Difference, WeightError, WeightManifest
+from r3async.weights.reading import verify
 
 CALL_TIMEOUT = 30.0
 """Seconds that vLLM may take for a call that does no work on the model."""
@@ -241,6 +242,7 @@ async def install(
         raise EngineError(str(error)) from error
     except TimeoutError as error:
         raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
+    encoded = msgspec.msgpack.encode(manifest)
     verified = time.perf_counter()
     requests.hold()
     if on_update == "drain":
@@ -252,9 +254,8 @@ async def install(
             # them again, with the weights that it has then, before these requests continue.
             await requests.llm.pause_generation(mode="keep", clear_cache=on_update == "recompute")
             before = time.perf_counter()
-            await requests.llm.collective_rpc("r3_install", args=(msgspec.msgpack.encode(manifest),))
+            _confirm(await requests.llm.collective_rpc("r3_install", args=(encoded,)), manifest)
             load = time.perf_counter() - before
-            await _confirm(requests.llm, manifest)
             await requests.counted()
             installed(version)
             await requests.stamp(version)
@@ -320,10 +321,10 @@ async def _drain(requests: Requests, version: int, deadline: float, timeout: flo
         ) from error
 
 
-async def _confirm(llm: Any, manifest: WeightManifest) -> None:
-    """Every worker reports what it has installed: it must be this version, with these contents."""
-    async with asyncio.timeout(CALL_TIMEOUT):
-        answers = await llm.collective_rpc("r3_installed")
-    for worker, (version, digest) in enumerate(answers):
-        if (version, digest) != (manifest.version, manifest.digest):
+def _confirm(answers: Sequence[Sequence[int]], manifest: WeightManifest) -> None:
+    """What every worker says that it holds must be this version, with these contents."""
+    digest = manifest.digest
+    for worker, holds in enumerate(answers):
+        if tuple(holds) != (manifest.version, digest):
+            version = holds[0]
             raise EngineError(f"worker {worker} holds version {version} and not version {manifest.version}")

@@ -7,23 +7,25 @@ that crosses the process boundary is bytes, numbers or strings.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import torch
 
+from r3async.rollout.engines.vllm_contents import differences
+from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
 from r3async.weights.nccl import ask
-from r3async.weights.publish import Difference, WeightError, WeightManifest, read_verified
+from r3async.weights.publish import WeightError, WeightManifest
+from r3async.weights.reading import VersionFile, map_privately
 
-Tensors = Iterable[tuple[str, torch.Tensor]]
-_BASE = 128
-"""Tags are written in digits of this base: every floating-point dtype of weights has 1 to 128 exactly, but for float8."""
+logger = logging.getLogger(__name__)
 
 
 def repack_cpu_experts(model: torch.nn.Module) -> int:
@@ -86,85 +88,15 @@ def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[No
         raise WeightError(f"{where}: vLLM's loader left out {empty[0]!r} ({len(empty)} in all)")
 
 
-def differences(model: torch.nn.Module, published: WeightManifest, load: Callable[[Tensors], None]) -> list[Difference]:
-    """Published tensors that the model does not hold, in the manifest's order. Afterwards it holds what `load` makes of them.
-
-    vLLM fuses, splits and re-packs what it loads, and the names are lost by then. So what the model holds is compared with what
-    a load by the book makes of the same file; and to name the elements that differ, the loader is given tags instead of
-    weights: whatever it does with the tensors, it does to the tags too.
-
-    `load` gives tensors to the model the right way. Empty if the model holds just that: then either the weights are well, or
-    every load goes wrong in the same way. Needs host memory for one copy of the model.
-    """
-    held = {name: tensor.to("cpu", copy=True) for name, tensor in _contents(model)}
-    load(read_verified(published))
-    wrong = {}
-    for name, tensor in _contents(model):
-        now, before = tensor.cpu(), held.pop(name)
-        if before.shape != now.shape:
-            wrong[name] = torch.ones(now.shape, dtype=torch.bool)
-        elif (different := _bits(before) != _bits(now)).any():
-            wrong[name] = different.reshape(now.shape)
-    if not wrong:
-        return []
-    tags = {name: torch.zeros(different.shape, dtype=torch.int64) for name, different in wrong.items()}
-    tagged = {name: torch.ones(different.shape, dtype=torch.bool) for name, different in wrong.items()}
-    place = 1
-    while place <= len(published.tensors):
-        load(_tags(published, place))
-        for name, tensor in _contents(model):
-            if name not in wrong:
-                continue
-            digits = tensor.cpu().to(torch.int64)
-            tagged[name] &= (digits >= 1) & (digits <= _BASE)  # not padding
-            tags[name] += (digits - 1) * place
-        place *= _BASE
-    load(read_verified(published))
-    names = list(published.tensors)
-    found: dict[int, Difference] = {}
-    for parameter_name, different in wrong.items():
-        which, counts = tags[parameter_name][different & tagged[parameter_name]].unique(return_counts=True)
-        for tag, count in zip(which.tolist(), counts.tolist(), strict=True):
-            if tag < len(names):
-                found[tag] = Difference(names[tag], parameter_name, count)
-    return [found[tag] for tag in sorted(found)]
-
-
-def _contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What each parameter holds.
-
-    On CPU vLLM hands the weights of dense layers to oneDNN and empties the parameter; the layer's output for the unit vectors
-    is what oneDNN has, to the bit.
-    """
-    for owner, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            held = parameter.detach()
-            if not held.numel() and hasattr(module, "cpu_linear"):
-                widths = ("input_size_per_partition", "input_size", "embedding_dim")
-                width = next(getattr(module, w) for w in widths if hasattr(module, w))
-                held = module.cpu_linear(torch.eye(width, dtype=held.dtype), parameter, None).T
-            yield f"{owner}.{name}", held
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that what is not a number equals itself."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().reshape(-1).view(sizes[tensor.element_size()])
-
-
-def _tags(published: WeightManifest, place: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the published shapes, full of one digit (plus 1) of their index."""
-    for index, (name, entry) in enumerate(published.tensors.items()):
-        yield name, torch.full(entry.shape, index // place % _BASE + 1, dtype=getattr(torch, entry.dtype))
-
-
 class WorkerExtension:
     """Methods that `VllmEngine` calls on every worker."""
 
     r3_holds = (-1, 0)
-    """Version and digest of what was installed last."""
+    """Version and digest of the contents that were installed last, and completely; (-1, 0) if there are none."""
     r3_link = ""
     """The NCCL group that this worker has joined."""
+    r3_plan: Plan | None = None
+    """What loads files like the one that was loaded last."""
     weight_transfer_engine: Any
     """The worker's own."""
 
@@ -177,34 +109,66 @@ class WorkerExtension:
         device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
-    def r3_install(self, manifest: bytes) -> float:
-        """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns the seconds it took.
+    def r3_install(self, manifest: bytes) -> tuple[int, int]:
+        """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns `r3_holds`.
 
-        The owner has verified the checksums of the very file before it paused the engine, so only names, shapes and
-        dtypes are checked again; from a `source` there is no more than these. Raises `WeightError` for those, for a tensor
-        that was not given to vLLM's loader and for a module that the loader did not fill, or whatever the loader raises; the
-        model then holds neither version and must not be run.
+        The owner has verified the very file before it paused the engine, so only its header is compared again, with that of the
+        plan; from a `source` names, shapes and dtypes are. Raises `WeightError` for those, for a tensor that was not given to
+        vLLM's loader and for a module that the loader did not fill, or whatever the loader raises; the model then holds neither
+        version and must not be run.
         """
-        started = time.perf_counter()
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)
         self.r3_holds = (-1, 0)
         if published.source is None:
-            self.r3_load(published, self.r3_tensors(published))
+            self.r3_load(published)
         else:
             self.r3_receive(published)
-        self.r3_after_load()
+            self.r3_after_load()
         self.r3_holds = published.version, published.digest
-        return time.perf_counter() - started
+        return self.r3_holds
 
-    def r3_tensors(self, published: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is given to vLLM's loader."""
-        return read_verified(published, checksums=False)
+    def r3_content(self, published: WeightManifest) -> torch.Tensor:
+        """The file of a version, uint8 `[n]`, mapped."""
+        return map_privately(published.path)
 
-    def r3_load(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def r3_load(self, published: WeightManifest) -> None:
+        """Load a published file: by the plan, or if there is none for such a file, as vLLM does it, which makes the plan."""
+        content = self.r3_content(published)
+        if self.r3_plan is not None and self.r3_plan.fits(content):
+            self.r3_plan.install(content)
+            self.r3_after_load()
+            return
+        self.r3_plan = None
+        file = VersionFile(published, content)
+        watch = Watch(file.data)
+        with watch:
+            self.r3_reload(published, file.tensors())
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        if not watch.repeatable(model):
+            return
+        plan = Plan(model, self.model_config.dtype, file.header, watch.found)  # type: ignore[attr-defined]
+        if self.r3_same(plan, content):
+            self.r3_plan = plan
+        else:
+            self.r3_reload(published, file.tensors())
+
+    def r3_same(self, plan: Plan, content: torch.Tensor) -> bool:
+        """Whether the plan gives what vLLM's loader just gave, to the bit: padding and packed weights too."""
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        before = digests(model)
+        plan.install(content, poison=True)
+        self.r3_after_load()
+        wrong = sorted(name for name, digest in digests(model).items() if before.get(name) != digest)
+        if wrong:
+            logger.warning("every version is loaded as vLLM does it: the plan gives another %s", wrong[0])
+        return not wrong
+
+    def r3_reload(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have vLLM load the tensors, in the layout of its first load, and check that nothing was left out."""
         runner = self.model_runner  # type: ignore[attr-defined]
         with all_loaded(runner.model, published):
             runner.reload_weights(weights_iterator=tensors)
+        self.r3_after_load()
 
     def r3_receive(self, published: WeightManifest) -> None:
         """The same with tensors that come over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
@@ -259,10 +223,6 @@ class WorkerExtension:
     def r3_after_load(self) -> None:
         """Whatever vLLM itself leaves undone after a reload."""
         repack_cpu_experts(self.model_runner.model)  # type: ignore[attr-defined]
-
-    def r3_installed(self) -> tuple[int, int]:
-        """Version and digest of the contents that this worker has loaded completely; (-1, 0) if it has not."""
-        return self.r3_holds
 
     def r3_differences(self, manifest: bytes) -> bytes:
         """See `differences`; msgpack."""

@@ -1,0 +1,86 @@
+"""What a vLLM model holds, and which published tensors it does not hold as they were published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from r3async.weights.publish import Difference, WeightManifest
+from r3async.weights.reading import read_verified
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+_BASE = 128
+"""Tags are written in digits of this base: every floating-point dtype of weights has 1 to 128 exactly, but for float8."""
+
+
+def differences(model: torch.nn.Module, published: WeightManifest, load: Callable[[Tensors], None]) -> list[Difference]:
+    """Published tensors that the model does not hold, in the manifest's order. Afterwards it holds what `load` makes of them.
+
+    vLLM fuses, splits and re-packs what it loads, and the names are lost by then. So what the model holds is compared with what
+    a load by the book makes of the same file; and to name the elements that differ, the loader is given tags instead of
+    weights: whatever it does with the tensors, it does to the tags too.
+
+    `load` gives tensors to the model the right way. Empty if the model holds just that: then either the weights are well, or
+    every load goes wrong in the same way. Needs host memory for one copy of the model.
+    """
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in contents(model)}
+    load(read_verified(published))
+    wrong = {}
+    for name, tensor in contents(model):
+        now, before = tensor.cpu(), held.pop(name)
+        if before.shape != now.shape:
+            wrong[name] = torch.ones(now.shape, dtype=torch.bool)
+        elif (different := bits(before) != bits(now)).any():
+            wrong[name] = different.reshape(now.shape)
+    if not wrong:
+        return []
+    tags = {name: torch.zeros(different.shape, dtype=torch.int64) for name, different in wrong.items()}
+    tagged = {name: torch.ones(different.shape, dtype=torch.bool) for name, different in wrong.items()}
+    place = 1
+    while place <= len(published.tensors):
+        load(_tags(published, place))
+        for name, tensor in contents(model):
+            if name not in wrong:
+                continue
+            digits = tensor.cpu().to(torch.int64)
+            tagged[name] &= (digits >= 1) & (digits <= _BASE)  # not padding
+            tags[name] += (digits - 1) * place
+        place *= _BASE
+    load(read_verified(published))
+    names = list(published.tensors)
+    found: dict[int, Difference] = {}
+    for parameter_name, different in wrong.items():
+        which, counts = tags[parameter_name][different & tagged[parameter_name]].unique(return_counts=True)
+        for tag, count in zip(which.tolist(), counts.tolist(), strict=True):
+            if tag < len(names):
+                found[tag] = Difference(names[tag], parameter_name, count)
+    return [found[tag] for tag in sorted(found)]
+
+
+def contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What each parameter holds.
+
+    On CPU vLLM hands the weights of dense layers to oneDNN and empties the parameter; the layer's output for the unit vectors
+    is what oneDNN has, to the bit.
+    """
+    for owner, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            held = parameter.detach()
+            if not held.numel() and hasattr(module, "cpu_linear"):
+                widths = ("input_size_per_partition", "input_size", "embedding_dim")
+                width = next(getattr(module, w) for w in widths if hasattr(module, w))
+                held = module.cpu_linear(torch.eye(width, dtype=held.dtype), parameter, None).T
+            yield f"{owner}.{name}", held
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, so that what is not a number equals itself."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().reshape(-1).view(sizes[tensor.element_size()])
+
+
+def _tags(published: WeightManifest, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the published shapes, full of one digit (plus 1) of their index."""
+    for index, (name, entry) in enumerate(published.tensors.items()):
+        yield name, torch.full(entry.shape, index // place % _BASE + 1, dtype=getattr(torch, entry.dtype))

@@ -56,7 +56,7 @@ class LocalLearner:
         self._config, self._world, self.backend = config, world, backend
         self._sender: WeightSender = NoSender()
         self._dtype = getattr(torch, config.generator.dtype)
-        self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._snapshot: tuple[int, HostCopy] | None = None
         self._memory: HostCopy | None = None
         """What snapshots are copied into; made by the first."""
         self._held: LearnerState | None = None
@@ -111,8 +111,7 @@ class LocalLearner:
         if tensors:  # one rank hands them in
             if self._memory is None or not self._memory.fits(tensors):
                 self._memory = HostCopy(tensors)
-            self._memory.fill(tensors)
-            self._snapshot = version, self._memory.tensors
+            self._snapshot = version, self._memory.fill(tensors)
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""

@@ -9,10 +9,12 @@ manifest says where workers receive it when the engine is paused.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 16 * 2**20
 BUCKET_BYTES = 64 * 2**20
-GATHERED_BYTES = 2**20
-"""Tensors are written together up to so many: a call for each would take longer than its bytes."""
+_ALIGN = 16
+"""Bytes: where a run of tensors may begin in memory."""
 LOCK = "lock"
 """A file in each folder, which its owner holds."""
 
@@ -245,117 +247,126 @@ class SharedMemoryReceiver:
         pass
 
 
+@dataclass(frozen=True)
+class Run:
+    """Tensors of one dtype, one behind the other: `values` `[n]` are all of them."""
+
+    names: list[str]
+    values: torch.Tensor
+
+
+class HostCopy(dict[str, "torch.Tensor"]):
+    """Tensors copied into one buffer of host memory, in the order of their file, and used again for the next version: memory
+    that is taken anew for each costs more than the copy, and so does each tensor that is handled by itself."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        import torch
+
+        super().__init__()
+        self._described = _described(tensors)
+        self._headers: dict[torch.dtype, bytes] = {}
+        runs = [list(group) for _, group in itertools.groupby(tensors.items(), lambda item: item[1].dtype)]
+        flat = torch.empty(sum(t.nbytes for t in tensors.values()) + _ALIGN * len(runs), dtype=torch.uint8)
+        self.runs: list[Run] = []
+        at = 0
+        for run in runs:
+            at = -(-at // _ALIGN) * _ALIGN
+            sizes, dtype = [tensor.numel() for _, tensor in run], run[0][1].dtype
+            values = flat[at : at + sum(sizes) * dtype.itemsize].view(dtype)
+            for (name, tensor), part in zip(run, values.split(sizes), strict=True):
+                self[name] = part.view(tensor.shape)
+            self.runs.append(Run([name for name, _ in run], values))
+            at += values.nbytes
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Names, shapes and dtypes are those of the buffer, in its order."""
+        return self._described == _described(tensors)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Copy `tensors`, on any device and in any layout, which `fits`."""
+        import torch
+
+        torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
+        return self
+
+    def header(self, dtype: torch.dtype) -> bytes:
+        """Of the file, floating-point tensors being stored in `dtype`. Raises `ValueError`; see `encode_header`."""
+        if dtype not in self._headers:
+            stored = ((name, _stored(kind, dtype), shape) for name, shape, kind in self._described)
+            self._headers[dtype] = encode_header(stored)
+        return self._headers[dtype]
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, t.shape, t.dtype) for name, t in tensors.items()]
+
+
+def _stored(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return dtype if kind.is_floating_point else kind
+
+
 class EncodedWeights:
     """A safetensors file as a series of parts, none larger than `bucket_bytes`, made one by one as it is iterated over.
 
-    The manifest is known when the last part has been taken: the checksums come from the bytes that were given out. Raises
-    `WeightError` for a tensor that safetensors cannot hold, or if there is none.
+    Tensors that are not a `HostCopy` are copied into one. The manifest is known when the last part has been taken: the checksums
+    come from the bytes that were given out. Raises `WeightError` for a tensor that safetensors cannot hold, or if there is none.
     """
 
     def __init__(self, version: int, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, bucket_bytes: int):
         if not tensors:
             raise WeightError(f"version {version} has no tensors")
-        self._version, self._tensors, self._bucket_bytes = version, tensors, bucket_bytes
-        self._stored = {name: dtype if t.is_floating_point() else t.dtype for name, t in tensors.items()}
-        described = ((name, self._stored[name], tensor.shape) for name, tensor in tensors.items())
+        self._version, self._dtype, self._bucket_bytes = version, dtype, bucket_bytes
+        self._copy = tensors if isinstance(tensors, HostCopy) else HostCopy(tensors).fill(tensors)
         try:
-            self._header = encode_header(described)
+            self._header = self._copy.header(dtype)
         except ValueError as error:
             raise WeightError(str(error)) from error
         self._entries: dict[str, TensorEntry] = {}
-        self._sizes = {name: t.numel() * self._stored[name].itemsize for name, t in tensors.items()}
-        self.nbytes = sum(self._sizes.values())
+        runs = self._copy.runs
+        self.nbytes = sum(run.values.numel() * _stored(run.values.dtype, dtype).itemsize for run in runs)
 
     def __iter__(self) -> Iterator[Buffer]:
         yield self._header
-        gathered: list[str] = []
-        count, most = 0, min(self._bucket_bytes, GATHERED_BYTES)
-        for name, size in self._sizes.items():
-            if gathered and count + size > most:
-                yield self._together(gathered, count)
-                gathered, count = [], 0
-            if size > most:
-                yield from self._alone(name)
-            else:
-                gathered.append(name)
-                count += size
-        if gathered:
-            yield self._together(gathered, count)
+        for run in self._copy.runs:
+            stored = _stored(run.values.dtype, self._dtype)
+            kind, most = dtype_name(stored), max(1, self._bucket_bytes // stored.itemsize)
+            held: list[tuple[str, tuple[int, ...], int]] = []
+            start = stop = 0
+            for name in run.names:
+                tensor = self._copy[name]
+                size = tensor.numel()
+                if held and stop + size - start > most:
+                    yield self._together(kind, held, tensor_bytes(run.values[start:stop].to(stored)))
+                    held, start = [], stop
+                if size > most:
+                    pieces = run.values[stop : stop + size].split(most)
+                    yield from self._alone(kind, name, (piece.to(stored) for piece in pieces))
+                    start = stop + size
+                else:
+                    held.append((name, tuple(tensor.shape), size * stored.itemsize))
+                stop += size
+            if held:
+                yield self._together(kind, held, tensor_bytes(run.values[start:stop].to(stored)))
 
-    def _alone(self, name: str) -> Iterator[Buffer]:
-        """A large tensor, in pieces; not copied if it is as it will be stored."""
-        tensor, stored, digest = self._tensors[name], self._stored[name], xxhash.xxh3_64()
-        for piece in tensor.detach().reshape(-1).split(max(1, self._bucket_bytes // stored.itemsize)):
-            data = tensor_bytes(piece.to("cpu", stored))
+    def _together(self, kind: str, held: list[tuple[str, tuple[int, ...], int]], data: memoryview) -> memoryview:
+        at = 0
+        for name, shape, nbytes in held:
+            self._entries[name] = TensorEntry(kind, shape, xxhash.xxh3_64_intdigest(data[at : at + nbytes]))
+            at += nbytes
+        return data
+
+    def _alone(self, kind: str, name: str, pieces: Iterable[torch.Tensor]) -> Iterator[Buffer]:
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            data = tensor_bytes(piece)
             digest.update(data)
             yield data
-        self._enter(name, digest.intdigest())
-
-    def _together(self, names: Sequence[str], nbytes: int) -> Buffer:
-        """Small tensors, copied side by side: what is done for each of them would take longer than the copy."""
-        import torch
-
-        if not nbytes:
-            for name in names:
-                self._enter(name, xxhash.xxh3_64_intdigest(b""))
-            return b""
-        data, at = torch.empty(nbytes, dtype=torch.uint8), 0
-        places, values = [], []
-        for name in names:
-            stop = at + self._sizes[name]
-            tensor, stored = self._tensors[name].detach(), self._stored[name]
-            piece = data[at:stop]
-            if at % stored.itemsize:
-                piece.copy_(tensor.to("cpu", stored).contiguous().reshape(-1).view(torch.uint8))
-            elif at < stop:
-                places.append(piece.view(stored).view(tensor.shape))
-                values.append(tensor)
-            at = stop
-        torch._foreach_copy_(places, values)
-        view, at = memoryview(data.numpy()), 0
-        for name in names:
-            stop = at + self._sizes[name]
-            self._enter(name, xxhash.xxh3_64_intdigest(view[at:stop]))
-            at = stop
-        return view
-
-    def _enter(self, name: str, checksum: int) -> None:
-        self._entries[name] = TensorEntry(dtype_name(self._stored[name]), tuple(self._tensors[name].shape), checksum)
+        self._entries[name] = TensorEntry(kind, tuple(self._copy[name].shape), digest.intdigest())
 
     def manifest(self, path: str) -> WeightManifest:
         """What was given out, and is now at `path`."""
-        assert len(self._entries) == len(self._tensors)
+        assert len(self._entries) == len(self._copy)
         return WeightManifest(version=self._version, path=path, tensors=self._entries, nbytes=self.nbytes)
-
-
-class HostCopy:
-    """Tensors copied into one buffer of host memory, which is used again for the next version: memory that is taken anew for each
-    costs more than the copy."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        import torch
-
-        starts, at = [], 0
-        for tensor in tensors.values():
-            at = -(-at // tensor.itemsize) * tensor.itemsize
-            starts.append(at)
-            at += tensor.nbytes
-        flat = torch.empty(at, dtype=torch.uint8)
-        self._described = [(name, t.shape, t.dtype) for name, t in tensors.items()]
-        self.tensors = {
-            name: flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
-            for start, (name, t) in zip(starts, tensors.items(), strict=True)
-        }
-
-    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Names, shapes and dtypes are those of the buffer, in its order."""
-        return self._described == [(name, t.shape, t.dtype) for name, t in tensors.items()]
-
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors`, on any device and in any layout, which `fits`."""
-        import torch
-
-        torch._foreach_copy_(list(self.tensors.values()), [t.detach() for t in tensors.values()])
 
 
 def _remove_abandoned(directory: Path, files: Files) -> None:

@@ -23,3 +23,5 @@ def test_the_report_has_every_part_of_an_update():
     assert 0 < report.overlap < 1
     assert 0 < report.paused_share < 1
     assert report.bytes > 2**18
+    assert report.tensors == 2 * (3 * 8 + 9) + 3
+    assert report.ms_per_tensor["load"] == pytest.approx(1e3 * report.seconds["load"].median / report.tensors)

@@ -9,6 +9,7 @@ from statistics import median
 import msgspec
 
 from r3async.config import Config, load_config
+from r3async.data.container import decode_header
 from r3async.tools.bench.jobs import Say, table
 from r3async.tools.bench.training import metrics_of, train_apart
 
@@ -62,6 +63,7 @@ class Figure(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """Over all updates but the first two, in which processes warm up.
 
+    `tensors` of a version; an expert has three. `ms_per_tensor`: medians, of the parts that handle each of them.
     `overlap`: share of a publication (snapshot and write) in which the learner trained. `paused_share`: of the generator's
     time, at the end of the run.
     """
@@ -69,8 +71,10 @@ class Report(msgspec.Struct, frozen=True):
     benchmark: str
     job: WeightsJob
     bytes: int
+    tensors: int
     updates: int
     seconds: dict[str, Figure]
+    ms_per_tensor: dict[str, float]
     overlap: float
     paused_share: float
 
@@ -85,6 +89,8 @@ PARTS = {
     "step": "learner/step_seconds",
 }
 """Name here, and metric."""
+EACH = ("snapshot", "write", "transfer", "load", "pause")
+"""Parts that handle each tensor."""
 
 
 def run(job: WeightsJob, say: Say) -> Report:
@@ -94,26 +100,37 @@ def run(job: WeightsJob, say: Say) -> Report:
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         train_apart(config, Path(scratch), timeout=TIMEOUT, say=say)
         rows = metrics_of(config, Path(scratch))[WARM_UP:]
+        tensors = sum(map(_tensors, sorted(Path(scratch).rglob("init/*.safetensors"))))
     seconds = {part: [row[name] for row in rows] for part, name in PARTS.items()}
     paused, overlapped = sum(seconds["snapshot"]), sum(seconds["write"])
     return Report(
         "weights",
         job,
         bytes=int(rows[-1]["weights/bytes"]),
+        tensors=tensors,
         updates=len(rows),
         seconds={part: Figure(median(values), max(values)) for part, values in seconds.items()},
+        ms_per_tensor={part: 1e3 * median(seconds[part]) / tensors for part in EACH},
         overlap=overlapped / (paused + overlapped),
         paused_share=rows[-1]["weights/paused_share"],
     )
 
 
+def _tensors(path: Path) -> int:
+    return len(decode_header(path.read_bytes())[0])
+
+
 def render(report: Report) -> str:
     """A table for people."""
     job = report.job
-    rows = [(part, f"{1e3 * f.median:.1f}", f"{1e3 * f.maximum:.1f}") for part, f in report.seconds.items()]
+    each = {part: f"{1e3 * ms:.1f}" for part, ms in report.ms_per_tensor.items()}
+    rows = [
+        (part, f"{1e3 * f.median:.1f}", f"{1e3 * f.maximum:.1f}", each.get(part, ""))
+        for part, f in report.seconds.items()
+    ]
     lines = [
-        f"{report.bytes / 1e6:.1f} MB in {job.dtype}; {report.updates} updates; on_update = {job.on_update}, {job.backend}",
-        *table(("part", "median ms", "max ms"), rows),
+        f"{report.tensors} tensors, {report.bytes / 1e6:.1f} MB in {job.dtype}; {report.updates} updates; on_update = {job.on_update}, {job.backend}",
+        *table(("part", "median ms", "max ms", "us a tensor"), rows),
         f"of a publication {report.overlap:.0%} overlapped training; paused share {report.paused_share:.2%}",
     ]
     return "\n".join(lines)

@@ -129,7 +129,8 @@ def render(report: Report) -> str:
         for part, f in report.seconds.items()
     ]
     lines = [
-        f"{report.tensors} tensors, {report.bytes / 1e6:.1f} MB in {job.dtype}; {report.updates} updates; on_update = {job.on_update}, {job.backend}",
+        f"{report.tensors} tensors, {report.bytes / 1e6:.1f} MB in {job.dtype}; {report.updates} updates; "
+        f"on_update = {job.on_update}, {job.backend}",
         *table(("part", "median ms", "max ms", "us a tensor"), rows),
         f"of a publication {report.overlap:.0%} overlapped training; paused share {report.paused_share:.2%}",
     ]

@@ -32,7 +32,7 @@ MODELS = {
     "qwen3": (Qwen3MoeConfig(**COMMON, **QWEN, mlp_only_layers=[1]), "float32"),
     "qwen3-bfloat16": (Qwen3MoeConfig(**COMMON, **QWEN), "bfloat16"),
     "mixtral": (MixtralConfig(**COMMON, num_local_experts=4), "bfloat16"),
-    "olmoe": (OlmoeConfig(**COMMON, num_experts=8), "float32"),
+    "olmoe": (OlmoeConfig(**(COMMON | {"num_attention_heads": 2}), num_experts=8), "float32"),
 }
 
 

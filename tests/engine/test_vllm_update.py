@@ -196,7 +196,7 @@ async def test_what_an_engine_does_not_hold_is_named_to_the_tensor(tiny_model, o
         await engine.stop()
 
 
-def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
+async def test_a_worker_that_missed_an_update_is_named_by_what_it_says_it_holds():
     manifest = WeightManifest(version=1, path="", tensors={}, nbytes=0)
     with pytest.raises(EngineError, match="worker 1 holds version 0 and not version 1"):
         _confirm([(1, manifest.digest), (0, 5)], manifest)

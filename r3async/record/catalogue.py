@@ -214,6 +214,10 @@ _TABLE = (
     *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
       for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))
       for name, what in (("p50", "median of"), ("p99", "99th percentile of"), ("max", "largest of"))),
+    *(Metric(f"lag/{who}_own_{name}_ms", f"{who} own lag, {name}", "ms", "low",
+             f"How much of that {of}'s thread was computing, at most, {what} a minute; the rest it waited for a core.")
+      for who, of in (("conductor", "the loop"), ("learner", "the loop"), ("generator", "the slowest generator's loop"))
+      for name, what in (("p99", "99th percentile of"), ("max", "largest of"))),
     Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not posed again: all their episodes failed."),
     Metric("data/epochs", "epochs", "", "",
            "How often all tasks were leased, where the environment says how many it has."),

@@ -342,9 +342,10 @@ class Processes(Protocol):
         """Where this process serves its figures, also those that `read()` returns."""
         ...
 
-    def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
+    def measure_lag(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
         """Until what is returned is called, `tell` many times a second how many seconds later than asked a sleeping task of the
-        running event loop wakes up. A simulated loop is never late, and reports nothing."""
+        running event loop wakes up, and how many of these, at most, the loop's own thread was computing; in the others it waited
+        for a core, or in a call that blocks. A simulated loop is never late, and reports nothing."""
         ...
 
     def cpu_seconds(self, others: Sequence[int] = ()) -> float:

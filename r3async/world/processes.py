@@ -83,12 +83,14 @@ class SystemProcesses:
         if self._figures is not None:
             self._figures.read = read
 
-    def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
+    def measure_lag(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
         async def measure() -> None:
+            computed = time.thread_time()
             while True:
                 due = time.monotonic() + LAG_SECONDS
                 await asyncio.sleep(LAG_SECONDS)
-                tell(time.monotonic() - due)
+                lag, before, computed = time.monotonic() - due, computed, time.thread_time()
+                tell(lag, min(lag, computed - before))
 
         task = asyncio.create_task(measure(), name="lag-meter")
 

@@ -155,7 +155,7 @@ def test_without_a_size_every_group_has_a_task_of_its_own():
 
 async def test_a_blocked_event_loop_is_late():
     meter = LagMeter()
-    assert meter.figures() == {"p50_ms": 0.0, "p99_ms": 0.0, "max_ms": 0.0}
+    assert meter.figures() == dict.fromkeys(LagMeter.NAMES, 0.0)
     meter.start()
     meter.start()
     for _ in range(6):
@@ -166,15 +166,32 @@ async def test_a_blocked_event_loop_is_late():
     meter.stop()
     assert 100 <= figures["max_ms"] < 5000
     assert figures["p50_ms"] < figures["max_ms"]
+    assert figures["own_max_ms"] <= figures["max_ms"]
+
+
+async def test_own_lag_is_what_the_loop_computed_and_not_what_it_waited_for():
+    meter = LagMeter()
+    meter.start()
+    await asyncio.sleep(0.06)
+    time.sleep(0.3)  # noqa: ASYNC251 - the point
+    await asyncio.sleep(0.06)
+    assert meter.figures()["own_max_ms"] < meter.figures()["max_ms"]
+    began = time.thread_time()
+    while time.thread_time() - began < 0.3:
+        pass
+    await asyncio.sleep(0.06)
+    meter.stop()
+    assert meter.figures()["own_max_ms"] >= 100
 
 
 def test_figures_are_of_the_last_minute():
     meter = LagMeter()
     for lag in [5.0, *(number / 1000 for number in range(LAG_SAMPLES))]:
-        meter.add(lag)
-    assert meter.figures() == {"p50_ms": 600.0, "p99_ms": 1187.0, "max_ms": 1199.0}
+        meter.add(lag, lag / 2)
+    made = {"p50_ms": 600.0, "p99_ms": 1187.0, "max_ms": 1199.0, "own_p99_ms": 593.5, "own_max_ms": 599.5}
+    assert meter.figures() == made
     meter.add(-1.0)
     assert meter.figures()["p50_ms"] == 600.0
     for _ in range(LAG_SAMPLES):
         meter.add(0.002)
-    assert meter.figures() == {"p50_ms": 2.0, "p99_ms": 2.0, "max_ms": 2.0}
+    assert meter.figures() == {"p50_ms": 2.0, "p99_ms": 2.0, "max_ms": 2.0, "own_p99_ms": 0.0, "own_max_ms": 0.0}

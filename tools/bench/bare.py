@@ -155,6 +155,7 @@ def bare_llm(config: Config) -> tuple[Any, Any, int]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = {k: v for k, v in ours._args.items() if k != "worker_extension_cls"}
+    arguments["disable_log_stats"] = True
     arguments.setdefault("kv_cache_memory_bytes", int(config.generator.kv_cache_gib * 2**30))
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     end = tokenizer_of(config).eos_token_id

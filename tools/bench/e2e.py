@@ -170,7 +170,7 @@ def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
     facts = {
         "learner_idle": sum(r["learner/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
         "engine_idle": fmean(r["generator/engine_idle_share"] for r in settled),
-        "lag_p99_ms": median(max(r[f"lag/{who}_p99_ms"] for who in LOOPS) for r in settled),
+        "lag_p99_ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOPS) for r in settled),
         "age_max": max(r["staleness/max"] for r in rows),
         "pause_share": settled[-1]["weights/paused_share"],
     }

@@ -75,7 +75,7 @@ class Own(msgspec.Struct, frozen=True):
     """The quickstart. `cpu_per_token_ratio`: CPU of everything but the learner, a generated token, over a bare `AsyncLLM`'s that
     plays the same tasks; `learner_cpu_ratio`: of the learner's process, a trained token, over a bare loop's on such batches;
     `pipeline_cpu_ratio`: of both together. `trainer_cpu_ratio`: of the trainer's step alone over the bare loop. Idle shares of
-    the settled steps' time; lag of the slowest event loop, the median over rows."""
+    the settled steps' time; lag of the slowest event loop in which it was computing, the median over rows."""
 
     cpu_per_token_ratio: float
     learner_cpu_ratio: float

@@ -77,7 +77,7 @@ class SimulatedProcesses:
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._process.check()
 
-    def measure_lag(self, tell: Callable[[float], None]) -> Callable[[], None]:
+    def measure_lag(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
         self._process.check()
         return lambda: None
 

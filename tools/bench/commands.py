@@ -33,9 +33,8 @@ def listing(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         for command in app.registered_commands:
             assert command.callback is not None
-            typer.echo(
-                f"{command.name or command.callback.__name__:<12}{(inspect.getdoc(command.callback) or '').splitlines()[0]}"
-            )
+            name, text = command.name or command.callback.__name__, inspect.getdoc(command.callback) or ""
+            typer.echo(f"{name:<12}{text.splitlines()[0]}")
 
 
 @app.command()

@@ -102,6 +102,7 @@ def _routes(size: int, layers: int, experts: int, quick: bool, say: Say) -> Poin
     from r3async.transport.wire import decode_trajectory, encode_trajectory
 
     tokens = ROUTED_TOKENS // 16 if quick else ROUTED_TOKENS
+    torch.set_num_threads(1)  # processor time is of all threads, also of those that wait for each other
     table = _episode(0, 0, tokens, np.random.default_rng(0)).samples[0].table
     recorded = np.arange(tokens) < tokens - 1
     table = table.with_columns(routed_experts=random_routes(tokens, layers, experts), routing_recorded=recorded)
@@ -142,7 +143,11 @@ def generators(quick: bool, say: Say) -> list[Point]:
 
     load = Load(0, episode_seconds=4.0, seconds=8.0, warm_up=4.0) if quick else Load(0, seconds=30.0)
     sizes: Sequence[int] = FEW_GENERATORS if quick else GENERATORS
-    measured = [row.measured for row in run(load, sizes, ["simulated"], say).rows]
-    return [
-        Point(m.generators, m.groups, m.cpu_seconds, counts={"messages": float(m.leases + m.asked)}) for m in measured
-    ]
+    points = []
+    for size in sizes:
+        runs = [run(load, [size], ["simulated"], say).rows[0].measured for _ in range(1 if quick else REPEATS)]
+        seconds = [m.cpu_seconds for m in runs]
+        spread = (max(seconds) - min(seconds)) / median(seconds)
+        counts = {"messages": float(runs[0].leases + runs[0].asked)}
+        points.append(Point(size, runs[0].groups, median(seconds), len(runs), spread, counts))
+    return points

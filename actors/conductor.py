@@ -250,7 +250,7 @@ class Conductor:
         learner, wake = self.learner, self._wake
         installer = Installer(self.config, self.events, self.fleet, learner, way, tokens, published, clock, wake, put)
         await installer.begin()
-        self.admission.installed(published.version)
+        self.admission.published(published.version)
         self._delivered(published.version, no_delivery())  # of a resumed run's last step
         return installer
 
@@ -284,6 +284,8 @@ class Conductor:
         metrics, groups = result["metrics"], result["groups"]
         self.made, self.version = self.made + 1, result["version"]
         self.admission.trained(self.version, groups)
+        if result["new_weights"]:
+            self.admission.published(self.version)
         metrics |= self.pacing.stepped(self.made, len(groups), metrics)
         self.rows.add(self.made, self.version, metrics, result["previews"])
         if reason := self._updates.stepped(self.made, metrics):
@@ -316,7 +318,7 @@ class Conductor:
         self.news.set()
 
     async def _deliver_forever(self, installer: Installer) -> None:
-        """Install the newest weights in every generator that answers; free slots; write the rows of what was trained."""
+        """Install the newest weights in every generator that answers; write the rows of what was trained."""
         while True:
             await self.news.wait()
             self.news.clear()
@@ -327,7 +329,6 @@ class Conductor:
                 figures = await installer.deliver()
             if figures is None:
                 continue  # nobody answers: one that is restarted, or recovers, installs the newest version and wakes this
-            self.admission.installed(version)
             self._delivered(version, figures)
 
     async def _settle(self, delivering: asyncio.Task[None]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from r3async.actors.delivery import receiver
-from r3async.actors.leasing import Leasing
+from r3async.actors.leasing import Gate, Leasing
 from r3async.actors.process import NotLoaded, begin, whereabouts
 from r3async.config import Config, EnvConfig, config_from_dict, to_dict
 from r3async.data.records import Trajectory
@@ -201,6 +201,7 @@ class GeneratorActor:
         report = await self._engine.install(manifest, max(0.0, limit - fetched))
         ended = clock.time()
         self._timeline.add("pause", ended - report.pause_seconds, ended, version=manifest.version)
+        self._wake()
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
     async def differences(self) -> list[Difference]:
@@ -231,7 +232,7 @@ class GeneratorActor:
         """
         config = self.config
         recorded = recording(self._engine, self.run_dir, self.generator_id, config, world=self.world)
-        engine = timed(recorded, self._timeline)
+        engine = Gate(timed(recorded, self._timeline))
         async with agent_player(
             config.env,
             engine,

@@ -18,8 +18,9 @@ import msgspec
 from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import wait_until
 from r3async.config import Config
+from r3async.record.routes import parse_id
 from r3async.record.timeline import Growth, LagMeter
-from r3async.rollout.engines import Engine
+from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import Admission, GroupLease
 from r3async.schedule.pace import Concurrency, useful_places
@@ -61,6 +62,46 @@ class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
 # -- at a generator ----------------------------------------------------------------------------------------------------
 
 
+class Gate:
+    """`engine`, whose requests for a group wait until it has the weights that the group's lease names: `GroupLease.version`.
+    Everything but `generate` is the engine's own."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._needed: dict[int, int] = {}
+        """By group that was leased before the engine had its version: that version."""
+        self._open = asyncio.Event()
+        self.held = 0
+        """Requests that wait."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def leased(self, lease: GroupLease) -> None:
+        """Before it is played."""
+        if lease.version > self._engine.version:
+            self._needed[lease.group_index] = max(lease.version, self._needed.get(lease.group_index, 0))
+
+    def look(self) -> None:
+        """The engine may have new weights."""
+        version = self._engine.version
+        if any(needed <= version for needed in self._needed.values()):
+            self._needed = {group: needed for group, needed in self._needed.items() if needed > version}
+            self._open.set()
+            self._open = asyncio.Event()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """As `Engine.generate`."""
+        which = parse_id(request.request_id) if self._needed else None
+        self.held += 1
+        try:
+            while which is not None and which.group_index in self._needed:
+                await self._open.wait()
+        finally:
+            self.held -= 1
+        return await self._engine.generate(request)
+
+
 class IdleCounter:
     """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
     seconds, all and those in which the engine had no request."""
@@ -90,7 +131,8 @@ class IdleCounter:
 
 class Leasing:
     """Calls the conductor (`LeaseCall`) when a group fits and no other call waits for one, and as a heartbeat.
-    Episodes that are over in between are reported together.
+    Episodes that are over in between are reported together. What is leased for weights that the engine does not have yet is
+    played up to its first call of the `engine`.
 
     `play(lease)` plays one. `ended`: episodes that are over, to which whoever plays adds before `wake` is called. `load()`:
     further statistics. `check()` raises what ends it.
@@ -100,7 +142,7 @@ class Leasing:
         self,
         config: Config,
         clock: Callable[[], float],
-        engine: Engine,
+        engine: Gate,
         player: GroupPlayer,
         *,
         generator_id: str,
@@ -129,7 +171,7 @@ class Leasing:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """An episode is over, or `check` or `stopping` has something."""
+        """An episode is over, the engine has new weights, or `check` or `stopping` has something."""
         self._woken.set()
 
     async def run(self, stopping: Callable[[], bool]) -> None:
@@ -139,6 +181,7 @@ class Leasing:
                 if self._clock() >= self._due:
                     self._begin_call()
                 await self._wait()
+                self._engine.look()
                 self._take_answers()
                 finished = [task for task in self._playing if task.done()]
                 self._playing = [task for task in self._playing if not task.done()]
@@ -185,6 +228,7 @@ class Leasing:
 
     async def _call(self, free: int) -> LeaseAnswer:
         stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
+        stats["held"] = self._engine.held
         ended, self._ended[:] = list(self._ended), []
         call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
@@ -204,7 +248,8 @@ class Leasing:
     async def _wait(self) -> None:
         """Until something has happened, or it is time for a look."""
         places = min(self._concurrency.limit, self._useful)
-        empty = max(0, places - self._player.playing) if self._waits else 0
+        held = self._engine.held
+        empty = max(0, places - self._player.playing + held) if self._waits or held else 0
         requests = self._look()["running"]
         # What is idle stays so until it is woken.
         look = LOOK_SECONDS if self._player.playing or requests else self._heartbeat
@@ -219,6 +264,7 @@ class Leasing:
             answer = task.result()
             self._more = answer.more
             for lease in answer.leases:
+                self._engine.leased(lease)
                 self._playing.append(self._begin(self._play(lease)))
 
 
@@ -321,8 +367,7 @@ class Dispatch:
 
     def _able_to_begin(self) -> dict[str, None]:
         """Idle generators that may be leased something."""
-        version = self._admission.version
-        able = (g for g in map(self._fleet.__getitem__, self._idle) if g.health.may_lease and g.version >= version)
+        able = (g for g in map(self._fleet.__getitem__, self._idle) if g.health.may_lease)
         return {g.generator_id: None for g in able}
 
     def _lease(self, generator: Generator, free: int, idle: dict[str, None]) -> list[GroupLease]:
@@ -331,9 +376,7 @@ class Dispatch:
         others = len(idle) - (name in idle)
         load = self.loads[name]
         while not self._stopping() and generator.health.may_lease:
-            lease = self._admission.lease(
-                name, version=generator.version, free=free, at_once=int(load["limit"]), among=1 + others
-            )
+            lease = self._admission.lease(name, free=free, at_once=int(load["limit"]), among=1 + others)
             if lease is None:
                 break
             leases.append(lease)

@@ -143,9 +143,10 @@ class Watch:
             self.dog.forget(sending)
             return
         # One that is full, or is given new weights, may leave alone what it could lease.
-        free = self._admission.can_lease() and not load["playing"] and generator.version >= self._admission.version
+        free = self._admission.can_lease() and not load["playing"]
+        plays = int(load["playing"] - load.get("held", 0))  # the others wait for weights
         done = int(load["generated_tokens"] + load.get("ended", 0))
-        self.dog.see(playing, done, int(load["playing"]) or int(free and not self._resting()))
+        self.dog.see(playing, done, plays or int(free and not self._resting()))
         self.dog.see(sending, int(load.get("acknowledged", 0)), int(load.get("unacknowledged", 0)) * may_send)
 
     # -- what is done about it -----------------------------------------------------------------------------------

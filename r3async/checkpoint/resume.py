@@ -143,7 +143,7 @@ def restore_admission(admission: Admission, state: RunState) -> None:
     do not add up."""
     try:
         admission.restore(state.admission, state.consumed, state.consumed_beyond)
-        admission.installed(state.version)
+        admission.published(state.version)
     except ValueError as error:
         raise CheckpointError(f"{STATE}: admission: {error}") from error
 

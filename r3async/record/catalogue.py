@@ -209,7 +209,7 @@ _TABLE = (
     Metric("buffer/ready_groups", "ready groups", "groups", "",
            "Complete groups that wait for the next step; none: the learner waits for generators.", gauge="buffer"),
     Metric("slots/taken", "slots taken", "groups", "",
-           "Groups leased or not yet installed; all slots taken: generators wait for the learner.", gauge="slots"),
+           "Groups leased, and not yet in published weights; all slots taken: generators wait for the learner.", gauge="slots"),
     Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may play at once now."),
     *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
       for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))

@@ -1,29 +1,34 @@
-"""Which group may be leased, when, and to whom: the bound on staleness.
+"""Which group may be leased, when, to whom, and which weights its tokens need: the bound on staleness.
 
 A version of the weights is made by `K` steps, each of which consumes at least `P` groups, within a window of `W`
 (`scheduling.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
-is free again only when weights trained from it are *installed in the engines*: a group that was overtaken keeps its slot.
+is free again when weights trained from it are *published*: a group that was overtaken keeps its slot. Whoever is leased a group
+may begin it at once, and samples its first token when its engine has the version that the lease names (`GroupLease.version`).
+Environments and prompts are then ready when the weights arrive, and each generator goes on when its own engine has them.
 
-No token trained is older than `oldest_age(S, W, P * K)` versions. Let group `g` be leased while version `v` is
-installed, and so none of its tokens be older than `v`. Of the groups before `g`, at most `N - 1` are not part of `v`, for
-they hold slots beside it. Of the groups behind `g`, at most `W - 1` are consumed before it: each must be within the window
-while `g` or an older group is its head. So at most `N + W - 2` groups are consumed between `v` and `g`. As every version
-consumes at least `P * K`, `g` is consumed at version `v + (N + W - 2) // (P * K)` at the latest, and that is
-`v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken into an older age: a version consumes all slots.
+Let `T(v)` be the groups that the weights of version `v` were trained from. A lease of group `g` names the oldest version `v`
+for which `g < T(v) + N`. There is one, for `g` takes a slot.
+
+No token trained is older than `oldest_age(S, W, P * K)` versions. The versions of an engine only go up, so no token of `g` is
+older than `v`. Say that of the `T(v)` groups that are part of `v`, `o` are behind `g`; so `T(v) - o` are before it. Of the groups
+before `g`, `g - T(v) + o <= N - 1 + o` are not part of `v`. Of the groups behind `g`, at most `W - 1` are consumed before it:
+each must be within the window while `g` or an older group is its head; `o` of them are part of `v`. So at most `N + W - 2` groups
+are consumed between `v` and `g`. As every version consumes at least `P * K`, `g` is consumed at version
+`v + (N + W - 2) // (P * K)` at the latest, and that is `v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken
+into an older age: a version consumes all slots.
 
 A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same version
 would have to wait for groups that cannot be leased yet: `most_groups`. That a version can always be made with what may be
-in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before.
+in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before. What is
+in flight waits for published versions alone, which engines get whatever is played.
 
 A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
 that the learner never got.
 
-An owner that is silent (its process was stopped) is waited for by nobody: it has no part in what counts as installed, and its
-leases return (`lose`) though it may wake and play on. The argument needs nothing of it but what `lease` asks: whoever is leased
-part of `g` has version `v` or a newer one, and versions of an engine only go up. So a token of `g`, whoever plays it and however
-late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a duplicate. If not, `g` has held its
-slot since it was *first* leased, at `v`, and the count of groups between `v` and `g` is the same. Once awake, it is leased
-nothing until its engine has the installed version.
+An owner that is silent (its process was stopped) is waited for by nobody: its leases return (`lose`) though it may wake and play
+on. The argument needs nothing of it but that its engine has the version of the lease. So a token of `g`, whoever plays it and
+however late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a duplicate. If not, it is as young
+as what the next owner samples may be: a lease of `g` names the same version again.
 
 Pure: no clock, no sockets. Owners are generators.
 """
@@ -41,15 +46,16 @@ from r3async.data.window import Consumed
 
 
 class GroupLease(msgspec.Struct, frozen=True):
-    """Play the episodes `episode_indices` of group `group_index`, all with `task_seed`."""
+    """Play the episodes `episode_indices` of group `group_index`, all with `task_seed`, by weights of `version` or newer ones."""
 
     group_index: int
     task_seed: int
     episode_indices: tuple[int, ...]
+    version: int = 0
 
 
 def slots_of(schedule: ScheduleConfig) -> int:
-    """`(S + 1) * P * K`: groups that may be leased and not yet be part of the installed weights."""
+    """`(S + 1) * P * K`: groups that may be leased and not yet be part of the published weights."""
     return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
 
 
@@ -88,6 +94,7 @@ class _Snapshot(TypedDict):
     version: _Count
     next_group: _Count
     uninstalled: list[tuple[_Count, _Count]]
+    """Of versions that were not published."""
     waiting: list[tuple[_Count, tuple[_Count, ...]]]
     owners: list[tuple[_Count, list[tuple[str, tuple[_Count, ...]]]]]
 
@@ -109,13 +116,15 @@ class Admission:
         self.slots = slots_of(schedule)
         self.total_groups = total_groups
         self.version = 0
-        """Version that every engine which answers has."""
+        """That was published last, or is about to be: engines will have it."""
         self._split, self._changed = schedule.split, changed
         self._task_seed = task_seed
         self._next_group = 0
         self._consumed = Consumed(schedule.window)
-        self._uninstalled: dict[int, int] = {}
-        """By version that is not installed yet: groups that it was trained from and its predecessors were not."""
+        self._unpublished: dict[int, int] = {}
+        """By version that is not published yet: groups that it was trained from and its predecessors were not."""
+        self._parts = [(0, 0)]
+        """Versions, oldest first, and how many groups each was trained from: those that a lease may name."""
         self._waiting: dict[int, tuple[int, ...]] = {}
         """By group that has its slot: episodes that nobody plays."""
         self._owners: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -123,7 +132,12 @@ class Admission:
 
     @property
     def slots_taken(self) -> int:
-        return self._next_group - len(self._consumed) + sum(self._uninstalled.values())
+        return self._next_group - self._published
+
+    @property
+    def _published(self) -> int:
+        """Groups that are part of published weights."""
+        return len(self._consumed) - sum(self._unpublished.values())
 
     @property
     def groups_leased(self) -> int:
@@ -155,18 +169,15 @@ class Admission:
         """There is something to play that nobody plays."""
         return bool(self._waiting) or self._untouched > 0
 
-    def lease(
-        self, owner: str, *, version: int, free: int, at_once: int | None = None, among: int = 1
-    ) -> GroupLease | None:
+    def lease(self, owner: str, *, free: int, at_once: int | None = None, among: int = 1) -> GroupLease | None:
         """Lease the oldest group that waits, or a part of it. None if there is nothing for this owner now.
 
-        `version` is what the owner's engine has: one that is behind the installed version gets nothing. `free`: episodes
-        it could begin now; `at_once`: those it plays when it is full (default: `free`). `among`: owners without work, and
-        this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than owners
-        `among` can be had. An owner without free places for that waits until it has, unless it never will (`at_once`), the rest
-        of the group is elsewhere, or `split` is `capacity`: then it gets what it has free.
+        `free`: episodes it could begin now; `at_once`: those it plays when it is full (default: `free`). `among`: owners without
+        work, and this one. A group is leased whole, for its episodes share a prompt; or in equal shares, if fewer groups than
+        owners `among` can be had. An owner without free places for that waits until it has, unless it never will (`at_once`), the
+        rest of the group is elsewhere, or `split` is `room`: then it gets what it has free.
         """
-        if version < self.version or free < 1 or not self.can_lease():
+        if free < 1 or not self.can_lease():
             return None
         group = min(self._waiting, default=self._next_group)
         episodes = self._waiting.get(group, tuple(range(self.samples_per_group)))
@@ -184,7 +195,11 @@ class Admission:
         self._next_group = max(self._next_group, group + 1)
         owners = self._owners.setdefault(group, {})
         owners[owner] = (*owners.get(owner, ()), *mine)
-        return GroupLease(group, self._task_seed(group), mine)
+        return GroupLease(group, self._task_seed(group), mine, self._oldest_weights(group))
+
+    def _oldest_weights(self, group: int) -> int:
+        """The oldest version that may sample tokens of it."""
+        return next(version for version, trained in self._parts if group < trained + self.slots)
 
     def leases(self, owner: str) -> list[int]:
         """Groups of which `owner` was leased episodes, and that are not trained yet."""
@@ -221,29 +236,33 @@ class Admission:
         Raises `ValueError` if versions go backwards, or a group was not leased, was consumed before, or was beyond the
         window: the bound on age would not hold.
         """
-        if version <= self.version or version < max(self._uninstalled, default=0):
-            raise ValueError(f"a step made version {version} after version {max((self.version, *self._uninstalled))}")
+        if version <= self.version or version < max(self._unpublished, default=0):
+            raise ValueError(f"a step made version {version} after version {max((self.version, *self._unpublished))}")
         if max(groups, default=-1) >= self._next_group:
             raise ValueError(f"group {max(groups)} was consumed, but only {self._next_group} groups were leased")
         self._consumed.take(groups)
         for group in groups:
             self._waiting.pop(group, None)  # lost with its owner, and yet arrived
             self._owners.pop(group, None)
-        self._uninstalled[version] = self._uninstalled.get(version, 0) + len(groups)
+        self._unpublished[version] = self._unpublished.get(version, 0) + len(groups)
         self._changed()
 
-    def installed(self, version: int) -> None:
-        """Every engine that answers has `version`: the slots of the groups that it was trained from are free.
+    def published(self, version: int) -> None:
+        """All steps of `version` are made, and engines will have it: the slots of the groups that it was trained from are free.
 
         Raises `ValueError` if versions go backwards, or no step made `version`.
         """
         if version < self.version:
-            raise ValueError(f"version {version} was installed after version {self.version}")
-        if version > max(self._uninstalled, default=self.version):
-            raise ValueError(f"version {version} was installed, but no step has made it")
-        self.version = version
-        for older in [v for v in self._uninstalled if v <= version]:
-            del self._uninstalled[older]
+            raise ValueError(f"version {version} was published after version {self.version}")
+        if version > max(self._unpublished, default=self.version):
+            raise ValueError(f"version {version} was published, but no step has made it")
+        if version > self.version:
+            self.version = version
+            for older in [v for v in self._unpublished if v <= version]:
+                del self._unpublished[older]
+            self._parts.append((version, self._published))
+            while len(self._parts) > 1 and self._parts[0][1] + self.slots <= self.oldest_group:
+                del self._parts[0]
         self._changed()
 
     # -- for a checkpoint ----------------------------------------------------------------------------------------
@@ -253,7 +272,7 @@ class Admission:
         return {
             "version": self.version,
             "next_group": self._next_group,
-            "uninstalled": sorted(self._uninstalled.items()),
+            "uninstalled": sorted(self._unpublished.items()),
             "waiting": sorted(self._waiting.items()),
             "owners": [[group, sorted(owners.items())] for group, owners in sorted(self._owners.items())],
         }
@@ -261,12 +280,12 @@ class Admission:
     def restore(self, snapshot: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
         """Resume as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
         `beyond` it were consumed. Leases stay with their owners: `lose` those that did not live on. Raises `ValueError` if the
-        snapshot is of an older version than is installed here, or if it is none: its groups do not add up."""
+        snapshot is of an older version than was published here, or if it is none: its groups do not add up."""
         saved = msgspec.convert(snapshot, _Snapshot)
         if saved["version"] < self.version:
             raise ValueError(f"a snapshot of version {saved['version']} cannot follow version {self.version}")
-        consumed, uninstalled = Consumed(self._consumed.window, head, beyond), dict(saved["uninstalled"])
-        held, next_group = sum(uninstalled.values()), saved["next_group"]
+        consumed, unpublished = Consumed(self._consumed.window, head, beyond), dict(saved["uninstalled"])
+        held, next_group = sum(unpublished.values()), saved["next_group"]
         taken = next_group - len(consumed) + held
         if held > len(consumed) or not 0 <= taken <= self.slots:
             raise ValueError(
@@ -274,6 +293,7 @@ class Admission:
                 f"consumed, of which {held} hold their slots"
             )
         self.version, self._next_group = saved["version"], next_group
-        self._consumed, self._uninstalled = consumed, uninstalled
+        self._consumed, self._unpublished = consumed, unpublished
+        self._parts = [(self.version, self._published)]
         self._waiting = dict(saved["waiting"])
         self._owners = {group: dict(owners) for group, owners in saved["owners"]}

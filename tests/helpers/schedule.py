@@ -48,10 +48,22 @@ class Player:
     """The version that a restarted process is loading."""
     playing: dict[tuple[int, int], int] = field(default_factory=dict)
     outbox: dict[tuple[int, int], int] = field(default_factory=dict)
+    held: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Leased, and not begun: with the version that they wait for."""
     frozen: bool = False
     """Its process is stopped: nothing happens there until it thaws."""
     stray: dict[tuple[int, int], int] = field(default_factory=dict)
     """Played, or sent, though the lease was taken back meanwhile: another may play the same."""
+    held_stray: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Held, though the lease was taken back."""
+
+    def get(self, version: int) -> None:
+        """Its engine has these weights, which sample the first tokens of what waited for them."""
+        self.version = version
+        for waiting, begun in ((self.held, self.playing), (self.held_stray, self.stray)):
+            for key in [key for key, needed in waiting.items() if needed <= version]:
+                del waiting[key]
+                begun[key] = version
 
 
 def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
@@ -102,19 +114,24 @@ class Run:
 
     def lease(self, name: str, at_once: int, among: int = 1) -> bool:
         player = self.players[name]
-        room = at_once - len(player.playing)
+        room = at_once - len(player.playing) - len(player.held)
         if not player.alive or player.frozen or room < 1 or self.done:
             return False
-        got = self.admission.lease(name, version=player.version, free=room, at_once=at_once, among=among)
+        got = self.admission.lease(name, free=room, at_once=at_once, among=among)
         if got is None:
             return False
         assert 1 <= len(got.episode_indices) <= room
         assert got.task_seed == self.cursor.task_seed(got.group_index)
         for index in got.episode_indices:
             key = (got.group_index, index)
-            assert all(key not in p.playing and key not in p.outbox for p in self.players.values()), "two live owners"
+            owned = (held for p in self.players.values() for held in (p.playing, p.outbox, p.held))
+            assert all(key not in held for held in owned), "two live owners"
             # What it plays still, of before it was stopped, it does not begin again.
-            player.playing[key] = player.stray.pop(key, player.version)
+            if key in player.stray:
+                player.playing[key] = player.stray.pop(key)
+            else:
+                player.held[key] = player.held_stray.pop(key, got.version)
+        player.get(player.version)
         return True
 
     def finish(self, name: str, pick: int = 0) -> bool:
@@ -139,7 +156,7 @@ class Run:
         """The process dies, and with it what it played and what it had not delivered."""
         player = self.players[name]
         last_words = dict(list(player.outbox.items())[:1])  # on the wire: arrives after the learner was asked
-        player.playing, player.outbox, player.stray = {}, {}, {}
+        player.playing, player.outbox, player.stray, player.held, player.held_stray = {}, {}, {}, {}, {}
         player.alive, player.frozen, player.reviving = False, False, None
         lacking = {g: self.buffer.missing(g) for g in self.admission.leases(name)}
         for key, version in last_words.items():
@@ -163,7 +180,8 @@ class Run:
         self.admission.lose(name, self.buffer.missing)
         assert self.admission.leases(name) == []
         player.stray |= player.playing | player.outbox
-        player.playing, player.outbox = {}, {}
+        player.held_stray |= player.held
+        player.playing, player.outbox, player.held = {}, {}, {}
         return True
 
     def stray(self, name: str, pick: int = 0) -> bool:
@@ -185,7 +203,7 @@ class Run:
         return True
 
     def end_revival(self, name: str) -> bool:
-        """It has loaded what was the newest version when it began to; the conductor then brings it up to date, or later."""
+        """It has loaded what was the newest version when it began to; it gets a newer one later."""
         player = self.players[name]
         if player.reviving is None:
             return False
@@ -222,6 +240,7 @@ class Run:
         self.since = [self.since[0] + 1, self.since[1] + len(indices)]
         if self.since[0] == self.shape.per_version:
             self.learner_version, self.since = self.learner_version + 1, [0, 0]
+            self.admission.published(self.learner_version)
         return True
 
     def publish(self) -> bool:
@@ -230,16 +249,13 @@ class Run:
         self.published = self.learner_version
         return True
 
-    def install(self) -> bool:
-        """Every player that answers gets the newest published version."""
-        live = [p for p in self.players.values() if p.alive and not p.frozen]
-        behind = [p for p in live if p.version < self.published]
-        if not live or not (behind or self.admission.version < self.published):
-            return False
+    def install(self, *names: str) -> bool:
+        """Every player that answers, or those alone, gets the newest published version."""
+        chosen = [self.players[name] for name in names or self.players]
+        behind = [p for p in chosen if p.alive and not p.frozen and p.version < self.published]
         for player in behind:
-            player.version = self.published
-        self.admission.installed(self.published)
-        return True
+            player.get(self.published)
+        return bool(behind)
 
     def restart_conductor(self) -> None:
         """From what it wrote down. Its generators are new, too."""
@@ -256,7 +272,7 @@ class Run:
     def check(self) -> None:
         assert self.admission.slots_taken <= self.admission.slots
         assert len(set(self.trained)) == len(self.trained)
-        held = [key for p in self.players.values() for key in (*p.playing, *p.outbox)]
+        held = [key for p in self.players.values() for key in (*p.playing, *p.outbox, *p.held)]
         assert len(held) == len(set(held)), "an episode has two live owners"
         assert len({g for g, _ in held}) <= self.admission.slots
 
@@ -267,7 +283,7 @@ class Run:
         players = self.players.values()
         if any(p.playing or p.outbox or p.stray or p.frozen or not p.alive for p in players):
             return True
-        if self.admission.version < self.published or any(p.version < self.published for p in players):
+        if any(p.version < self.published for p in players):
             return True
         return self.admission.can_lease()
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from r3async.config import ScheduleConfig
-from r3async.schedule.admission import Admission, oldest_age
+from r3async.schedule.admission import Admission, GroupLease, oldest_age
 
 
 def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **settings):
@@ -15,25 +15,25 @@ def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **set
     return Admission(schedule, total_groups=total, task_seed=lambda g: 1000 + g)
 
 
-def lease(admission, owner="a", version=0, free=100, **settings):
-    got = admission.lease(owner, version=version, free=free, **settings)
+def lease(admission, owner="a", free=100, **settings):
+    got = admission.lease(owner, free=free, **settings)
     return got and (got.group_index, got.episode_indices)
 
 
 def publish(admission, version, *groups):
     admission.trained(version, groups)
-    admission.installed(version)
+    admission.published(version)
 
 
-def test_staleness_zero_waits_for_the_installation_of_each_step():
+def test_staleness_zero_waits_for_each_step_and_then_for_its_weights():
     admission = make(max_staleness=0)
     assert [lease(admission) for _ in range(3)] == [(0, (0, 1)), (1, (0, 1)), None]
     assert admission.full
     admission.trained(1, [0, 1])
-    assert lease(admission) is None, "a slot is freed by the installation, not by the step"
-    admission.installed(1)
+    assert lease(admission) is None, "a slot is freed by the publication, not by the step"
+    admission.published(1)
     assert not admission.full
-    assert lease(admission, version=1) == (2, (0, 1))
+    assert admission.lease("a", free=2) == GroupLease(2, 1002, (0, 1), version=1)
 
 
 def test_an_overtaken_group_keeps_its_slot():
@@ -42,7 +42,7 @@ def test_an_overtaken_group_keeps_its_slot():
         lease(admission)
     publish(admission, 1, 1, 2)
     assert admission.slots_taken == 2
-    assert [lease(admission, version=1) for _ in range(3)] == [(4, (0, 1)), (5, (0, 1)), None]
+    assert [lease(admission) for _ in range(3)] == [(4, (0, 1)), (5, (0, 1)), None]
     assert admission.leases("a") == [0, 3, 4, 5]
 
 
@@ -66,7 +66,7 @@ def test_a_lost_lease_is_given_again_for_the_missing_episodes_only_and_first():
     assert admission.leases("a") == [0, 1, 2]
     assert admission.lose("a", lambda g: [1] if g == 1 else []) == [1]
     assert admission.leases("a") == []
-    again = admission.lease("b", version=0, free=100)
+    again = admission.lease("b", free=100)
     assert (again.group_index, again.episode_indices, again.task_seed) == (1, (1,), 1001)
 
 
@@ -141,13 +141,25 @@ def test_idle_generators_share_a_group_where_there_are_fewer_groups_than_generat
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_behind_the_installed_version_gets_nothing():
-    admission = make()
-    lease(admission)
-    lease(admission)
-    publish(admission, 1, 0, 1)
-    assert lease(admission, "restarted", version=0) is None
-    assert lease(admission, "restarted", version=1) == (2, (0, 1))
+def test_a_lease_names_the_oldest_weights_whose_tokens_cannot_become_too_old():
+    admission = make(max_staleness=1, groups_per_step=2)
+    named = {}
+    for version in range(1, 5):
+        while got := admission.lease("a", free=2):
+            named[got.group_index] = got.version
+        publish(admission, version, 2 * version - 2, 2 * version - 1)
+    assert named == {g: max(0, g // 2 - 1) for g in range(10)}, "trained by the step after the next"
+
+
+def test_what_is_leased_again_may_be_played_by_the_weights_that_it_could_be_played_by_before():
+    admission = make(max_staleness=2, groups_per_step=1, window=3, steps=9)
+    first = [admission.lease("a", free=2).version for _ in range(3)]
+    publish(admission, 1, 1)
+    assert admission.lease("a", free=2).version == 1
+    publish(admission, 2, 2)
+    assert admission.lose("a", lambda g: [0, 1]) == [0, 3]
+    assert first == [0, 0, 0]
+    assert [admission.lease("b", free=2).version for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_version_counter_never_goes_backwards_across_restarts():
@@ -157,10 +169,10 @@ def test_a_version_counter_never_goes_backwards_across_restarts():
     publish(admission, 1, 0, 1)
     old = admission.snapshot()
     publish(admission, 2, 2, 3)
-    with pytest.raises(ValueError, match="version 1 was installed after version 2"):
-        admission.installed(1)
-    with pytest.raises(ValueError, match="version 3 was installed, but no step has made it"):
-        admission.installed(3)
+    with pytest.raises(ValueError, match="version 1 was published after version 2"):
+        admission.published(1)
+    with pytest.raises(ValueError, match="version 3 was published, but no step has made it"):
+        admission.published(3)
     with pytest.raises(ValueError, match="a step made version 2 after version 2"):
         admission.trained(2, [4])
     with pytest.raises(ValueError, match="a snapshot of version 1 cannot follow version 2"):
@@ -168,9 +180,8 @@ def test_a_version_counter_never_goes_backwards_across_restarts():
     restarted = make(max_staleness=3)
     restarted.restore(msgspec.json.decode(msgspec.json.encode(admission.snapshot())), 4)
     assert restarted.version == 2
-    with pytest.raises(ValueError, match="version 1 was installed after version 2"):
-        restarted.installed(1)
-    assert lease(restarted, version=1) is None
+    with pytest.raises(ValueError, match="version 1 was published after version 2"):
+        restarted.published(1)
     assert restarted.snapshot() == admission.snapshot()
     assert restarted.leases("a") == [4, 5]
 
@@ -196,7 +207,7 @@ def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
     back = resumed.adopt(5, lambda g: [i for i in range(2) if i not in here.get(g, [])])
     assert back == [2, 4, 5]
     assert resumed.slots_taken == 4
-    assert [lease(resumed, version=2) for _ in range(4)] == [(2, (0,)), (4, (0, 1)), (5, (1,)), None]
+    assert [lease(resumed) for _ in range(4)] == [(2, (0,)), (4, (0, 1)), (5, (1,)), None]
     assert resumed.leases("dead") == []
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
-from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, Leasing
+from r3async.actors.leasing import HEARTBEAT_SECONDS, Gate, LeaseAnswer, LeaseCall, Leasing
 from r3async.config import load_config, to_dict
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
@@ -48,7 +48,7 @@ def conductor(tmp_path, monkeypatch) -> Conductor:
     for generator in made.fleet:
         generator.health.loaded()
         generator.health.installed(0, 0)
-    made.admission.installed(0)
+    made.admission.published(0)
     return made
 
 
@@ -74,7 +74,7 @@ def train(conductor: Conductor, version: int) -> None:
     conductor.admission.trained(version, [version - 1])
     for generator in conductor.fleet:
         generator.health.installed(version, version)
-    conductor.admission.installed(version)
+    conductor.admission.published(version)
 
 
 async def test_who_waits_is_given_what_becomes_free(conductor):
@@ -122,17 +122,46 @@ async def test_whoever_waits_longest_is_served_first(conductor):
     assert await asyncio.wait_for(a, LIMIT) == ([2], True)
 
 
-async def test_who_waits_and_is_behind_is_served_when_it_has_the_weights(conductor):
+async def test_who_waits_is_served_before_it_has_the_weights(conductor):
     await lease(conductor, "a")
     b = await waiting(conductor, "b")
     conductor.admission.trained(1, [0])
-    conductor.fleet["a"].health.installed(1, 1)
-    conductor.admission.installed(1)
     await asyncio.sleep(0)
     assert not b.done()
-    conductor.fleet["b"].health.installed(1, 1)
-    conductor._wake()  # of its delivery
+    conductor.admission.published(1)
     assert await asyncio.wait_for(b, LIMIT) == ([1], True)
+    assert {generator.version for generator in conductor.fleet} == {0}
+
+
+class Held(SimpleNamespace):
+    """An engine that answers with its version."""
+
+    async def generate(self, request):
+        return self.version
+
+
+async def test_what_is_leased_for_weights_that_the_engine_does_not_have_waits_for_them():
+    engine = Held(version=3)
+    gate = Gate(engine)
+    for group, version in ((7, 3), (8, 4), (9, 5)):
+        gate.leased(GroupLease(group, 0, (0, 1), version))
+    ids = ["g7e0t0", "g8e0t0", "g8e1t0", "g9e0t0", "probe"]
+    calls = {name: asyncio.create_task(gate.generate(SimpleNamespace(request_id=name))) for name in ids}
+
+    async def answered() -> dict[str, int]:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return {name: call.result() for name, call in calls.items() if call.done()}
+
+    assert (await answered(), gate.held) == ({"g7e0t0": 3, "probe": 3}, 3)
+    gate.look()
+    assert len(await answered()) == 2
+    engine.version = 4
+    gate.look()
+    assert (await answered(), gate.held) == ({"g7e0t0": 3, "probe": 3, "g8e0t0": 4, "g8e1t0": 4}, 1)
+    calls["g9e0t0"].cancel()
+    await asyncio.sleep(0)
+    assert gate.held == 0
 
 
 async def test_a_call_that_has_waited_for_as_long_as_it_may_is_answered_and_leased_nothing_later(conductor):
@@ -182,7 +211,7 @@ class Playing:
         self.leasing = Leasing(
             config,
             self.clock,
-            SimpleNamespace(stats=lambda: {"running": self.playing}),  # type: ignore[arg-type]
+            Gate(SimpleNamespace(stats=lambda: {"running": self.playing}, version=0)),  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             generator_id="g",
             process=(1, "host"),

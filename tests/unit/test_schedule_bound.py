@@ -85,12 +85,13 @@ def visit(shape, path):
     playing = tuple(sorted((g, v) for (g, _), v in player.playing.items()))
     here = tuple(sorted((g, int(e[0][0].samples[0].table["policy_version"][1])) for g, e in run.buffer._groups.items()))
     taken = run.buffer._taken
-    state = (playing, here, taken.head, tuple(sorted(taken.beyond)), run.steps, run.admission.version, run.oldest)
+    held = tuple(sorted(player.held.items()))
+    state = (playing, held, here, taken.head, tuple(sorted(taken.beyond)), run.steps, player.version, run.oldest)
     moves: list = [g for g, _ in playing]
     if not run.done:
         moves += ["lease"] * (run.admission.can_lease())
         moves += ["train"] * bool(run.batch())
-        moves += ["install"] * (run.admission.version < run.learner_version)
+        moves += ["install"] * (player.version < run.learner_version)
     return state, run.oldest, [] if run.done else moves, run.done
 
 

@@ -97,6 +97,10 @@ class Machine(RuleBasedStateMachine):
         self.run.install()
 
     @rule(name=names)
+    def install_in_one(self, name):
+        self.run.install(name)
+
+    @rule(name=names)
     def die(self, name):
         self.run.die(name)
 
@@ -191,10 +195,9 @@ class OneSlotTooFew(Admission):
         self.slots -= 1
 
 
-class FreedAtConsumption(Admission):
-    def trained(self, version, groups):
-        super().trained(version, groups)
-        self._uninstalled[version] = 0
+class NamesTheVersionBefore(Admission):
+    def _oldest_weights(self, group):
+        return max(0, super()._oldest_weights(group) - 1)
 
 
 class ForgetsAReturnedLease(Admission):
@@ -218,8 +221,8 @@ class TakesWhatOthersPlay(Admission):
 
 
 class LeasesToTheStale(Admission):
-    def lease(self, owner, *, version, **arguments):
-        return super().lease(owner, version=self.version, **arguments)
+    def _oldest_weights(self, group):
+        return 0
 
 
 class WiderWindow(GroupBuffer):
@@ -248,8 +251,8 @@ class WiderWindowUnseen(Admission):
     [
         (OneSlotTooMany, GroupBuffer, "promise at most"),
         (OneSlotTooFew, GroupBuffer, "can_progress"),
-        (FreedAtConsumption, GroupBuffer, "promise at most"),
-        (ForgetsAReturnedLease, GroupBuffer, "can_progress"),
+        (NamesTheVersionBefore, GroupBuffer, "promise at most"),
+        (ForgetsAReturnedLease, GroupBuffer, "cannot be finished"),
         (TakesWhatOthersPlay, GroupBuffer, "two live owners"),
         (LeasesToTheStale, GroupBuffer, "promise at most"),
         (Admission, WiderWindow, "may not overtake"),

@@ -89,7 +89,7 @@ class Run:
         return {"playing": 0, "generated_tokens": 5, "ended": 0, "unacknowledged": 0, "acknowledged": 0, **values}
 
     def lease_all(self):
-        while self.admission.lease("generator-1", version=0, free=4):
+        while self.admission.lease("generator-1", free=4):
             pass
 
     def after(self, seconds, each=lambda second: None):
@@ -117,6 +117,13 @@ def test_a_generator_with_episodes_that_makes_neither_tokens_nor_ends_is_named(r
     run.loads["generator-0"] = run.load(playing=3)
     assert run.after(STALL - 10) == []
     assert run.after(20) == ["playing/generator-0"]
+
+
+def test_episodes_that_wait_for_weights_are_no_stall(run):
+    run.loads["generator-0"] = run.load(playing=3, held=3)
+    assert run.after(5 * STALL) == []
+    run.loads["generator-0"] = run.load(playing=3, held=2)
+    assert run.after(STALL + 10) == ["playing/generator-0"]
 
 
 @pytest.mark.parametrize("counter", ["generated_tokens", "ended"])
@@ -184,7 +191,7 @@ def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
 
 async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_has_arrived(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
-    assert run.admission.lease("generator-0", version=0, free=4)
+    assert run.admission.lease("generator-0", free=4)
     run.learner.says = {0: [1, 3]}
 
     async def look_after(seconds):
@@ -203,13 +210,13 @@ async def test_the_groups_of_one_that_stays_silent_are_leased_again_less_what_ha
         "leases_returned",
         {"generator": "generator-0", "pid": 21, "seconds": 21.0, "leased_again": [0]},
     )
-    again = run.admission.lease("generator-1", version=0, free=4)
+    again = run.admission.lease("generator-1", free=4)
     assert (again.group_index, again.episode_indices) == (0, (1, 3))
 
 
 async def test_one_that_answers_while_the_learner_is_asked_keeps_its_groups(tmp_path):
     run = Run(tmp_path, "supervise.silence_seconds=10")
-    assert run.admission.lease("generator-0", version=0, free=4)
+    assert run.admission.lease("generator-0", free=4)
     run.clock.now += 25
     run.fleet.tick()
     run.learner.says = {0: [1, 3]}

@@ -222,7 +222,7 @@ def installer(conductor, monkeypatch):
     monkeypatch.setattr(made, "deliver", deliver)
     conductor.trained, conductor.freed = [], []
     monkeypatch.setattr(conductor.admission, "trained", lambda *pair: conductor.trained.append(pair))
-    monkeypatch.setattr(conductor.admission, "installed", conductor.freed.append)
+    monkeypatch.setattr(conductor.admission, "published", conductor.freed.append)
     conductor.versions = installed
     return made
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from r3async.actors.delivery import Published
-from r3async.actors.leasing import Leasing
+from r3async.actors.leasing import Gate, Leasing
 from r3async.actors.process import whereabouts
 from r3async.config import Config, config_from_dict
 from r3async.data.window import Consumed
@@ -189,7 +189,7 @@ class _Generator:
         leasing = Leasing(
             self._config,
             self._world.clock.monotonic,
-            self._engine,  # type: ignore[arg-type]
+            Gate(self._engine),  # type: ignore[arg-type]
             self.player,  # type: ignore[arg-type]
             generator_id=self._name,
             process=(self._world.processes.pid, self._world.processes.host),

@@ -85,10 +85,10 @@ class TinyRun:
 
     def _state(self, step: int) -> RunState:
         admission = self._admission()
-        while lease := admission.lease("g0", version=0, free=1):
+        while lease := admission.lease("g0", free=1):
             last = lease.group_index
         admission.trained(1, [0, 2])
-        admission.installed(1)
+        admission.published(1)
         return RunState(
             run_id="tiny",
             config=to_dict(self._config),

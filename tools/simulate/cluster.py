@@ -24,22 +24,38 @@ from r3async.tools.simulate.model import Model, Prediction
 
 
 class _Episode:
+    """`version`: the oldest that may sample it; once it has begun, that which began it."""
+
     __slots__ = ("engine", "group", "index", "left", "serial", "tokens", "version")
 
-    def __init__(self, group: int, index: int, engine: _Engine, turns: int, serial: int):
+    def __init__(self, group: int, index: int, engine: _Engine, turns: int, serial: int, version: int):
         self.group, self.index, self.engine, self.left, self.serial = group, index, engine, turns, serial
-        self.tokens, self.version = 0, engine.version
+        self.tokens, self.version = 0, version
 
 
 class _Engine:
-    """`progress`: tokens that each request which ran all the time has made, as of `at`."""
+    """`progress`: tokens that each request which ran all the time has made, as of `at`. `held`: episodes that wait for
+    weights."""
 
-    __slots__ = ("alive", "at", "idle", "name", "playing", "progress", "requests", "running_time", "turn", "version")
+    __slots__ = (
+        "alive",
+        "at",
+        "held",
+        "idle",
+        "name",
+        "playing",
+        "progress",
+        "requests",
+        "running_time",
+        "turn",
+        "version",
+    )
 
     def __init__(self, name: str):
         self.name, self.version, self.alive = name, 0, True
         self.progress, self.at, self.turn = 0.0, 0.0, 0
         self.requests: list[tuple[float, int, _Episode]] = []
+        self.held: list[_Episode] = []
         self.playing: dict[int, _Episode] = {}
         self.idle = self.running_time = 0.0
 
@@ -83,7 +99,7 @@ class Cluster:
         """Engines that have requests."""
         self._copied = 0
         """Version whose weights wait to be written."""
-        self._delivering = False
+        self._installed_version = 0
         self.version = 0
         self._since = [0, 0]
         self.ages: list[tuple[float, int]] = []
@@ -194,6 +210,7 @@ class Cluster:
         if engine.requests:
             self._works(-1)
         engine.requests.clear()
+        engine.held.clear()
         engine.turn += 1
         engine.alive = False
         self.admission.lose(engine.name, self._missing)
@@ -201,7 +218,7 @@ class Cluster:
         self._lease_all()
 
     def _revive(self, engine: _Engine) -> None:
-        engine.alive, engine.version = True, self.admission.version
+        engine.alive, engine.version = True, self._installed_version
         self._free[engine.name] = True
         self._lease(engine)
         self._may_fail(engine)
@@ -227,9 +244,7 @@ class Cluster:
         while (free := model.places - len(engine.playing)) > 0 and self.admission.can_lease():
             self.asked += 1
             idle = sum(not self._engines[n].playing for n in self._free) if not engine.playing else 1
-            lease = self.admission.lease(
-                engine.name, version=engine.version, free=free, at_once=model.places, among=max(1, idle)
-            )
+            lease = self.admission.lease(engine.name, free=free, at_once=model.places, among=max(1, idle))
             if lease is None:
                 return
             self._play(engine, lease)
@@ -239,8 +254,16 @@ class Cluster:
     def _play(self, engine: _Engine, lease: GroupLease) -> None:
         for index in lease.episode_indices:
             turns = max(1, round(self.model.turns.draw(self._rng)))
-            episode = _Episode(lease.group_index, index, engine, turns, next(self._serial))
+            episode = _Episode(lease.group_index, index, engine, turns, next(self._serial), lease.version)
             engine.playing[episode.serial] = episode
+            self._begin(episode)
+
+    def _begin(self, episode: _Episode) -> None:
+        engine = episode.engine
+        if engine.version < episode.version:
+            engine.held.append(episode)
+        else:
+            episode.version = engine.version
             self._ask(episode)
 
     # -- the learner ---------------------------------------------------------------------------------------------
@@ -318,6 +341,8 @@ class Cluster:
             return
         self.version += 1
         self._since = [0, 0]
+        self.admission.published(self.version)
+        self._lease_all()
         self._copy()
 
     def _copy(self) -> None:
@@ -352,11 +377,12 @@ class Cluster:
         self._after(pause, lambda: self._installed(version))
 
     def _installed(self, version: int) -> None:
+        self._installed_version, self._writing = version, False
         for engine in self._engines.values():
             engine.version = version
-        self.admission.installed(version)
-        self._writing = False
-        self._lease_all()
+            held, engine.held = engine.held, []
+            for episode in held:
+                self._begin(episode)
         if self.model.learner.waits:
             self._step_ends()
         if self._copied:

@@ -58,11 +58,13 @@ class PowerFailed(Event, frozen=True):
 
 class Leased(Event, frozen=True):
     """The conductor answered a generator's question for work. `leases`: groups with their episodes, maybe none. `ended`: the
-    process that asked has ended, and the conductor did not know."""
+    process that asked has ended, and the conductor did not know. `versions`: of each lease, the oldest
+    weights for it; those of its engine, if not said."""
 
     generator: str
     leases: tuple[tuple[int, tuple[int, ...]], ...] = ()
     ended: bool = False
+    versions: tuple[int, ...] = ()
 
 
 class Asked(Event, frozen=True):

@@ -8,8 +8,8 @@ import msgspec
 
 from r3async.actors import reception
 from r3async.actors.delivery import Publishing
-from r3async.actors.installer import Installer
 from r3async.actors.learner import LearnerActor
+from r3async.actors.leasing import Gate
 from r3async.actors.ranks import LocalLearner
 from r3async.data.versions import Lineage
 from r3async.schedule.admission import Admission, GroupLease
@@ -19,38 +19,24 @@ from r3async.tools.simulate.planting import mutant, plant
 # -- leases and slots --------------------------------------------------------------------------------------------------
 
 
-@mutant(Admission, "trained")
-def slot_freed_early(trained: Any) -> Any:
-    """The slots of a step's groups are free when it is made, not when its weights are installed."""
+@mutant(Admission, "_oldest_weights")
+def slot_freed_early(oldest: Any) -> Any:
+    """A lease names the version before the one that freed its slot."""
 
-    def early(self: Admission, version: int, groups: Any) -> None:
-        trained(self, version, groups)
-        self._uninstalled[version] = 0
+    def older(self: Admission, group: int) -> int:
+        return max(0, int(oldest(self, group)) - 1)
 
-    return early
-
-
-def _whoever(lease: Any) -> Any:
-    def whoever(self: Admission, owner: str, *, version: int, **facts: Any) -> Any:
-        return lease(self, owner, version=max(version, self.version), **facts)
-
-    return whoever
+    return older
 
 
-def _first_is_enough(give: Any) -> Any:
-    def first(self: Installer, version: int, reports: Any) -> Any:
-        awaited = give(self, version, reports)
-        return [] if any(generator.version >= version for generator in self.fleet) else awaited[:1]
+@mutant(Gate, "leased")
+def stale_generator_leased(leased: Any) -> Any:
+    """A generator plays what it is leased at once, with the weights that it has."""
 
-    return first
+    def at_once(self: Gate, lease: Any) -> None:
+        pass
 
-
-plant(
-    "stale_generator_leased",
-    "A version counts as installed when one engine has it, and the others are leased work all the same.",
-    (Admission, "lease", _whoever),
-    (Installer, "_give", _first_is_enough),
-)
+    return at_once
 
 
 @mutant(Admission, "lose")

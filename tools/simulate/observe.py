@@ -279,7 +279,7 @@ def _conductor(kind: type) -> type:
             simulation = _watched(self.world.process)
             asked = simulation.find(generator_id)
             ended = asked is None or asked.pid != self.fleet[generator_id].pid
-            simulation.see(Leased, generator_id, told, ended)
+            simulation.see(Leased, generator_id, told, ended, tuple(lease.version for lease in leases))
             return answer
 
         def status(self, since: int) -> dict[str, Any]:

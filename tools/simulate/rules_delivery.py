@@ -68,18 +68,18 @@ def _may_return(known: Known, lease: Lease, now: float) -> bool:
 @rule(DELIVERY, "slots", Leased)
 def slots_are_conserved(known: Known, event: Leased) -> str:
     """A group is leased for the first time only while a slot is free: a slot is taken by each group that was leased before,
-    and is not in the weights of the engine that plays. So whatever it samples cannot become too old. No group is passed
-    over."""
+    and is not in the weights that the lease names. So whatever these or newer ones sample cannot become too old. No group is
+    passed over."""
     rules, newest = known.rules, known.leased_to
-    version = known.engines[event.generator].newest
-    for group, _ in event.leases:
+    named = event.versions or [known.engines[event.generator].newest] * len(event.leases)
+    for (group, _), version in zip(event.leases, named, strict=True):
         for passed in range(newest + 1, group):
             names = [trajectory_name(passed, i) for i in range(rules.samples_per_group)]
             if not all(name in known.sent for name in names):
                 return f"group {group} is leased, and group {passed} never was"
         if group > newest and (taken := group + 1 - known.branch.groups_in(version)) > rules.slots:
             return (
-                f"group {group} is leased to {event.generator} with version {version}: {taken} groups are then not in these "
+                f"group {group} is leased to {event.generator} for version {version}: {taken} groups are then not in these "
                 f"weights, and there are {rules.slots} slots"
             )
         newest = max(newest, group)

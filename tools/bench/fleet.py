@@ -76,10 +76,10 @@ class Counts(msgspec.Struct):
 
 
 class _Engine:
-    """Its statistics alone."""
+    """Its version, and its statistics."""
 
     def __init__(self, player: _Player):
-        self._player, self.tokens = player, 0
+        self._player, self.tokens, self.version = player, 0, -1
 
     def stats(self) -> dict[str, float]:
         running = self._player.playing
@@ -169,6 +169,8 @@ class _Generator:
 
     async def install(self, publication: Publication) -> InstallReport:
         await asyncio.sleep(PAUSE_SECONDS)
+        self._engine.version = publication.manifest.version
+        self._wake()
         return InstallReport(publication.manifest.version, PAUSE_SECONDS, 0.0)
 
     def stop(self) -> None:

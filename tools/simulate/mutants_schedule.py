@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 
 from r3async.actors import reception
 from r3async.actors.delivery import Publishing
+from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.leasing import Gate
 from r3async.actors.ranks import LocalLearner
@@ -29,14 +31,27 @@ def slot_freed_early(oldest: Any) -> Any:
     return older
 
 
-@mutant(Gate, "leased")
-def stale_generator_leased(leased: Any) -> Any:
-    """A generator plays what it is leased at once, with the weights that it has."""
-
-    def at_once(self: Gate, lease: Any) -> None:
+def _at_once(leased: Any) -> Any:
+    def unnoticed(self: Gate, lease: GroupLease) -> None:
         pass
 
-    return at_once
+    return unnoticed
+
+
+def _slowly(install: Any) -> Any:
+    async def slow(self: GeneratorActor, publication: Any) -> Any:
+        await asyncio.sleep(5.0)
+        return await install(self, publication)
+
+    return slow
+
+
+plant(
+    "stale_generator_leased",
+    "A generator plays what it is leased at once, with the weights that it has, and new ones come slowly.",
+    (Gate, "leased", _at_once),
+    (GeneratorActor, "install", _slowly),
+)
 
 
 @mutant(Admission, "lose")

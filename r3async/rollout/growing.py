@@ -69,7 +69,7 @@ class TemplateHabits:
         """From now on, all conversations of this template."""
         if not self.whole:
             self.whole = reason
-            logger.info("with this chat template each turn renders its whole conversation: %s", reason)
+            logger.warning("with this chat template each turn renders its whole conversation: %s", reason)
 
     def shape(self, message: Message) -> Shape:
         """What the template can tell it by."""

@@ -16,7 +16,7 @@ import numpy as np
 from r3async.actors.delivery import Published, Publishing
 from r3async.actors.process import NotLoaded, begin, whereabouts
 from r3async.actors.ranks import LocalLearner, RankedLearner
-from r3async.actors.reception import Reception
+from r3async.actors.reception import Ahead, Reception
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
 from r3async.config import config_from_dict
@@ -36,7 +36,7 @@ from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
 
 if TYPE_CHECKING:
-    from r3async.learner.trainer import Trainer
+    from r3async.learner.trainer import Prepared, Trainer
 
 CLOSE_SECONDS = 5.0
 
@@ -66,10 +66,12 @@ class Model:
 
 @dataclass
 class Work:
-    """What `listen` makes: where trajectories arrive, the steps on them, their checkpoints, and the versions they make."""
+    """What `listen` makes: where trajectories arrive, the steps on them, which are prepared ahead, their checkpoints, and the
+    versions they make."""
 
     reception: Reception
     trainer: Trainer
+    ahead: Ahead[Prepared]
     checkpoints: CheckpointWriter
     publishing: Publishing
 
@@ -79,7 +81,7 @@ class LearnerActor:
 
     The event loop receives; all torch work runs in one thread of its own. One thread and always the same one: Megatron keeps
     state per process, and torch keeps grad mode and function modes per thread. New weights are only copied there; another
-    thread writes the copy while the next step runs.
+    thread writes the copy while the next step runs, and a third one packs the step after that.
     """
 
     receives: type[Reception] = Reception
@@ -104,6 +106,7 @@ class LearnerActor:
         self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
         self._lag = LagMeter(world.processes)
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
+        self._packer = world.threads.lane("packer")
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
         self._interrupted = asyncio.Event()
         self._doing = "between steps"
@@ -186,7 +189,7 @@ class LearnerActor:
         publishing = Publishing(
             world, config, self.lineage, self._timeline, model.backend, self._torch, self._writer, text
         )
-        self._work = Work(reception, trainer, checkpoints, publishing)
+        self._work = Work(reception, trainer, Ahead(reception, self._packer, trainer.prepared), checkpoints, publishing)
         endpoint = await reception.start()
         self._mark = self._now()
         keys, newest = reception.keys_for_generators, reception.buffer.newest_group
@@ -207,6 +210,7 @@ class LearnerActor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._writer.close()
+                await self._packer.close()
                 if self._loaded is not None:
                     await self._torch.run(self._loaded.backend.close)
                 await self._torch.close()
@@ -262,17 +266,17 @@ class LearnerActor:
             return None
         step_from = clock()
         self._doing, version = "training", counts.version
-        groups, metrics = await self._train(indices)
-        trained = clock()
-        counts.steps += 1
         steps, consumed = counts.since
-        counts.since = steps + 1, consumed + len(indices)
+        since = steps + 1, consumed + len(indices)
+        due = last or since[0] == self.config.schedule.steps_per_publication
+        groups, metrics = await self._train(indices, (0, 0) if due else since)
+        trained = clock()
+        counts.steps, counts.since = counts.steps + 1, since
         if metrics["optimizer/skipped"] and not metrics["optimizer/no_contrast"]:
             self.events.warning("step_skipped", step=counts.steps, grad_norm=metrics["grad_norm"])
         work.reception.trained(indices)
         line = trained_step(counts.steps, version, groups, self.lineage.number)
         self._trained_file.append(msgspec.json.encode(line))
-        due = last or counts.since[0] == self.config.schedule.steps_per_publication
         if due:
             counts.version, counts.since = version + 1, (0, 0)
             with self._timeline.span("snapshot", step=counts.steps, version=counts.version):
@@ -303,16 +307,24 @@ class LearnerActor:
     def _now(self) -> tuple[float, float]:
         return self.world.clock.monotonic(), self.world.processes.cpu_seconds()
 
-    async def _train(self, indices: list[int]) -> tuple[list[list[Trajectory]], dict[str, float]]:
-        """Take these groups and train them. Returns them as they were trained, and metrics."""
-        counts, reception = self.model.counts, self.work.reception
+    async def _train(
+        self, indices: list[int], then: tuple[int, int]
+    ) -> tuple[list[list[Trajectory]], dict[str, float]]:
+        """Take these groups and train them, and meanwhile prepare the next step, for which `Counts.since` will be `then`. Returns
+        them as they were trained, and metrics."""
+        counts, work, reception = self.model.counts, self.work, self.work.reception
         taken, _ = reception.buffer.take(indices)
         check_ages(taken, counts.version, reception.age_bound)
         now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
         ages = age_metrics(taken, counts.version, reception.age_bound, now, oldest)
         number = counts.steps + 1
         with self._timeline.span("train", step=number):
-            done = await self._torch.run(self.work.trainer.step, number, counts.version, taken)
+            prepared = await work.ahead.made(indices, taken)
+            looking = asyncio.create_task(work.ahead.look(then, self._interrupted))
+            try:
+                done = await self._torch.run(work.trainer.step, number, counts.version, prepared)
+            finally:
+                looking.cancel()
         await reception.set_aside(done.unsound, done.groups)
         return done.groups, done.metrics | ages
 

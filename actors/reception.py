@@ -1,11 +1,12 @@
-"""What the learner receives: checked on arrival, kept until a checkpoint has trained it, and gathered into groups for a step."""
+"""What the learner receives: checked on arrival, kept until a checkpoint has trained it, gathered into groups for a step, and
+made ready for it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from r3async.actors.process import wait_until
 from r3async.config import Config
@@ -20,8 +21,10 @@ from r3async.schedule.tasks import By, EpisodeEnd, Quarantine, TaskFailures
 from r3async.schedule.validation import validate_trajectory
 from r3async.transport.intake import Ledger
 from r3async.transport.receiver import Receiver, Refuse
-from r3async.world import World
+from r3async.world import Lane, World
 from r3async.world.keys import learner_keys
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 1.0
 """Between two looks, at most, at what has arrived."""
@@ -127,7 +130,8 @@ class Reception:
     def _arrive(self, trajectory: Trajectory, nbytes: int) -> None:
         if not self.buffer.add(trajectory, nbytes):
             self.receiver.release(trajectory.trajectory_id)
-        self.wake()
+        elif self.buffer.complete(trajectory.group_index):
+            self.wake()
 
     def _rejected(self, trajectory_id: str, reason: str) -> None:
         self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
@@ -227,3 +231,35 @@ class Reception:
             if self._committing:
                 await asyncio.wait(self._committing, timeout=CLOSE_SECONDS)
             await self.spool.close()
+
+
+class Ahead(Generic[T]):
+    """The groups of the next step, made ready in a thread of their own while this step trains.
+
+    It is a guess: nothing is taken from the buffer, and what was made is used by a step that takes these very groups only. So the
+    choice of groups, what is consumed, and what a checkpoint or a crash keeps, are those of a step that makes all of it when it
+    begins. `make(groups)` must follow from the groups alone. All methods belong to the event loop.
+    """
+
+    def __init__(self, reception: Reception, lane: Lane, make: Callable[[Sequence[Sequence[Trajectory]]], T]):
+        self._reception, self._lane, self._make = reception, lane, make
+        self._groups: list[int] = []
+        self._making: asyncio.Task[T] | None = None
+
+    async def look(self, since: tuple[int, int], interrupted: asyncio.Event) -> None:
+        """Wait until the groups are there that a step after `since` would take now, and begin to make them ready. Whoever
+        cancels it ends the waiting, not the making."""
+        self._groups = await self._reception.wait_for_groups(since, interrupted)
+        if self._groups:
+            episodes = self._reception.buffer.episodes(self._groups)
+            self._making = asyncio.create_task(self._lane.run(self._make, episodes))
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may ask for it
+
+    async def made(self, indices: list[int], groups: Sequence[Sequence[Trajectory]]) -> T:
+        """What `make` makes of these groups, which `indices` names. Raises what it raises."""
+        making, self._making = self._making, None
+        if making is not None and self._groups == indices:
+            return await making
+        if making is not None:
+            making.cancel()
+        return await self._lane.run(self._make, groups)

@@ -1,12 +1,13 @@
 """The learner's step, from top to bottom: groups of trajectories become updates of the weights, and metrics.
 
-In the learner actor, whose event loop has taken the groups and checked their ages (`actors/learner.py`, `train_step`):
+In the learner actor, beside the step before, if the groups are there by then (`actors/reception.py`, `Ahead`):
 
-1. What cannot be trained has a stand-in in its place                         `Trainer.step`, `sound`
+1. What cannot be trained has a stand-in in its place                         `Trainer.prepared`, `sound`
 2. Advantages, minibatches, the weight of every token in the loss             `prepare`
 3. Each minibatch is planned and packed for the data-parallel ranks           `pack_for_ranks`
 
-On every rank, on its share of the micro-batches:
+When the step begins, the event loop takes the groups and checks their ages (`actors/learner.py`, `train_step`). On every rank, on
+its share of the micro-batches (`Trainer.step`):
 
 4. Own routes, old log-probs, those of the reference model                    `train_share`
 5. For each minibatch                                                         `train_minibatch`
@@ -77,6 +78,17 @@ class Tracer(Protocol):
         ...
 
 
+class Prepared(NamedTuple):
+    """The groups of a step, ready to be trained: `groups` with stand-ins for what is `unsound`, their `samples` with the
+    learner's columns, and of each minibatch the `micro_batches` for every data-parallel rank. `metrics`: about them."""
+
+    groups: list[list[Trajectory]]
+    unsound: list[Unsound]
+    samples: list[Sample]
+    micro_batches: list[list[list[MicroBatch]]]
+    metrics: dict[str, float]
+
+
 class TrainedGroups(NamedTuple):
     """What a step did: its metrics, the groups as they were trained, and what of them could not be."""
 
@@ -87,8 +99,8 @@ class TrainedGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Trainer:
-    """Makes the steps of a run, in the learner's torch thread. `cost`: of the model's samples. `events`: a structlog logger.
-    `stand_in`: of a trajectory that cannot be trained."""
+    """Makes the steps of a run. `cost`: of the model's samples. `events`: a structlog logger. `stand_in`: of a trajectory that
+    cannot be trained."""
 
     config: Config
     cost: Cost
@@ -97,21 +109,26 @@ class Trainer:
     events: Any
     stand_in: Callable[[Trajectory], Trajectory]
 
-    def step(self, number: int, version: int, groups: Sequence[Sequence[Trajectory]]) -> TrainedGroups:
-        """Step `number` of the run, from weights of `version`: one update for each minibatch. Blocking. Raises `LearnerError`
-        for groups that cannot be trained with this configuration, and what a rank fails with."""
+    def prepared(self, groups: Sequence[Sequence[Trajectory]]) -> Prepared:
+        """All of a step that follows from its groups alone, and not from the weights or the steps before: in any thread, also
+        while another step trains. Blocking. Raises `LearnerError` or `PackingError` for groups that cannot be trained with this
+        configuration."""
         kept = sound(groups, lambda some: prepare(some, self.config), self.stand_in)
         minibatches, metrics = kept.made
         packed = [self._packed(samples) for samples in minibatches]
+        return Prepared(kept.groups, kept.unsound, [s for part in minibatches for s in part], packed, metrics)
 
-        samples = [s for part in minibatches for s in part]
-        results = self.ranks.train(packed, version=version, trace=self.tracer.wants(samples))
+    def step(self, number: int, version: int, prepared: Prepared) -> TrainedGroups:
+        """Step `number` of the run, from weights of `version`: one update for each minibatch. Blocking, in the learner's torch
+        thread. Raises what a rank fails with."""
+        groups, unsound, samples, micro_batches, figures = prepared
+        results = self.ranks.train(micro_batches, version=version, trace=self.tracer.wants(samples))
 
         self._report(number, results)
         result = combined(results)
         self.tracer.write(number, samples, result)
-        metrics = result.metrics | metrics | {"batch/quarantined": float(len(kept.unsound))}
-        return TrainedGroups(metrics, kept.groups, kept.unsound)
+        metrics = result.metrics | figures | {"batch/quarantined": float(len(unsound))}
+        return TrainedGroups(metrics, groups, unsound)
 
     def _packed(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """For each data-parallel rank its micro-batches, as many for one as for another."""

@@ -93,15 +93,16 @@ class GroupBuffer:
         have = self._groups.get(group_index, {})
         return [i for i in range(self.samples_per_group) if i not in have]
 
-    def _complete(self, group_index: int) -> bool:
-        return not self.missing(group_index)
+    def complete(self, group_index: int) -> bool:
+        """Nothing of the group is missing."""
+        return group_index in self._taken or len(self._groups.get(group_index, ())) == self.samples_per_group
 
     def batch(self, at_least: int, at_most: int, tokens: int) -> list[int]:
         """The groups that make a batch, in order: `at_least`, and more until they have `tokens` trainable tokens or are
         `at_most`. Each is the oldest complete one within the window. None while there are not enough of them."""
         chosen: list[int] = []
         held = 0
-        for group in itertools.islice(self._taken.choices(self._complete), at_most):
+        for group in itertools.islice(self._taken.choices(self.complete), at_most):
             chosen.append(group)
             members = self._groups[group].values()
             held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if tokens else 0
@@ -116,7 +117,7 @@ class GroupBuffer:
 
     def ready_groups(self) -> int:
         """Complete groups, in or out of order."""
-        return sum(len(g) == self.samples_per_group for g in self._groups.values())
+        return sum(map(self.complete, self._groups))
 
     def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
         """Consume these groups, in this order: their episodes in order, and their bytes on the wire.
@@ -127,6 +128,10 @@ class GroupBuffer:
         if incomplete:
             raise ValueError(f"groups {incomplete} are not complete")
         self._taken.take(groups)
+        episodes = self.episodes(groups)
         members = [self._groups.pop(group) for group in groups]
-        episodes = [[held[i][0] for i in range(self.samples_per_group)] for held in members]
         return episodes, sum(size for held in members for _, size in held.values())
+
+    def episodes(self, groups: Sequence[int]) -> list[list[Trajectory]]:
+        """Of groups that are complete and here, and stay here: as `take` returns them."""
+        return [[self._groups[group][i][0] for i in range(self.samples_per_group)] for group in groups]

@@ -19,10 +19,11 @@ from r3async.actors.installer import Installer
 from r3async.actors.learner import Counts, LearnerActor, Model, Work
 from r3async.actors.process import RunFailed
 from r3async.actors.ranks import LocalLearner
+from r3async.actors.reception import Ahead
 from r3async.config import load_config, to_dict
 from r3async.learner import LearnerError
 from r3async.learner.batch.planner import Cost
-from r3async.learner.trainer import TrainedGroups, Trainer
+from r3async.learner.trainer import Prepared, TrainedGroups, Trainer
 from r3async.record.reading import read_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
@@ -98,7 +99,7 @@ class Nothing:
 
     def __init__(self) -> None:
         group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None)]
-        self.buffer = SimpleNamespace(take=lambda indices: ([group], 0))
+        self.buffer = SimpleNamespace(take=lambda indices: ([group], 0), episodes=lambda indices: [group])
 
     async def wait_for_groups(self, since, interrupted):
         return [0]
@@ -123,14 +124,15 @@ def learner(tmp_path, monkeypatch):
     publishing = Publishing(REAL, actor.config, actor.lineage, timeline, backend, *lanes, None)
     monkeypatch.setattr(r3async.actors.learner, "check_ages", lambda *args: None)
     monkeypatch.setattr(r3async.actors.learner, "age_metrics", lambda *args: {})
-    monkeypatch.setattr(
-        Trainer, "step", lambda self, number, version, groups: TrainedGroups({"optimizer/skipped": 0}, groups, [])
-    )
+    monkeypatch.setattr(Trainer, "prepared", lambda self, groups: Prepared(groups, [], [], [], {}))
+    trained = {"optimizer/skipped": 0}
+    monkeypatch.setattr(Trainer, "step", lambda self, n, version, ready: TrainedGroups(trained, ready.groups, []))
     monkeypatch.setattr(r3async.actors.learner, "episode_metrics", lambda trajectories: {})
     monkeypatch.setattr(r3async.actors.learner, "trained_step", lambda *args: {})
     trainer = Trainer(settings, Cost(), backend, None, actor.events, lambda t: t)
     actor._loaded = Model(backend, Cost(), Counts(), GroupBuffer(1))
-    actor._work = Work(Nothing(), trainer, None, publishing)
+    nothing = Nothing()
+    actor._work = Work(nothing, trainer, Ahead(nothing, actor._packer, trainer.prepared), None, publishing)
     return actor
 
 

@@ -33,6 +33,7 @@ from r3async.transport.wire import decode_trajectory, encode_trajectory
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
+    from r3async.learner.trainer import Trainer
 
 WARM_UP = 2
 """Batches that are not measured."""
@@ -240,7 +241,7 @@ def train(job: Job, directory: Path) -> Learner:
     """The job of the learner, on what `play` wrote: each batch by the bare loop and by the trainer, in turns."""
     from r3async.actors.ranks import LocalLearner
     from r3async.learner import build_learner
-    from r3async.learner.trainer import Trainer, prepare
+    from r3async.learner.trainer import Trainer
 
     config = config_from_dict(job.config)
     model = Path(config.model.path)
@@ -252,10 +253,10 @@ def train(job: Job, directory: Path) -> Learner:
     tokens = 0
     for number, groups in enumerate(batches):
         progress(directory, f"bare learner: batch {number + 1} of {len(batches)}")
-        packed = [trainer._packed(samples) for samples in prepare(groups, config)[0]]
+        packed = trainer.prepared(groups).micro_batches
         steps: dict[str, partial[Any]] = {
             "bare": partial(bare_step, backend, packed),
-            "trainer": partial(trainer.step, number + 1, number, groups),
+            "trainer": partial(whole_step, trainer, number, groups),
         }
         for name in sorted(steps, reverse=number % 2 == 0):
             gc.collect()
@@ -276,6 +277,11 @@ def batches_of(config: Config, path: Path) -> Iterator[list[list[Trajectory]]]:
     size, count = config.schedule.samples_per_group, config.schedule.groups_per_step
     groups = [played[i : i + size] for i in range(0, len(played), size)]
     return (groups[i : i + count] for i in range(0, len(groups) - count + 1, count))
+
+
+def whole_step(trainer: Trainer, number: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+    """All that a run's learner does of a step, one thing after the other."""
+    trainer.step(number + 1, number, trainer.prepared(groups))
 
 
 def bare_step(backend: LearnerBackend, packed: Sequence[Sequence[Sequence[MicroBatch]]]) -> None:

@@ -18,7 +18,7 @@ from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.checkpoint import RunState
 from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import Lineage
-from r3async.learner.trainer import TrainedGroups, Trainer
+from r3async.learner.trainer import Prepared, TrainedGroups, Trainer
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import DIGEST
 from r3async.tools.simulate.facts import facts_of
@@ -221,12 +221,12 @@ class WatchedLane:
         self._lane, self._process = lane, process
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if not isinstance(getattr(function, "__self__", None), Trainer):
+        if getattr(function, "__func__", None) is not Trainer.step:
             return await self._lane.run(function, *args, **kwargs)
         simulation = _watched(self._process)
         lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
-        number, version, groups = cast("tuple[int, int, Any]", args)
-        simulation.see(Taken, lineage, number, version, tuple(g[0].group_index for g in groups))
+        number, version, prepared = cast("tuple[int, int, Prepared]", args)
+        simulation.see(Taken, lineage, number, version, tuple(g[0].group_index for g in prepared.groups))
         await asyncio.sleep(simulation.delay_training(self._process))
         done = await self._lane.run(function, *args, **kwargs)
         simulation.see_trained(lineage, number, version, cast(TrainedGroups, done))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -107,6 +108,8 @@ class VllmEngine:
                 pids = await self._llm.collective_rpc("r3_process")
                 self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]
             self._processes = [p for pid in pids for p in lineage(pid)]
+            # What was imported stays: a collection that walks all of it would hold up the event loop for a third of a second.
+            gc.freeze()
             self.pids = [p.pid for p in self._processes]
         except asyncio.CancelledError:
             starting.add_done_callback(lambda done: done.exception() or self._llm.shutdown(timeout=0))

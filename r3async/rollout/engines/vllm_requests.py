@@ -25,8 +25,6 @@ from r3async.weights.reading import verify
 
 CALL_TIMEOUT = 30.0
 """Seconds that vLLM may take for a call that does no work on the model."""
-TURN_REQUESTS = 4
-"""Requests whose callers go on in one turn of the event loop, when many end at once: each validates, parses and asks again."""
 
 
 class Running:
@@ -123,10 +121,10 @@ class Requests:
         try:
             while True:
                 ended = [r for output in await self.llm.outputs() if (r := self._take(output)) is not None]
-                for index, running in enumerate(ended, 1):
+                for running in ended:
                     running.end()
-                    if index % TURN_REQUESTS == 0:
-                        await asyncio.sleep(0)
+                    # Its caller validates, parses and asks again: one of them in a turn of the loop.
+                    await asyncio.sleep(0)
         except Exception as error:
             self._lost = error
             for running in self._running.values():

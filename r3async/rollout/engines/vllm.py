@@ -221,6 +221,7 @@ class VllmEngine:
         if self._llm is None:
             return
         await self._requests.fail(EngineError("the engine was stopped"))
+        gc.unfreeze()
         llm, self._requests.llm = self._llm, None
         if self._receiving is not None:
             self._receiving.cancel()  # or it would report the end of the engine's process as a failure

@@ -149,7 +149,7 @@ def test_records_go_back_to_the_step(tmp_path):
             {"uninstalled": [[4, 1]]},
             "1 slots are taken, of 4: 0 groups were leased and 0 consumed, of which 1 hold their slots",
         ),
-        ({"version": 4}, "version 3 was installed after version 4"),
+        ({"version": 4}, "version 3 was published after version 4"),
     ],
 )
 def test_leases_that_do_not_add_up_are_refused(changes, message):

@@ -22,6 +22,7 @@ from r3async.checkpoint.state import (
     CheckpointError,
     FileRecord,
     Manifest,
+    OtherVersion,
     RunState,
     Unreadable,
     check_file,
@@ -175,8 +176,9 @@ class Checkpoints:
         return open_checkpoint(self.path(step), files=self.files)
 
     def newest_intact(self, bad: Callable[[int, CheckpointError], object]) -> Opened | None:
-        """The newest checkpoint that is intact; `bad(step, error)` for each newer one. Raises `Unreadable`: a checkpoint that the
-        disk does not give may be intact, and an older one must not take its place in silence."""
+        """The newest checkpoint that is intact; `bad(step, error)` for each newer one. Raises `Unreadable` or `OtherVersion`: a
+        checkpoint that the disk does not give, or that another version wrote, may be intact, and an older one must not take
+        its place in silence."""
         for step in reversed(self.steps()):
             try:
                 return self.open(step)
@@ -185,6 +187,8 @@ class Checkpoints:
                     f"{self.path(step)} cannot be read now ({error}), and may be intact: mend the disk and resume, or set "
                     "`resume` to the path of an older checkpoint"
                 ) from error
+            except OtherVersion as error:
+                raise OtherVersion(f"{self.path(step)}: {error}") from error
             except CheckpointError as error:
                 bad(step, error)
         return None
@@ -193,7 +197,7 @@ class Checkpoints:
         """The newest checkpoint that is intact; None if there never was one. Those that are not are set aside and reported.
 
         Raises `CheckpointError` if there are some and none is intact: to start over would throw the run away in silence. Raises
-        `Unreadable`, and sets nothing aside for it, if the disk does not give one.
+        `Unreadable` or `OtherVersion`, and sets nothing aside for it, if the disk does not give one, or another version wrote it.
         """
         reasons: list[str] = []
 

@@ -119,7 +119,7 @@ def decode_state(data: bytes) -> RunState:
     try:
         schema = msgspec.json.decode(data, type=_Schema).schema
         if schema != STATE_SCHEMA:
-            raise CheckpointError(
+            raise OtherVersion(
                 f"run.json: it is of schema {schema}, and this version of r3async reads {STATE_SCHEMA}: resume with the version "
                 "that wrote it, or `r3async export` its model there and start from that"
             )
@@ -145,6 +145,10 @@ class CheckpointError(RuntimeError):
 
 class Unreadable(CheckpointError):
     """The disk did not give a file of it. Nothing is known against the checkpoint: it may be intact."""
+
+
+class OtherVersion(CheckpointError):
+    """Another version of r3async wrote it, and can read it: it is not damaged."""
 
 
 def not_read(name: str, error: OSError) -> CheckpointError:
@@ -186,7 +190,7 @@ def decode_manifest(data: bytes) -> Manifest:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{MANIFEST}: {error}") from error
     if manifest.schema != SCHEMA:
-        raise CheckpointError(
+        raise OtherVersion(
             f"{MANIFEST}: layout {manifest.schema}, and this version of r3async reads layout {SCHEMA}: use the one that wrote it"
         )
     for file in manifest.files:

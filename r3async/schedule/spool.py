@@ -131,9 +131,10 @@ class Spool:
         A disk that is full, or fails, is tried again until it takes it.
         """
         hint = "make space there: senders wait until then, and nothing is lost"
-        path, offset, length = await self._insist(hint, self._write, trajectory.group_index, list(frames))
+        group = trajectory.group_index
+        path, offset, length = await self._insist(hint, self._write, group, self._known(group), list(frames))
         self.nbytes += length
-        files = self._files.setdefault(trajectory.group_index, {})
+        files = self._files.setdefault(group, {})
         files[path] = files.get(path, 0) + length
         return await self._lane.run(self._map, path, offset, length) if spill else None
 
@@ -165,7 +166,7 @@ class Spool:
         """
         over = [group for group in groups if group in self._files]
         try:
-            await self._lane.run(self._unlink, over)
+            await self._lane.run(self._unlink, {group: self._known(group) for group in over})
         except OSError as error:
             self._report("spool_not_cleaned", groups=over, error=str(error))
             return 0
@@ -181,7 +182,7 @@ class Spool:
         for group in sorted({group for group, _ in refused}):
             reasons = {name: reason for (of, name), reason in refused.items() if of == group}
             try:
-                files = await self._lane.run(self._rewrite, group, reasons)
+                files = await self._lane.run(self._rewrite, group, self._known(group), reasons)
             except OSError as error:
                 self._report("spool_not_cleaned", group=group, trajectories=sorted(reasons), error=str(error))
                 continue
@@ -191,16 +192,19 @@ class Spool:
         self.nbytes -= freed
         return freed
 
+    def _known(self, group: int) -> list[Path]:
+        return list(self._files.get(group, ()))
+
     async def close(self) -> None:
         """Finish what is being written. The files stay. Idempotent."""
         await self._lane.close()
 
     # What follows runs in the spool's thread.
 
-    def _write(self, group: int, frames: Sequence[Frame]) -> tuple[Path, int, int]:
+    def _write(self, group: int, known: list[Path], frames: Sequence[Frame]) -> tuple[Path, int, int]:
         if group not in self._new:
             make_directory(self.directory, files=self._disk)
-            self._new[group] = self._next(group), 0
+            self._new[group] = self._next(group, known), 0
         path, size = self._new[group]  # what a failed write left there is cut off first
         offset, length = SPOOL.append(path, frames, fsync=self._settings.fsync, at=size, files=self._disk)
         if not size and self._settings.fsync:
@@ -213,8 +217,8 @@ class Spool:
         assert isinstance(record, Record)
         return load(record, self._schema)
 
-    def _unlink(self, groups: list[int]) -> None:
-        old = [path for group in groups for path in self._of_group(group)]
+    def _unlink(self, groups: Mapping[int, list[Path]]) -> None:
+        old = [path for group, known in groups.items() for path in self._of_group(group, known)]
         for group in groups:
             self._new.pop(group, None)
         for path in old:
@@ -222,14 +226,14 @@ class Spool:
         if old and self._settings.fsync:
             self._disk.sync_directory(self.directory)
 
-    def _next(self, group: int) -> Path:
-        numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group)]
+    def _next(self, group: int, known: list[Path]) -> Path:
+        numbers = [int(p.stem.partition("-")[2]) for p in self._of_group(group, known)]
         return self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
 
-    def _rewrite(self, group: int, reasons: Mapping[str, str]) -> dict[Path, int]:
+    def _rewrite(self, group: int, known: list[Path], reasons: Mapping[str, str]) -> dict[Path, int]:
         """The group's files as one, without those that `reasons` names. A process that ends here leaves both; what is there twice
         comes once. Returns the new file and its size, if it holds anything."""
-        old, path = self._of_group(group), self._next(group)
+        old, path = self._of_group(group, known), self._next(group, known)
         dropped: list[tuple[Trajectory, str, Record]] = []
         size = 0
         try:
@@ -260,17 +264,15 @@ class Spool:
             self._new[group] = path, size
         return {path: size} if size else {}
 
-    def _of_group(self, group: int) -> list[Path]:
-        return [path for path in self._paths() if re.fullmatch(rf"{group:09d}-\d+", path.stem)]
-
-    def _paths(self) -> list[Path]:
-        return [self.directory / name for name in self._disk.list(self.directory) if name.endswith(".spool")]
+    def _of_group(self, group: int, known: list[Path]) -> list[Path]:
+        """The `known` files, and the one that is being written: a first write that failed is known to nobody else."""
+        return sorted({*known, self._new[group][0]} if group in self._new else known)
 
     def _scan(self) -> tuple[list[Stored], dict[int, dict[Path, int]], list[Damage]]:
         found: dict[tuple[int, str], Stored] = {}
         files: dict[int, dict[Path, int]] = {}
         damage: list[Damage] = []
-        for path in self._paths():
+        for path in [self.directory / name for name in self._disk.list(self.directory) if name.endswith(".spool")]:
             if (named := _NAME.fullmatch(path.name)) is None:
                 damage.append(Damage(path, 0, "not a file of the spool"))
                 continue

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from r3async.checkpoint import CheckpointError, Checkpoints, find_checkpoint, open_checkpoint
-from r3async.checkpoint.state import FileRecord, Manifest, decode_manifest
+from r3async.checkpoint.state import FileRecord, Manifest, OtherVersion, decode_manifest
 from r3async.checkpoint.tensors import LearnerParts, Place, write_part
 from tests.helpers.checkpoint import run_state, tiny_state, write_checkpoint
 
@@ -92,6 +92,18 @@ def test_a_manifest_from_elsewhere_can_not_name_files_outside(tmp_path):
     later = msgspec.structs.replace(manifest, schema=2)
     with pytest.raises(CheckpointError, match="layout 2, and this version of r3async reads layout 1"):
         decode_manifest(later.encode())
+
+
+def test_a_checkpoint_of_another_version_is_refused_by_name_and_stays_where_it_is(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    write_checkpoint(checkpoints, 10)
+    monkeypatch.setattr("r3async.checkpoint.directory.SCHEMA", 2)
+    later = write_checkpoint(checkpoints, 20)
+    monkeypatch.undo()
+    with pytest.raises(OtherVersion, match=r"step-00000020: .*layout 2, and this version of r3async reads layout 1"):
+        checkpoints.newest()
+    assert checkpoints.steps() == [10, 20], "an older one does not take its place, and it is not set aside as damaged"
+    assert (later / "manifest.json").exists()
 
 
 def test_the_last_and_every_nth_are_kept(tmp_path):

@@ -119,7 +119,7 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_agai
     sent = [sampled(i, 4000, group=50 + i) for i in range(30)]
     mapped = Spool(tmp_path, ON_DISK_ONLY)
     for table in (t.samples[0].table for t in sent):
-        table._columns["routed_experts"] = np.repeat(table["routed_experts"], 12, axis=1)
+        table._columns["routed_experts"] = np.repeat(table["routed_experts"], 24, axis=1)
     size = memory_size(sent[0])
     config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=10 * size)
     inbox = Inbox(hold=True)

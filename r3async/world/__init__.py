@@ -349,8 +349,7 @@ class Processes(Protocol):
         ...
 
     def cpu_seconds(self, others: Sequence[int] = ()) -> float:
-        """Processor time of this process so far, and of the `others` that run here, by pid. A simulated
-        process computes nothing."""
+        """Processor time of this process so far, and of `others` here, by pid. A simulated one computes nothing."""
         ...
 
     def dump_stacks(self, path: Path, reason: str) -> Path:

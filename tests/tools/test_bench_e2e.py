@@ -75,8 +75,9 @@ def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_end
         child.stdout.readline()
         cpu.read()
         child.communicate(b"\n", timeout=60)
-    last = cpu.readings[-1]
-    assert set(last.by_role) == {"mine"}
-    assert last.by_role["mine"] >= 0.25
+    # Whatever tests before this one left running is below this process too.
+    first, last = cpu.readings[0], cpu.readings[-1]
+    spent = last.by_role["mine"] - first.by_role.get("mine", 0.0)
+    assert spent >= 0.25
     assert last.machine > 0
-    assert cpu.between(cpu.readings[0].time, time.time())["mine"] == pytest.approx(last.by_role["mine"])
+    assert cpu.between(first.time, time.time())["mine"] == pytest.approx(spent)

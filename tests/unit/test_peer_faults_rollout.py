@@ -18,6 +18,7 @@ from r3async.learner.batch.packing import MicroBatch, pack
 from r3async.rollout.engines import Generation
 from r3async.rollout.engines.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.engines.vllm import VllmEngine
+from r3async.rollout.engines.vllm_requests import Running
 from r3async.rollout.samples import SampleBuilder
 from r3async.schedule.validation import validate_trajectory
 from r3async.transport.wire import decode_trajectory, encode_trajectory
@@ -202,14 +203,6 @@ def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, s
         at += len(table)
 
 
-class Completion(msgspec.Struct):
-    """What vLLM says of one answer."""
-
-    token_ids: list[int]
-    finish_reason: str
-    routed_experts: np.ndarray | None
-
-
 @pytest.mark.parametrize(
     ("finish_reason", "returned", "kept"),
     [
@@ -222,7 +215,7 @@ class Completion(msgspec.Struct):
         ("abort", 5, 5),  # Rows come in order; the last ones had not come.
     ],
 )
-def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_zero(
+async def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_zero(
     tiny_model, finish_reason, returned, kept
 ):
     engine = VllmEngine(str(tiny_model), dtype="float32", concurrency=1, max_model_len=64)
@@ -230,7 +223,10 @@ def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_zero(
     shape = RoutingShape(layers=3, top_k=2, num_experts=8)  # vLLM returns rows of all layers, the second one is dense
     layers = chosen(9, seed=3, high=8, shape=shape).astype(np.uint8)
     rows = None if returned is None else layers[:returned]
-    routes = engine._routes(request(prompt(4), 4), Completion([1, 2, 3, 4], finish_reason, rows), 0)
+    running = Running("r", 0)
+    running.tokens, running.reason = [1, 2, 3, 4], finish_reason
+    running.routes = [] if rows is None else [rows]
+    routes = engine._routes(request(prompt(4), 4), running, 0)
     assert engine.stats()["unrecorded_rows"] == 7 - kept
     answer = generation(4, routes, stop_reason=finish_reason)
     table = of_sample(to_the_batch([one_turn(4, answer, engine.routing)], shape=engine.routing), "s0")

@@ -59,7 +59,11 @@ class Afresh(Session):
 )
 @settings(max_examples=120, deadline=None)
 def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
-    requests = [{**r, "beside": False, "after": 8 if r["after"] > 2 else r["after"]} for r in requests]
+    # Each says something of its own: of two conversations with equal texts and other tokens, either may be continued.
+    requests = [
+        {**r, "say": f"{r['say']}{i}", "beside": False, "after": 8 if r["after"] > 2 else r["after"]}
+        for i, r in enumerate(requests)
+    ]
     continued, afresh = (asyncio.run(_play(requests, rows, RENDERERS[template], kind)) for kind in (Session, Afresh))
     assert continued.turns == afresh.turns
     assert all(a.table == b.table for a, b in zip(continued.samples, afresh.samples, strict=True))

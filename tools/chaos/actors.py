@@ -134,9 +134,11 @@ class KeepsAll(GroupBuffer):
             return True
         return super().add(trajectory, nbytes)
 
-    def take(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
-        all_of_them = [[t for t, _ in self._groups[g].values()] for g in groups]
-        return all_of_them, super().take(groups)[1]
+    def complete(self, group_index: int) -> bool:
+        return not self.missing(group_index)
+
+    def episodes(self, groups: Sequence[int]) -> list[list[Trajectory]]:
+        return [[t for t, _ in self._groups[group].values()] for group in groups]
 
 
 class NoDedupe(LearnerActor):

@@ -20,53 +20,7 @@ from statistics import fmean
 from r3async.config import ScheduleConfig
 from r3async.data.window import Consumed
 from r3async.schedule.admission import Admission, GroupLease, most_groups
-from r3async.tools.simulate.model import Model, Prediction
-
-
-class _Episode:
-    """`version`: the oldest that may sample it; once it has begun, that which began it."""
-
-    __slots__ = ("engine", "group", "index", "left", "serial", "tokens", "version")
-
-    def __init__(self, group: int, index: int, engine: _Engine, turns: int, serial: int, version: int):
-        self.group, self.index, self.engine, self.left, self.serial = group, index, engine, turns, serial
-        self.tokens, self.version = 0, version
-
-
-class _Engine:
-    """`progress`: tokens that each request which ran all the time has made, as of `at`. `held`: episodes that wait for
-    weights."""
-
-    __slots__ = (
-        "alive",
-        "at",
-        "held",
-        "idle",
-        "name",
-        "playing",
-        "progress",
-        "requests",
-        "running_time",
-        "turn",
-        "version",
-    )
-
-    def __init__(self, name: str):
-        self.name, self.version, self.alive = name, 0, True
-        self.progress, self.at, self.turn = 0.0, 0.0, 0
-        self.requests: list[tuple[float, int, _Episode]] = []
-        self.held: list[_Episode] = []
-        self.playing: dict[int, _Episode] = {}
-        self.idle = self.running_time = 0.0
-
-
-class _Step:
-    """`left`: seconds that it would still take, as of `at`, if no engine had requests."""
-
-    __slots__ = ("at", "groups", "left", "turn")
-
-    def __init__(self, groups: list[int], seconds: float, now: float):
-        self.groups, self.left, self.at, self.turn = groups, seconds, now, 0
+from r3async.tools.simulate.model import Engine, Episode, Model, Prediction, Step
 
 
 class Cluster:
@@ -87,14 +41,14 @@ class Cluster:
         self.admission = Admission(schedule, task_seed=lambda group: group, total_groups=groups)
         self._slots = self.admission.slots
         self._consumed = Consumed(model.window)
-        self._engines = {f"generator-{i}": _Engine(f"generator-{i}") for i in range(model.generators)}
-        self._arrived: dict[int, dict[int, _Episode]] = {}
+        self._engines = {f"generator-{i}": Engine(f"generator-{i}") for i in range(model.generators)}
+        self._arrived: dict[int, dict[int, Episode]] = {}
         self._complete: dict[int, bool] = {}
         """Groups that have arrived whole and wait to be trained."""
         self._free = dict.fromkeys(self._engines, True)
         """Engines that may have a place for another episode."""
         self._busy, self._idle_from, self._writing = False, 0.0, False
-        self._training: _Step | None = None
+        self._training: Step | None = None
         self._working = 0
         """Engines that have requests."""
         self._copied = 0
@@ -130,7 +84,7 @@ class Cluster:
 
     # -- engines -------------------------------------------------------------------------------------------------
 
-    def _advance(self, engine: _Engine) -> None:
+    def _advance(self, engine: Engine) -> None:
         passed = self.now - engine.at
         if passed <= 0:  # it is paused until `at`
             return
@@ -141,12 +95,12 @@ class Cluster:
             engine.idle += passed
         engine.at = self.now
 
-    def _token(self, engine: _Engine) -> float:
+    def _token(self, engine: Engine) -> float:
         """Seconds that each of its requests takes for one."""
         alone = self.model.engine.token(len(engine.requests))
         return alone if self._training is None else alone * self.model.sharing.engine
 
-    def _expect(self, engine: _Engine) -> None:
+    def _expect(self, engine: Engine) -> None:
         """Be there when the engine's next request ends, unless something comes between."""
         engine.turn += 1
         if engine.requests:
@@ -154,7 +108,7 @@ class Cluster:
             seconds = max(0.0, left) * self._token(engine)
             self._after(max(0.0, engine.at - self.now) + seconds, lambda: self._answered(engine, turn))
 
-    def _ask(self, episode: _Episode) -> None:
+    def _ask(self, episode: Episode) -> None:
         engine, rng = episode.engine, self._rng
         if engine.playing.get(episode.serial) is not episode:  # its process was lost
             return
@@ -168,7 +122,7 @@ class Cluster:
         heapq.heappush(engine.requests, (engine.progress + tokens + prefill, episode.serial, episode))
         self._expect(engine)
 
-    def _answered(self, engine: _Engine, turn: int) -> None:
+    def _answered(self, engine: Engine, turn: int) -> None:
         if turn != engine.turn:
             return
         self._advance(engine)
@@ -181,7 +135,7 @@ class Cluster:
         for episode in ended:
             self._after(self.model.tool.draw(self._rng), lambda e=episode: self._turn_over(e))  # type: ignore[misc]
 
-    def _turn_over(self, episode: _Episode) -> None:
+    def _turn_over(self, episode: Episode) -> None:
         engine = episode.engine
         if engine.playing.get(episode.serial) is not episode:
             return
@@ -199,11 +153,11 @@ class Cluster:
         self._after(0.0, lambda: self._lease(engine))
         return None
 
-    def _may_fail(self, engine: _Engine) -> None:
+    def _may_fail(self, engine: Engine) -> None:
         if self.model.lost:
             self._after(self._rng.expovariate(1 / self.model.lost), lambda: self._fail(engine))
 
-    def _fail(self, engine: _Engine) -> None:
+    def _fail(self, engine: Engine) -> None:
         self._advance(engine)
         self.lost += sum(episode.tokens for episode in engine.playing.values())
         engine.playing.clear()
@@ -217,7 +171,7 @@ class Cluster:
         self._after(self.model.restart, lambda: self._revive(engine))
         self._lease_all()
 
-    def _revive(self, engine: _Engine) -> None:
+    def _revive(self, engine: Engine) -> None:
         engine.alive, engine.version = True, self._installed_version
         self._free[engine.name] = True
         self._lease(engine)
@@ -237,7 +191,7 @@ class Cluster:
         for name in list(self._free):
             self._lease(self._engines[name])
 
-    def _lease(self, engine: _Engine) -> None:
+    def _lease(self, engine: Engine) -> None:
         if not engine.alive:
             return
         model = self.model
@@ -251,14 +205,14 @@ class Cluster:
         if free <= 0:
             self._free.pop(engine.name, None)
 
-    def _play(self, engine: _Engine, lease: GroupLease) -> None:
+    def _play(self, engine: Engine, lease: GroupLease) -> None:
         for index in lease.episode_indices:
             turns = max(1, round(self.model.turns.draw(self._rng)))
-            episode = _Episode(lease.group_index, index, engine, turns, next(self._serial), lease.version)
+            episode = Episode(lease.group_index, index, engine, turns, next(self._serial), lease.version)
             engine.playing[episode.serial] = episode
             self._begin(episode)
 
-    def _begin(self, episode: _Episode) -> None:
+    def _begin(self, episode: Episode) -> None:
         engine = episode.engine
         if engine.version < episode.version:
             engine.held.append(episode)
@@ -295,9 +249,9 @@ class Cluster:
         self.ages.append((fmean(ages), max(ages)))
         self.trained.append(tokens)
         seconds = model.learner.fixed + tokens * model.learner.token_seconds
-        self._set_training(_Step(chosen, seconds, self.now))
+        self._set_training(Step(chosen, seconds, self.now))
 
-    def _set_training(self, step: _Step | None) -> None:
+    def _set_training(self, step: Step | None) -> None:
         shared = self.model.sharing.engine != 1
         if shared:
             for engine in self._engines.values():
@@ -323,13 +277,13 @@ class Cluster:
         if step is not None and shared:
             self._expect_step(step)
 
-    def _expect_step(self, step: _Step) -> None:
+    def _expect_step(self, step: Step) -> None:
         """Be there when it is made, unless an engine begins or ends to work."""
         step.turn += 1
         turn = step.turn
         self._after(max(0.0, step.left) * self._slowness(), lambda: self._stepped(step, turn))
 
-    def _stepped(self, step: _Step, turn: int) -> None:
+    def _stepped(self, step: Step, turn: int) -> None:
         if turn != step.turn:
             return
         groups = step.groups

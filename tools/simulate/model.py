@@ -102,3 +102,49 @@ class Prediction(msgspec.Struct, frozen=True):
     """Calls of `Admission.lease` a group."""
     step_ends: list[float]
     """Virtual seconds."""
+
+
+class Episode:
+    """One that is played. `version`: the oldest that may sample it; once it has begun, that which began it."""
+
+    __slots__ = ("engine", "group", "index", "left", "serial", "tokens", "version")
+
+    def __init__(self, group: int, index: int, engine: Engine, turns: int, serial: int, version: int):
+        self.group, self.index, self.engine, self.left, self.serial = group, index, engine, turns, serial
+        self.tokens, self.version = 0, version
+
+
+class Engine:
+    """One of the cluster. `progress`: tokens that each request which ran all the time has made, as of `at`. `held`: episodes
+    that wait for weights."""
+
+    __slots__ = (
+        "alive",
+        "at",
+        "held",
+        "idle",
+        "name",
+        "playing",
+        "progress",
+        "requests",
+        "running_time",
+        "turn",
+        "version",
+    )
+
+    def __init__(self, name: str):
+        self.name, self.version, self.alive = name, 0, True
+        self.progress, self.at, self.turn = 0.0, 0.0, 0
+        self.requests: list[tuple[float, int, Episode]] = []
+        self.held: list[Episode] = []
+        self.playing: dict[int, Episode] = {}
+        self.idle = self.running_time = 0.0
+
+
+class Step:
+    """The one that the learner makes. `left`: seconds that it would still take, as of `at`, if no engine had requests."""
+
+    __slots__ = ("at", "groups", "left", "turn")
+
+    def __init__(self, groups: list[int], seconds: float, now: float):
+        self.groups, self.left, self.at, self.turn = groups, seconds, now, 0

@@ -112,7 +112,7 @@ class Limited(Event, frozen=True):
 
 
 class Taken(Event, frozen=True):
-    """A step begins with these groups, in this order."""
+    """A step takes these groups, in this order."""
 
     lineage: int
     step: int

@@ -225,8 +225,7 @@ class WatchedLane:
             return await self._lane.run(function, *args, **kwargs)
         simulation = _watched(self._process)
         lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
-        number, version, prepared = cast("tuple[int, int, Prepared]", args)
-        simulation.see(Taken, lineage, number, version, tuple(g[0].group_index for g in prepared.groups))
+        number, version, _ = cast("tuple[int, int, Prepared]", args)
         await asyncio.sleep(simulation.delay_training(self._process))
         done = await self._lane.run(function, *args, **kwargs)
         simulation.see_trained(lineage, number, version, cast(TrainedGroups, done))
@@ -298,6 +297,14 @@ def _learner(kind: type) -> type:
             answer = super().missing(group_indices)
             _watched(self.world.process).see(Asked, {group: list(lacking) for group, lacking in answer.items()})
             return answer
+
+        async def _train(self, indices: list[int], *args: Any) -> Any:
+            # Here they are taken. The step begins when they are prepared: an older group may be complete by then.
+            counts = self.model.counts
+            _watched(self.world.process).see(
+                Taken, self.lineage.number, counts.steps + 1, counts.version, tuple(indices)
+            )
+            return await super()._train(indices, *args)
 
         async def write(self, *args: Any) -> Any:  # `publish` ends in it, too
             published = await super().write(*args)

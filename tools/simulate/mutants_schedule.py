@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import msgspec
@@ -181,7 +182,7 @@ def old_weights_under_a_new_number(snapshot: Any) -> Any:
     def old(self: Any, version: int) -> None:
         before = getattr(self, "copies", [])
         snapshot(self, version)
-        self.copies = [*before, self._snapshot[1]]
+        self.copies = [*before, copy.deepcopy(self._snapshot[1])]  # the next snapshot takes the same memory
         if len(self.copies) == 3:
             self._snapshot = version, self.copies[1]
 

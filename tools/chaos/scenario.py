@@ -50,8 +50,9 @@ class Scenario(threading.Thread, ABC):
 
     @classmethod
     def steps(cls, faults: int) -> int:
-        """Steps of a run that gives time for so many faults."""
-        return 2 * (faults + 1) + 2
+        """Steps of a run that gives time for so many faults. The last one comes up to a second after its step, and a second is
+        several steps."""
+        return 2 * (faults + 1) + 8
 
     @classmethod
     def place(cls, root: Path) -> AbstractContextManager[Path]:

@@ -178,7 +178,7 @@ class _TimedEngine:
 
 
 class Growth:
-    """What counters of processes have grown by since they were first seen. One that begins again, with its process, is seen first
+    """What counters of processes have grown by since they were first seen. One that restarts with its process, is seen first
     again."""
 
     def __init__(self) -> None:

@@ -257,7 +257,7 @@ class Run:
 
 class HostCopy(dict[str, "torch.Tensor"]):
     """Tensors copied into one buffer of host memory, in the order of their file, and used again for the next version: memory
-    that is taken anew for each costs more than the copy, and so does each tensor that is handled by itself."""
+    that is allocated for each costs more than the copy, and so does each tensor that is handled by itself."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         import torch

@@ -28,6 +28,7 @@ from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
+from r3async.world.files import replace_directory
 
 # Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.
 CHAT_TEMPLATE = (
@@ -269,14 +270,12 @@ def kept_model(directory: Path, config: Config, progress: Progress = lambda line
     if cached is None:
         init_model(directory, config, progress)
         return
-    digest = cached / DIGEST
-    if digest.is_file() and digest.read_text() == _digest(cached):
+    if _intact(cached):
         progress(f"the model was made before: a copy of {cached}")
         _copy(cached, directory)
         return
     init_model(directory, config, progress)
     with contextlib.suppress(OSError):
-        shutil.rmtree(cached, ignore_errors=True)
         _copy(directory, cached, noted=True)
 
 
@@ -294,13 +293,24 @@ def _cached(config: Config) -> Path | None:
     return Path(home, "r3async", key.hexdigest())
 
 
+def _intact(cached: Path) -> bool:
+    """It is there, as it was noted. One that cannot be read is none."""
+    try:
+        return (cached / DIGEST).read_text() == _digest(cached)
+    except OSError:
+        return False
+
+
 def _copy(source: Path, target: Path, *, noted: bool = False) -> None:
-    """A directory of files, whole or not at all. With its digest, if it is to be `noted`."""
+    """A directory of files, whole or not at all, in place of what was there. With its digest, if it is to be `noted`."""
     scratch = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns(DIGEST))
-    if noted:
-        (scratch / DIGEST).write_text(_digest(scratch))
-    scratch.rename(target)
+    try:
+        shutil.copytree(source, scratch, ignore=shutil.ignore_patterns(DIGEST))
+        if noted:
+            (scratch / DIGEST).write_text(_digest(scratch))
+        replace_directory(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _digest(directory: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from r3async.data.records import Sample, TokenTable
 
@@ -34,8 +34,11 @@ def make_hf_model(directory: Path, *, seed: int = 0, std: float = 0.1, **changes
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
     }
-    config = Qwen3MoeConfig(**(settings | changes))
-    model = Qwen3MoeForCausalLM(config)
+    return save_random(directory, Qwen3MoeConfig(**(settings | changes)), seed=seed, std=std)
+
+
+def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std: float = 0.1) -> Path:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import Packed
 from r3async.learner.trainer import train_minibatch
-from tests.helpers.models import make_samples
+from tests.helpers.models import make_samples, save_random
 
 VOCAB, EXPERTS, TOP_K = 97, 8, 2
 LENGTHS = [9, 40, 5, 17, 40, 6]
@@ -60,18 +59,6 @@ def make_model(directory: Path, family: str, *, seed: int = 0, std: float = 0.1,
     """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file; returns `directory`."""
     kind, settings = FAMILIES[family]
     return save_random(directory, kind(**(SHARED | settings | changes)), seed=seed, std=std)
-
-
-def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std: float = 0.1) -> Path:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            centre = 1.0 if parameter.ndim == 1 else 0.0
-            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(json.dumps({"stand": "in"}))
-    return directory
 
 
 def moe_layers(family: str) -> int:

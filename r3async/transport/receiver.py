@@ -44,6 +44,10 @@ MAX_IN_HAND = 64
 MAX_SENDERS = 1024
 MAX_ACKS = 64
 """Ids in one message: it must stay below `MAX_CONTROL` however long they are."""
+ACK_SECONDS = 0.01
+"""What is accepted within so long is acknowledged together: each message wakes up a thread here and a loop over there. Only the
+sender's bytes in flight wait for it, so this share of them (`ACK_SHARE`, of the credit of each) is acknowledged at once."""
+ACK_SHARE = 16
 
 
 @dataclass(slots=True)
@@ -134,6 +138,8 @@ class Receiver:
         """What senders were answered: only trajectories of groups before it are taken."""
         self._peers: dict[bytes, Peer] = {}
         self._acks: dict[bytes, list[str]] = {}
+        self._unacknowledged = 0
+        """Bytes of what `_acks` names."""
         self._beat = settings.ack_timeout / 4
         self._beat_at = 0.0
         self._telling = False
@@ -305,15 +311,18 @@ class Receiver:
             self.received += 1
             self.bytes_received += arrival.wire_bytes
             if not self._acks:
-                asyncio.get_running_loop().call_soon(self._acknowledge)
+                asyncio.get_running_loop().call_later(ACK_SECONDS, self._acknowledge)
             self._acks.setdefault(identity, []).append(name)
+            self._unacknowledged += arrival.nbytes
+            if self._unacknowledged >= self.settings.credit_bytes // (ACK_SHARE * max(1, len(self._peers))):
+                self._acknowledge()
         for other in others:  # what it sent may be something else, and is judged by itself
             self._send(other, Reject(name, "another sender's was in hand", again="later"))
         self._tell()
 
     def _acknowledge(self) -> None:
-        """One ACK to each sender for all that was accepted in this round of the event loop."""
-        acks, self._acks = self._acks, {}
+        """One ACK to each sender for all that was accepted and is not acknowledged yet."""
+        acks, self._acks, self._unacknowledged = self._acks, {}, 0
         for identity, ids in acks.items():
             for i in range(0, len(ids), MAX_ACKS):
                 self._send(identity, Ack(ids[i : i + MAX_ACKS]))

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from r3async.config import ParallelConfig
 from r3async.learner import LearnerError
 from r3async.learner.attention import plan_buckets
 from r3async.learner.logprobs import token_logprobs, whole_vocabulary
+from r3async.learner.megatron import parallel
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.megatron.hf import read_qwen3
 from r3async.learner.megatron.modules import TorchRMSNorm
@@ -33,6 +35,14 @@ def test_rms_norm_and_its_gradient_equal_torch():
         results.append((out, *torch.autograd.grad(out.pow(3).sum(), [given, norm.weight])))
     for ours, exact in zip(*results, strict=True):
         assert (ours - exact).norm() < 1e-6 * exact.norm()
+
+
+def test_process_groups_of_the_same_ranks_are_one():
+    layout = parallel.start(ParallelConfig(), torch.device("cpu"))
+    made = len(layout.made)
+    layout.close()
+    assert layout.owns_group, "another test left a process group"
+    assert made == 1
 
 
 def test_log_probs_in_chunks_equal_those_at_once():

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from r3async.transport import Receiver, wire
 from r3async.transport.sockets import Turns
 from r3async.world import TURN_SECONDS
+from tests.helpers.transport import LIMIT, SLOW, Inbox, make_trajectory, receiving, send_all, sending
 
 
 async def test_short_work_of_many_tasks_is_done_together_in_order():
@@ -51,3 +53,19 @@ async def test_what_fails_or_is_cancelled_is_its_own_callers_matter():
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     assert called == ["last"]
+
+
+async def test_what_is_accepted_at_about_the_same_time_is_acknowledged_together():
+    acks: list[int] = []
+
+    class Counting(Receiver):
+        def _send(self, identity: bytes, message: wire.Message) -> None:
+            if isinstance(message, wire.Ack):
+                acks.append(len(message.ids))
+            super()._send(identity, message)
+
+    async with receiving(Inbox(), SLOW, Counting) as (_, endpoint), sending(endpoint, SLOW) as sender:
+        await send_all(sender, [make_trajectory(i) for i in range(60)])
+        assert await sender.flush(LIMIT) == 0
+    assert sum(acks) == 60
+    assert len(acks) <= 20

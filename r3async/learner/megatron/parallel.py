@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,32 @@ def _groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+@contextlib.contextmanager
+def _one_group_of_the_same_ranks(device: torch.device) -> Iterator[None]:
+    """Inside, on CPU, a process group that has the ranks of an earlier one is that one.
+
+    Megatron makes twenty, most of them alike. Each of gloo's has two threads that wake up a hundred times a second: together
+    they cost 2 % of a core, in a run that only waits. Groups of nccl overlap, and stay apart.
+    """
+    made: dict[Any, dist.ProcessGroup] = {}
+    make = dist.new_group
+
+    def shared(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        key = tuple(ranks or range(dist.get_world_size())), kwargs.get("backend") or dist.get_backend()
+        if key not in made:
+            made[key] = make(ranks, *args, **kwargs)
+        return made[key]
+
+    if device.type != "cpu":
+        yield
+        return
+    dist.new_group = shared  # every rank asks for the same groups in the same order
+    try:
+        yield
+    finally:
+        dist.new_group = make
+
+
 def start(parallel: ParallelConfig, device: torch.device) -> Layout:
     """Set up Megatron's groups over the default process group, which is made here if there is none: a world of one, over a
     store in memory, without any port.
@@ -82,13 +109,14 @@ def start(parallel: ParallelConfig, device: torch.device) -> Layout:
             )
         before = _groups()
         if not ps.model_parallel_is_initialized():
-            ps.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tp,
-                pipeline_model_parallel_size=parallel.pp,
-                expert_model_parallel_size=parallel.ep,
-                # Experts are divided whole: tensor-parallel ranks take different ones, or different tokens.
-                expert_tensor_parallel_size=1,
-            )
+            with _one_group_of_the_same_ranks(device):
+                ps.initialize_model_parallel(
+                    tensor_model_parallel_size=parallel.tp,
+                    pipeline_model_parallel_size=parallel.pp,
+                    expert_model_parallel_size=parallel.ep,
+                    # Experts are divided whole: tensor-parallel ranks take different ones, or different tokens.
+                    expert_tensor_parallel_size=1,
+                )
             # Nothing draws random numbers: there is no dropout, and weights are loaded.
             tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
     except BaseException:

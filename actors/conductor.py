@@ -22,11 +22,12 @@ from r3async.config import Config, config_from_dict
 from r3async.data.versions import FIRST, Lineage
 from r3async.record.events import open_events
 from r3async.record.steps import StepRows
-from r3async.record.timeline import LagMeter, Timeline
+from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import Updates
 from r3async.schedule.pace import Pacing
 from r3async.world import ActorLost, ActorRef, World
+from r3async.world.stages import begin_task, booked, stage
 
 LOADING_STOP_SECONDS = 5.0
 
@@ -61,7 +62,7 @@ class Conductor:
             task_seed=self.tasks.task_seed,
             changed=lambda: self.dispatch.ring(),
         )
-        self.lag = LagMeter(world.processes)
+        self.lag, self._stages = LagMeter(world.processes), StageSeconds("conductor", world.processes)
         self.pacing = Pacing(schedule, self.events.warning, clock)
         self._processes = {"conductor": (world.processes.pid, world.processes.host)}
         self.news = asyncio.Event()
@@ -88,16 +89,17 @@ class Conductor:
 
     async def lease(self, message: bytes) -> bytes:
         """See `Dispatch.lease`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs Ray the least."""
-        call = msgspec.msgpack.decode(message, type=LeaseCall)
-        generator, stats = self.fleet[call.generator_id], call.stats
-        if not generator.is_process(*call.process):
-            # What it would be leased, the process in its place would have to play, and knows nothing of.
-            return msgspec.msgpack.encode(LeaseAnswer([], more=False))
-        self.fleet.answered(generator)
-        self.tasks.ended(call.ended, self.admission.groups_leased)
-        generator.generated_tokens = int(stats["generated_tokens"])
-        self.pacing.report(call.generator_id, stats)
-        return msgspec.msgpack.encode(await self.dispatch.lease(call))
+        with stage("lease"):
+            call = msgspec.msgpack.decode(message, type=LeaseCall)
+            generator, stats = self.fleet[call.generator_id], call.stats
+            if not generator.is_process(*call.process):
+                # What it would be leased, the process in its place would have to play, and knows nothing of.
+                return msgspec.msgpack.encode(LeaseAnswer([], more=False))
+            self.fleet.answered(generator)
+            self.tasks.ended(call.ended, self.admission.groups_leased)
+            generator.generated_tokens = int(stats["generated_tokens"])
+            self.pacing.report(call.generator_id, stats)
+            return msgspec.msgpack.encode(await self.dispatch.lease(call))
 
     # -- called by the driver ------------------------------------------------------------------------------------
 
@@ -142,6 +144,9 @@ class Conductor:
         the steps of this process lacked that made none. A run that was stopped while it loaded has neither."""
         self.events.info("conductor_started", pid=self.world.processes.pid, step=self.made, lineage=self.lineage.number)
         self.lag.start()
+        return await booked("steps", self._run())
+
+    async def _run(self) -> dict[str, Any]:
         background: list[asyncio.Task[None]] = []
         try:
             installer = await self._load()
@@ -150,9 +155,11 @@ class Conductor:
                 return {"steps": self.made, "model": "", "stopped": True}
             self._phase = "training"
             self.rows.restart_clock()
-            delivering = asyncio.create_task(self._deliver_forever(installer))
-            watching = asyncio.create_task(self._watch(installer).run())
-            background += [delivering, watching, asyncio.create_task(self.tasks.watch()), *self._supervise(installer)]
+            delivering = begin_task("deliver", self._deliver_forever(installer))
+            watching = begin_task("watch", self._watch(installer).run())
+            background += [delivering, watching, begin_task("watch", self.tasks.watch())]
+            me = self.world.actors.current()
+            background += installer.supervised(me, stopping=lambda: self.stopping, lost=self._lose)
             self.evaluator.after(self.made)
             await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
@@ -181,8 +188,8 @@ class Conductor:
             self._phase = "ending the actors"
             self.lag.stop()
             await self.evaluator.cancel()
-            for task in background:
-                task.cancel()
+            for left in background:
+                left.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._stop_actors()
             await self.world.keeper.finish(self.config.supervise.stop_grace_seconds)
@@ -349,7 +356,8 @@ class Conductor:
             **self.tasks.figures(self.admission.groups_leased),
         }
         self.dispatch.cpu.add("conductor", self.world.processes.cpu_seconds(), "conductor")
-        self.rows.delivered(version, self._generated_tokens, figures, self.dispatch.cpu.totals)
+        stages = self.dispatch.stages.totals | self._stages.totals()
+        self.rows.delivered(version, self._generated_tokens, figures, self.dispatch.cpu.totals, stages)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -362,11 +370,6 @@ class Conductor:
         failure, grace = "the last checkpoint was not written", RPC_SECONDS
         await ask(config, setting, self.learner, "finish_checkpoint", failure=failure, grace=grace)
         return updates
-
-    def _supervise(self, installer: Installer) -> list[asyncio.Task[None]]:
-        """Keep each generator playing. A loss returns its leases; the restarted process installs current weights first."""
-        me, stopping = self.world.actors.current(), lambda: self.stopping
-        return [asyncio.create_task(installer.supervise(g, me, stopping=stopping, lost=self._lose)) for g in self.fleet]
 
     def _watch(self, installer: Installer) -> Watch:
         return Watch(

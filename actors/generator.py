@@ -21,7 +21,7 @@ from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import environment_factory
 from r3async.record.events import open_events
 from r3async.record.routes import recording
-from r3async.record.timeline import LagMeter, Timeline, timed
+from r3async.record.timeline import LagMeter, StageSeconds, Timeline, timed
 from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, InstallReport, build_engine, sample_probe
@@ -38,6 +38,7 @@ from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import Difference, Publication, WeightError, WeightManifest, WeightReceiver
 from r3async.world import ActorRef, World
 from r3async.world.keys import ClientKeys, TransportError, generator_keys
+from r3async.world.stages import begin_task, booked, stage
 
 CLOSE_SECONDS = 5.0
 STOP_SECONDS = 0.1
@@ -95,7 +96,7 @@ class GeneratorActor:
         self.lineage, self._parts = lineage, parts
         self._events = open_events(self.run_dir, generator_id, world=world)
         self._timeline = Timeline(self.run_dir, generator_id, enabled=self.config.observe.timeline, world=world)
-        self._lag = LagMeter(world.processes)
+        self._lag, self._stages = LagMeter(world.processes), StageSeconds("generator", world.processes)
         self._loaded: Loaded | None = None
         self._connected: Connected | None = None
         self._installed: WeightManifest | None = None
@@ -195,10 +196,11 @@ class GeneratorActor:
                 f"version {publication.manifest.version} is of lineage {of}, and {self.generator_id} is of {self.lineage}"
             )
         limit, before = self.config.weights.install_timeout, clock.monotonic()
-        manifest = await self.world.threads.run(weights.fetch, publication.manifest, publication.parts, limit)
-        self._installed = manifest
-        fetched = clock.monotonic() - before
-        report = await self._engine.install(manifest, max(0.0, limit - fetched))
+        with stage("install"):
+            manifest = await self.world.threads.run(weights.fetch, publication.manifest, publication.parts, limit)
+            self._installed = manifest
+            fetched = clock.monotonic() - before
+            report = await self._engine.install(manifest, max(0.0, limit - fetched))
         ended = clock.time()
         self._timeline.add("pause", ended - report.pause_seconds, ended, version=manifest.version)
         self._wake()
@@ -270,7 +272,8 @@ class GeneratorActor:
                 check=self._raise_rejection,
             )
             self._wake = leasing.wake
-            await leasing.run(lambda: self._stopping)
+            with stage("lease"):
+                await leasing.run(lambda: self._stopping)
             await self._sender.flush(config.transport.ack_timeout)
             self._raise_rejection()
             await leasing.report()
@@ -285,6 +288,7 @@ class GeneratorActor:
             **{f"lag_{name}": value for name, value in self._lag.figures().items()},
             "cpu_seconds": (mine := processes.cpu_seconds()),
             "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "pids", ())) - mine,
+            **self._stages.totals(),
         }
 
     def _over(self, end: EpisodeEnd) -> None:
@@ -299,7 +303,7 @@ class GeneratorActor:
             name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
             if (lease.group_index, index) not in player.active and name not in self._sender:
                 new.append(index)
-        return self._timed(player.play(msgspec.structs.replace(lease, episode_indices=tuple(new))))
+        return booked("play", self._timed(player.play(msgspec.structs.replace(lease, episode_indices=tuple(new)))))
 
     async def _timed(self, playing: Coroutine[Any, Any, None]) -> None:
         with self._timeline.span("play"):
@@ -317,7 +321,8 @@ class GeneratorActor:
             trajectory, lineage=self.lineage
         )  # of its versions: the engine has no others
         try:
-            await off_loop(self.world.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+            with stage("encode"):
+                await off_loop(self.world.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
         except InvalidTrajectory as error:  # the learner would refuse it for the same reason
             self._rejected(trajectory, f"{self.generator_id} made it wrong: {error}")
         else:
@@ -369,23 +374,22 @@ class GeneratorActor:
         Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
         """
         config, settings, env = self.config, self.config.evaluation, evaluated(self.config)
-        playing = asyncio.create_task(
-            evaluate(
-                env,
-                self._factory(env),
-                self._engine,
-                self._renderer,
-                config.episode,
-                config.serving,
-                episodes=settings.episodes,
-                seed=settings.seed,
-                trained=config.env,
-                concurrency=config.generator.concurrency,
-                generator_id=self.generator_id,
-                report=self._events.warning,
-                world=self.world,
-            )
+        evaluating = evaluate(
+            env,
+            self._factory(env),
+            self._engine,
+            self._renderer,
+            config.episode,
+            config.serving,
+            episodes=settings.episodes,
+            seed=settings.seed,
+            trained=config.env,
+            concurrency=config.generator.concurrency,
+            generator_id=self.generator_id,
+            report=self._events.warning,
+            world=self.world,
         )
+        playing = begin_task("evaluation", evaluating)
         self._evaluations.append(playing)
         try:
             return msgspec.to_builtins(await asyncio.wait_for(playing, settings.timeout))

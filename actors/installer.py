@@ -20,6 +20,7 @@ from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.weights.probe import compare_probe, compare_sampled, name_differences, probe_tolerance
 from r3async.world import ActorLost, ActorRef
 from r3async.world.real import REAL
+from r3async.world.stages import begin_task
 
 LOOK_SECONDS = 0.5
 """Between two looks, at most, at who still answers during a delivery."""
@@ -239,6 +240,13 @@ class Installer:
         return call.result()
 
     # -- supervision ---------------------------------------------------------------------------------------------
+
+    def supervised(
+        self, conductor: ActorRef, *, stopping: Callable[[], bool], lost: Callable[[Generator], Awaitable[list[int]]]
+    ) -> list[asyncio.Task[None]]:
+        """Keep each generator playing. A loss returns its leases; the restarted process installs current weights first. Returns
+        a task for each; see `supervise`."""
+        return [begin_task("deliver", self.supervise(g, conductor, stopping=stopping, lost=lost)) for g in self.fleet]
 
     async def supervise(
         self,

@@ -26,6 +26,7 @@ from r3async.schedule.admission import Admission, GroupLease
 from r3async.schedule.pace import Concurrency, useful_places
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.world import ActorRef
+from r3async.world.stages import stage
 
 LOOK_SECONDS = 1.0
 """Between two looks, at most, at what the engine does. Its limit changes every two seconds at most (`Concurrency`)."""
@@ -227,8 +228,9 @@ class Leasing:
         self._calls[self._begin(self._call(free))] = free
 
     async def _call(self, free: int) -> LeaseAnswer:
-        stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
-        stats["held"] = self._engine.held
+        with stage("metrics"):
+            stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
+            stats["held"] = self._engine.held
         ended, self._ended[:] = list(self._ended), []
         call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
@@ -289,6 +291,8 @@ class Dispatch:
         """What each generator reported last. `playing` includes what it was leased since."""
         self.cpu = Growth()
         """Processor time that generators and their engines report."""
+        self.stages = Growth()
+        """The same by stage, and the wall time of generators' loops, by metric."""
         self._idle: dict[str, None] = {}
         """Those that play nothing."""
         self._waiting: dict[str, _Waiting] = {}
@@ -335,6 +339,8 @@ class Dispatch:
         name, self.loads[call.generator_id] = call.generator_id, call.stats
         for counter, of in (("cpu_seconds", "generator"), ("engine_cpu_seconds", "engine")):
             self.cpu.add(f"{name} {of}", call.stats.get(counter, 0.0), of)
+        for metric in (counter for counter in call.stats if "/" in counter):
+            self.stages.add(f"{name} {metric}", call.stats[metric], metric)
         if call.stats["playing"]:
             self._idle.pop(name, None)
         else:

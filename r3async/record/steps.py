@@ -18,6 +18,7 @@ from r3async.rollout.episode import ENDINGS
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL
+from r3async.world.stages import stage
 
 TRAINED = "trained.jsonl"
 PREVIEWS = 2
@@ -74,6 +75,7 @@ class StepRows:
         self._pending: list[dict[str, Any]] = []
         self._written_at, self._tokens = self._clock(), 0
         self._cpu: Mapping[str, float] = {}
+        self._stages: Mapping[str, float] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def since(self, step: int) -> list[dict[str, Any]]:
@@ -116,10 +118,27 @@ class StepRows:
         [row for row in self._pending if row["version"] == version][-1].update(figures)
 
     def delivered(
-        self, version: int, generated_tokens: int, figures: dict[str, Any], cpu: Mapping[str, float] | None = None
+        self,
+        version: int,
+        generated_tokens: int,
+        figures: dict[str, Any],
+        cpu: Mapping[str, float] | None = None,
+        stages: Mapping[str, float] | None = None,
     ) -> None:
         """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began, and `cpu` the
-        processor time of all processes but the learner, by their role, since one began to count it."""
+        processor time of all processes but the learner, by their role, since one began to count it; `stages` what they spent
+        by stage, by metric."""
+        with stage("metrics"):
+            self._write(version, generated_tokens, figures, cpu or {}, stages or {})
+
+    def _write(
+        self,
+        version: int,
+        generated_tokens: int,
+        figures: dict[str, Any],
+        cpu: Mapping[str, float],
+        stages: Mapping[str, float],
+    ) -> None:
         ready = [row for row in self._pending if row["version"] <= version]
         self._pending = [row for row in self._pending if row["version"] > version]
         # Steps that made one version together have one rate.
@@ -132,7 +151,7 @@ class StepRows:
             "throughput/trained_tokens_per_second": trained / seconds,
         }
         if ready:
-            rates |= self._spent(ready, cpu or {}, generated)
+            rates |= self._spent(ready, cpu, generated) | self._by_stage(len(ready), stages)
             self._written_at, self._tokens = now, generated_tokens
         for row in ready:
             row |= {"time": self._time(), **rates, **figures}
@@ -140,6 +159,11 @@ class StepRows:
             if odd:
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
             self._recent.append(row)
+
+    def _by_stage(self, rows: int, stages: Mapping[str, float]) -> dict[str, float]:
+        """Of each of so many rows since the rows before."""
+        before, self._stages = self._stages, dict(stages)
+        return {name: (seconds - before.get(name, 0.0)) / rows for name, seconds in stages.items()}
 
     def _spent(self, rows: Sequence[dict[str, Any]], cpu: Mapping[str, float], generated: int) -> dict[str, float]:
         """Processor time a step since the rows before, by role, and a token."""

@@ -192,12 +192,33 @@ class Growth:
         self.totals[of] = self.totals.get(of, 0.0) + max(0.0, value - before)
 
 
+class StageSeconds:
+    """What this process spends by stage (`world/stages.py`), as metrics of its `role`: `cpu/ROLE_STAGE_seconds`, which add up to
+    its processor time, and of its event loop `wall/ROLE_STAGE_seconds`."""
+
+    def __init__(self, role: str, processes: Processes = REAL.processes):
+        self._role, self._processes = role, processes
+        self._taken: dict[str, float] = {}
+
+    def totals(self) -> dict[str, float]:
+        """Since its loop was first measured. None of a simulated process."""
+        kinds = zip(("cpu", "wall"), self._processes.stage_seconds(), strict=True)
+        return {
+            f"{kind}/{self._role}_{name}_seconds": seconds for kind, spent in kinds for name, seconds in spent.items()
+        }
+
+    def take(self) -> dict[str, float]:
+        """Since the last call."""
+        before, self._taken = self._taken, self.totals()
+        return {name: seconds - before.get(name, 0.0) for name, seconds in self._taken.items()}
+
+
 # -- event loops -------------------------------------------------------------------------------------------------------
 
 
 class LagMeter:
     """Gathers how much later than asked a sleeping task wakes up, and how much of it was computed on the loop (`own`). Figures
-    are of the last minute."""
+    are of the last minute. Meanwhile the loop's time is accounted for by stage."""
 
     NAMES = ("p50_ms", "p99_ms", "max_ms", "own_p99_ms", "own_max_ms")
 
@@ -210,7 +231,7 @@ class LagMeter:
     def start(self) -> None:
         """Measure on the running event loop until `stop`. Idempotent."""
         if self._end is None:
-            self._end = self._processes.measure_lag(self.add)
+            self._end = self._processes.measure_loop(self.add)
 
     def stop(self) -> None:
         if self._end is not None:

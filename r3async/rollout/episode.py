@@ -18,6 +18,7 @@ from r3async.rollout.chat import ChatRenderer, Conversation, Prompt
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.world.real import REAL
+from r3async.world.stages import stage
 
 ENDINGS = ("env_done", "turns", "length", "stop", "timeout", "error")
 """What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
@@ -108,17 +109,17 @@ class EngineCalls:
         name = f"{self._episode}t{self._asked}"
         self._asked += 1
         try:
-            generation = await self._engine.generate(
-                GenerationRequest(
-                    request_id=name,
-                    prompt_ids=prompt.token_ids,
-                    max_tokens=max_tokens,
-                    temperature=self._settings.temperature,
-                    stop_token_ids=self._stop_token_ids,
-                    routes_from=call.routes_from,
-                    routes_version=call.routes_version,
-                )
+            request = GenerationRequest(
+                request_id=name,
+                prompt_ids=prompt.token_ids,
+                max_tokens=max_tokens,
+                temperature=self._settings.temperature,
+                stop_token_ids=self._stop_token_ids,
+                routes_from=call.routes_from,
+                routes_version=call.routes_version,
             )
+            with stage("engine"):
+                generation = await self._engine.generate(request)
             if generation.stop_reason == "abort" or not len(generation.token_ids):
                 raise EngineAborted(f"the engine aborted call {name} after {len(generation.token_ids)} tokens")
         except BaseException:
@@ -181,7 +182,8 @@ class EpisodePlayer:
         messages = await self._env.reset(self.task.task_seed)
         talk = Conversation(self._renderer, messages, getattr(self._env, "tools", ()))
         for index in range(settings.max_turns):
-            prompt = talk.prompt()
+            with stage("tokens"):
+                prompt = talk.prompt()
             if not (capacity := answer_capacity(len(prompt.token_ids), settings)):
                 if index == 0:
                     raise PromptTooLong(
@@ -191,7 +193,8 @@ class EpisodePlayer:
                     )
                 return "length"
             turn, generation = await self._calls.answer(prompt, capacity)
-            text = talk.answered(generation.token_ids.tolist(), turn=turn)
+            with stage("tokens"):
+                text = talk.answered(generation.token_ids.tolist(), turn=turn)
             result = await self._env.step(Action(text, generation.stop_reason))
             self._samples.reward(turn, result.reward)
             self._judged = turn + 1
@@ -201,7 +204,8 @@ class EpisodePlayer:
             if result.done:
                 return "env_done"
             messages = result.messages
-            (talk.rewrite if result.rewrites else talk.observe)(messages)
+            with stage("tokens"):
+                (talk.rewrite if result.rewrites else talk.observe)(messages)
         return "turns"
 
     def trajectory(self, stop_reason: str) -> Trajectory:

@@ -32,6 +32,7 @@ from r3async.transport.wire import (
 from r3async.world import MessageSocket, World
 from r3async.world.keys import ServerKeys, TransportError
 from r3async.world.real import REAL
+from r3async.world.stages import booked
 
 __all__ = ["Receiver", "Refuse"]
 
@@ -176,8 +177,8 @@ class Receiver:
             await self.close()
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
         self._tasks = [
-            asyncio.create_task(self._intake.run(), name="transport-receiver"),
-            asyncio.create_task(self._tick(), name="transport-heartbeat"),
+            asyncio.create_task(booked("intake", self._intake.run()), name="transport-receiver"),
+            asyncio.create_task(booked("messages", self._tick()), name="transport-heartbeat"),
         ]
         return self._socket.endpoint
 

@@ -32,6 +32,7 @@ from r3async.transport.wire import (
 from r3async.world import MessageSocket, World
 from r3async.world.keys import ClientKeys, TransportError
 from r3async.world.real import REAL
+from r3async.world.stages import booked, stage
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Sender:
         self._session = ""
         self._welcomed = False
         self._until = self._at_once = 0
-        self._turns = Turns(self._clock)
+        self._turns = Turns("encode", self._clock)
         self._encoding = asyncio.Lock()
         """One thread is enough: it keeps up with the connection."""
         self._heard_at = 0.0
@@ -121,7 +122,7 @@ class Sender:
         except OSError as error:
             await self.close()
             raise TransportError(f"cannot connect to {self.endpoint!r}: {error.strerror}") from error
-        self._task = asyncio.create_task(self._run(), name=f"transport-sender-{self.sender_id}")
+        self._task = asyncio.create_task(booked("messages", self._run()), name=f"transport-sender-{self.sender_id}")
 
     async def send(self, trajectory: Trajectory) -> None:
         """Return when the trajectory is on its way, which may take as long as the learner takes to have memory for it.
@@ -137,7 +138,8 @@ class Sender:
             frames = await self._turns.do(encode, trajectory)
         else:
             async with self._encoding:
-                frames = await self._threads.run(encode, trajectory)
+                with stage("encode"):
+                    frames = await self._threads.run(encode, trajectory)
         self._raise_error()  # Things may have changed while it was encoded.
         nbytes = decoded_bytes(frames, trajectory)
         name = trajectory.trajectory_id

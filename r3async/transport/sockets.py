@@ -13,6 +13,7 @@ from r3async.transport.wire import Frame
 from r3async.world import TURN_SECONDS, Threads
 from r3async.world.keys import TransportError
 from r3async.world.real import REAL
+from r3async.world.stages import stage
 
 OFFLOAD_BYTES = 256 * 2**10
 """Larger payloads are encoded, checksummed and decoded in a thread. Smaller ones take less than the hop there."""
@@ -42,10 +43,10 @@ class NoSocket:
 
 class Turns:
     """Short work of many tasks, in order: as much in each round of the event loop as `TURN_SECONDS` allow, so that they do
-    not hold it up together, and no round is spent on one of them alone."""
+    not hold it up together, and no round is spent on one of them alone. All of it belongs to one `stage`."""
 
-    def __init__(self, clock: Callable[[], float] = REAL.clock.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, stage: str, clock: Callable[[], float] = REAL.clock.monotonic) -> None:
+        self._stage, self._clock = stage, clock
         self._waiting: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
 
     async def do(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,14 +60,15 @@ class Turns:
 
     def _turn(self) -> None:
         until = self._clock() + TURN_SECONDS
-        while self._waiting and self._clock() < until:
-            done, work = self._waiting.popleft()
-            if done.done():
-                continue
-            try:
-                done.set_result(work())
-            except Exception as error:
-                done.set_exception(error)
+        with stage(self._stage):
+            while self._waiting and self._clock() < until:
+                done, work = self._waiting.popleft()
+                if done.done():
+                    continue
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._turn)
 

@@ -242,11 +242,8 @@ class ActorRef(Protocol):
     name: str
 
     async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """What the actor's method returns or raises (that very exception).
-
-        Raises `ActorLost` if its process ends first, `TimeoutError` after `timeout` seconds. Whoever stops waiting does not
-        stop the method.
-        """
+        """What the actor's method returns or raises (that very exception). Raises `ActorLost` if its process ends first,
+        `TimeoutError` after `timeout` seconds. Whoever stops waiting does not stop the method."""
         ...
 
 
@@ -298,8 +295,7 @@ class Actors(Protocol):
         ...
 
     def begin(self, actor: ActorRef, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
-        """Begin a call, for a thread without an event loop. Returns a reference for `wait` and `get`. `lane`: of the actor's
-        `Placement.lanes`."""
+        """Begin a call, for a thread without an event loop. Returns a reference for `wait` and `get`. `lane`: see `Placement`."""
         ...
 
     def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
@@ -315,7 +311,7 @@ class Actors(Protocol):
 
 
 class Figures(Protocol):
-    """Where a process serves its figures, and what `read()` returns whenever they are asked for, in a thread."""
+    """Where a process serves its figures: what `read()` returns whenever they are asked for, in a thread."""
 
     read: Callable[[], Mapping[str, Any]]
 
@@ -342,10 +338,14 @@ class Processes(Protocol):
         """Where this process serves its figures, also those that `read()` returns."""
         ...
 
-    def measure_lag(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
-        """Until what is returned is called, `tell` many times a second how many seconds later than asked a sleeping task of the
-        running event loop wakes up, and how many of these, at most, the loop's own thread was computing; in the others it waited
-        for a core, or in a call that blocks. A simulated loop is never late, and reports nothing."""
+    def measure_loop(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
+        """Until what is returned is called, account for the running event loop's time by stage (`stages.py`), and `tell` many
+        times a second how many seconds late a sleeping task wakes up, and how many of these, at most, the loop's thread computed;
+        in the others it waited for a core, or in a call that blocks. A simulated loop is never late."""
+        ...
+
+    def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """By stage: this process's processor time, and the loop's wall time since `measure_loop`. None of a simulated one."""
         ...
 
     def cpu_seconds(self, others: Sequence[int] = ()) -> float:

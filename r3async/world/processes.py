@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from r3async.world import Figures
+from r3async.world import Figures, stages
 
 USER_PATH = "R3ASYNC_USER_PATH"
 """Environment variable: where the user's own modules are (where the run was started)."""
@@ -83,7 +83,7 @@ class SystemProcesses:
         if self._figures is not None:
             self._figures.read = read
 
-    def measure_lag(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
+    def measure_loop(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
         async def measure() -> None:
             computed = time.thread_time()
             while True:
@@ -92,12 +92,17 @@ class SystemProcesses:
                 lag, before, computed = time.monotonic() - due, computed, time.thread_time()
                 tell(lag, min(lag, computed - before))
 
-        task = asyncio.create_task(measure(), name="lag-meter")
+        end_account = stages.account()
+        task = asyncio.create_task(stages.booked("metrics", measure()), name="lag-meter")
 
         def end() -> None:
             task.cancel()
+            end_account()
 
         return end
+
+    def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        return stages.processor_seconds(), stages.wall_seconds()
 
     def cpu_seconds(self, others: Sequence[int] = ()) -> float:
         seconds = time.process_time()

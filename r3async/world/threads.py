@@ -13,9 +13,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from r3async.world.stages import AccountedThreads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +26,7 @@ class ThreadLane:
     """See `world.Lane`. The thread is started with the first call."""
 
     def __init__(self, name: str):
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._executor = AccountedThreads(name)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         call = functools.partial(function, *args, **kwargs)

@@ -22,6 +22,7 @@ from r3async.world import (
     Buffer,
     OnMessage,
 )
+from r3async.world.stages import stage
 
 if TYPE_CHECKING:
     from r3async.world.keys import ClientKeys, ServerKeys
@@ -147,7 +148,10 @@ class LoopSocket:
 
     def drain(self, limit: float = TURN_SECONDS) -> None:
         """Handle what is there, for `limit` seconds or a little more; the rest in the loop's next round."""
-        until = time.perf_counter() + limit
+        with stage("messages"):
+            self._drain(time.perf_counter() + limit)
+
+    def _drain(self, until: float) -> None:
         while not self._socket.closed:
             try:
                 frames = [self._socket.recv(ONE, copy=False)]

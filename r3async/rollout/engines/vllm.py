@@ -24,6 +24,7 @@ from r3async.data.routes import RoutingError, check_ids, route_dtype
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
 from r3async.weights.publish import Difference, WeightManifest
+from r3async.world.stages import begin_task
 
 SCORE_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
@@ -103,7 +104,7 @@ class VllmEngine:
         starting = asyncio.create_task(asyncio.to_thread(self._start))
         try:
             await asyncio.shield(starting)
-            self._receiving = asyncio.create_task(self._requests.receive())
+            self._receiving = begin_task("answers", self._requests.receive())
             async with asyncio.timeout(CALL_TIMEOUT):
                 pids = await self._llm.collective_rpc("r3_process")
                 self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]

@@ -77,9 +77,13 @@ class SimulatedProcesses:
     def show_figures(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._process.check()
 
-    def measure_lag(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
+    def measure_loop(self, tell: Callable[[float, float], None]) -> Callable[[], None]:
         self._process.check()
         return lambda: None
+
+    def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        self._process.check()
+        return {}, {}
 
     def cpu_seconds(self, others: Sequence[int] = ()) -> float:
         self._process.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from r3async.schedule.admission import age_bound, most_groups, slots_of
 from r3async.schedule.groups import GroupBuffer, largest_trajectory
 from r3async.schedule.spool import Spool
 from r3async.schedule.tasks import By, EpisodeEnd, Quarantine, TaskFailures
-from r3async.schedule.validation import validate_trajectory
+from r3async.schedule.validation import refused, validate_trajectories
 from r3async.transport.intake import Ledger
 from r3async.transport.receiver import Receiver, Refuse
 from r3async.world import Lane, World
@@ -102,22 +103,20 @@ class Reception:
 
     # -- called by the receiver ------------------------------------------------------------------------------------
 
-    def _validate(self, trajectory: Trajectory) -> None:
-        """Off the event loop, if the trajectory is long."""
-        try:
-            validate_trajectory(
-                trajectory,
-                vocab_size=self._vocab_size,
-                learner_version=self._version(),
-                max_tokens=self._config.learner.max_tokens_per_micro_batch,
-                routing=self.routing,
-                samples_per_group=self._config.schedule.samples_per_group,
-                age_bound=self.age_bound,
-                lineage=self._lineage,
-                kept=self._recovering,
-            )
-        except ValueError as error:
-            raise Refuse(str(error)) from error
+    def _validate(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        """Off the event loop, if they are long."""
+        check = partial(
+            validate_trajectories,
+            vocab_size=self._vocab_size,
+            learner_version=self._version(),
+            max_tokens=self._config.learner.max_tokens_per_micro_batch,
+            routing=self.routing,
+            samples_per_group=self._config.schedule.samples_per_group,
+            age_bound=self.age_bound,
+            lineage=self._lineage,
+            kept=self._recovering,
+        )
+        return {at: str(error) for at, error in refused(trajectories, check).items()}
 
     def _admits(self, trajectory: Trajectory) -> bool:
         """Whether the step waits for this episode; before it is stored."""

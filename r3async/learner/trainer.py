@@ -45,7 +45,7 @@ from r3async.learner.losses.objective import loss_weights, takes_episodes
 from r3async.learner.losses.policy_loss import needs_old_logprobs
 from r3async.learner.minibatch import Minibatch, agreed
 from r3async.learner.optimizer import Update
-from r3async.schedule.validation import InvalidTrajectory, check_trajectory
+from r3async.schedule.validation import check_trajectories, refused
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
@@ -169,18 +169,13 @@ def sound(
 ) -> Sound[T]:
     """`make(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
 
-    A trajectory that is not trainable (`check_trajectory`) has `stand_in` in its place. So have all of a group of which `make`
+    A trajectory that is not trainable (`check_trajectories`) has `stand_in` in its place. So have all of a group of which `make`
     fails though each of its members is: nobody in particular is to blame. Raises what `make` raises on what is left: a defect.
     """
-    unsound: list[Unsound] = []
-
-    def checked(trajectory: Trajectory) -> Trajectory:
-        try:
-            check_trajectory(trajectory)
-        except InvalidTrajectory as error:
-            unsound.append(Unsound(trajectory, str(error)))
-            return stand_in(trajectory)
-        return trajectory
+    trajectories = [t for group in groups for t in group]
+    wrong = refused(trajectories, check_trajectories)
+    unsound = [Unsound(trajectories[at], str(error)) for at, error in wrong.items()]
+    each = iter([stand_in(t) if at in wrong else t for at, t in enumerate(trajectories)])
 
     def alone(group: list[Trajectory]) -> list[Trajectory]:
         try:
@@ -192,7 +187,7 @@ def sound(
             return [stand_in(t) for t in group]
         return group
 
-    kept = [[checked(t) for t in group] for group in groups]
+    kept = [[next(each) for _ in group] for group in groups]
     try:
         made = make(kept)
     except Exception:

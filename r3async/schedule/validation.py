@@ -6,13 +6,18 @@ waiting counts: in an engine's queue, on the way, in the buffer. Pure.
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from r3async.data.model_shape import RoutingShape
-from r3async.data.records import Sample, Trajectory
+from r3async.data.records import UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
 from r3async.data.routes import RoutingError, validate_rows
 from r3async.data.versions import Lineage
 
@@ -21,6 +26,10 @@ MAX_REWARD = 1e15
 
 ROLLOUT_COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
 ROUTES = ("routed_experts", "routing_recorded")
+TURNS = 2**31
+"""Larger than any index of a turn that a token can have."""
+JOINED_ROUTES = 2**18
+"""So many of several samples are copied, to be checked at once."""
 
 
 class InvalidTrajectory(ValueError):
@@ -28,90 +37,169 @@ class InvalidTrajectory(ValueError):
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """What can be checked without knowing the model. Raises `InvalidTrajectory` naming what is wrong.
+    """`check_trajectories` of one."""
+    check_trajectories([trajectory])
+
+
+def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
+    """What can be checked without knowing the model. Raises `InvalidTrajectory` naming what is wrong first.
 
     Indices are not negative; turns have each their own index, a stretch of tokens within a sample, and are those that the tokens
     name; every trained token is of a turn, within its stretch; rewards, and their sums, stay finite in float32; samples have the
-    columns of a rollout, alike, and a temperature that float32 holds. Log-probs that are not finite pass: the loss drops
-    these tokens and counts them.
+    columns of a rollout, alike within a trajectory, and a temperature that float32 holds. Log-probs that are not finite pass: the
+    loss drops these tokens and counts them.
     """
-    name = trajectory.trajectory_id
+    for trajectory in trajectories:
+        _check_fields(trajectory)
+    if trajectories:
+        _check_tokens(trajectories, _Tokens(trajectories))
+
+
+def refused(
+    trajectories: Sequence[Trajectory], check: Callable[[Sequence[Trajectory]], None]
+) -> dict[int, InvalidTrajectory]:
+    """By their place: those that `check` does not take. Together they are checked at the cost of a few, so each is looked at
+    alone only if some of them are not taken."""
+    try:
+        check(trajectories)
+        return {}
+    except InvalidTrajectory as error:
+        if len(trajectories) == 1:
+            return {0: error}
+    return {i: error for i, t in enumerate(trajectories) for error in refused([t], check).values()}
+
+
+class _Tokens:
+    """The tokens of all samples of some trajectories, which have a sample each, and no sample without tokens, end to end: N
+    tokens of S samples."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]):
+        self.samples = [sample for t in trajectories for sample in t.samples]
+        self.lengths = [len(sample.table) for sample in self.samples]
+        self.starts = [0, *itertools.accumulate(self.lengths)]
+        """Of each sample its first token; then N."""
+        counts = [0, *itertools.accumulate(len(t.samples) for t in trajectories)]
+        self.first_samples = counts[:-1]
+        self.firsts = [self.starts[i] for i in self.first_samples]
+        """Of each trajectory its first token."""
+
+    def column(self, name: str) -> np.ndarray:
+        """`[N]`."""
+        if len(self.samples) == 1:
+            return self.samples[0].table[name]
+        return np.concatenate([sample.table[name] for sample in self.samples])
+
+    def sample_of(self, wrong: np.ndarray) -> Sample:
+        """That of the first token of which bool `[N]` is True."""
+        return self.samples[bisect.bisect_right(self.starts, int(wrong.argmax())) - 1]
+
+
+def _check_fields(trajectory: Trajectory) -> None:
+    """All but the tokens. Raises `InvalidTrajectory`."""
+    name, samples = trajectory.trajectory_id, trajectory.samples
     for field in ("group_index", "episode_index"):
         if getattr(trajectory, field) < 0:
             raise InvalidTrajectory(f"{name} has {field} {getattr(trajectory, field)}")
-    if not trajectory.samples:
+    if not samples:
         raise InvalidTrajectory(f"{name} holds no sample")
-    if len({s.sample_id for s in trajectory.samples}) != len(trajectory.samples):
+    if len(samples) > 1 and len({s.sample_id for s in samples}) != len(samples):
         raise InvalidTrajectory(f"{name} has two samples of one name")
-    for sample in trajectory.samples:
-        _check_sample(sample, list(trajectory.samples[0].table))
-    _check_rewards(trajectory)
-    _check_turns(trajectory)
-
-
-def _check_sample(sample: Sample, columns: list[str]) -> None:
-    table, name = sample.table, sample.sample_id
-    if not len(table):
-        raise InvalidTrajectory(f"sample {name} is empty")
-    if odd := sorted(set(table) - {*ROLLOUT_COLUMNS, *ROUTES}):
-        raise InvalidTrajectory(f"sample {name} has column {odd[0]!r}, which only the learner makes")
-    if list(table) != columns or len(set(ROUTES) & set(table)) == 1:
-        raise InvalidTrajectory(f"sample {name} has routes, and another sample has none, or it has half of them")
-    temperature = np.float32(min(sample.temperature, 1e38))
-    if not (math.isfinite(sample.temperature) and sample.temperature < 1e38 and temperature > 0):
-        raise InvalidTrajectory(f"sample {name} has temperature {sample.temperature}")
-    if table["loss_mask"][0]:
-        raise InvalidTrajectory(f"sample {name} trains its first token, which nothing predicts")
-
-
-def _check_rewards(trajectory: Trajectory) -> None:
-    """Rewards of turns, and of tokens, are finite and within `MAX_REWARD`. Raises `InvalidTrajectory`."""
-    of_turns = sum(abs(turn.reward) for turn in trajectory.turns)
-    with np.errstate(invalid="ignore"):
-        of_tokens = sum(float(np.abs(s.table["rewards"]).sum(dtype=np.float64)) for s in trajectory.samples)
-    for total in (of_turns, of_tokens):
-        if not math.isfinite(total):
-            raise InvalidTrajectory(f"trajectory {trajectory.trajectory_id} has a reward that is not finite")
-        if total > MAX_REWARD:
-            raise InvalidTrajectory(
-                f"trajectory {trajectory.trajectory_id} has rewards of {total:g} together: beyond {MAX_REWARD:g} their "
-                "squares are not finite in float32"
-            )
-
-
-def _check_turns(trajectory: Trajectory) -> None:
-    """The turns, and what the tokens say of them. Raises `InvalidTrajectory`."""
-    name = trajectory.trajectory_id
-    turns = {turn.index: turn for turn in trajectory.turns}
-    if len(turns) != len(trajectory.turns):
-        twice = next(i for i in turns if sum(t.index == i for t in trajectory.turns) > 1)
+    columns = tuple(samples[0].table)
+    for sample in samples:
+        _check_sample(sample, columns)
+    _check_reward(name, sum(abs(turn.reward) for turn in trajectory.turns))
+    if len({turn.index for turn in trajectory.turns}) != len(trajectory.turns):
+        indices = [turn.index for turn in trajectory.turns]
+        twice = next(i for i in indices if indices.count(i) > 1)
         raise InvalidTrajectory(f"trajectory {name} has turn {twice} twice")
     for turn in trajectory.turns:
-        length = len(trajectory.samples[turn.sample].table) if 0 <= turn.sample < len(trajectory.samples) else -1
+        length = len(samples[turn.sample].table) if 0 <= turn.sample < len(samples) else -1
         if turn.index < 0 or not 0 <= turn.start <= turn.stop <= length:
             raise InvalidTrajectory(
                 f"trajectory {name} has turn {turn.index} at tokens {turn.start}:{turn.stop} of sample {turn.sample}, "
                 "which are not there"
             )
-    for at, sample in enumerate(trajectory.samples):
-        named, mask = sample.table["turn"], sample.table["loss_mask"]
-        if mask.any() and int(named[mask].min()) < 0:
-            raise InvalidTrajectory(f"sample {sample.sample_id} trains a token of no turn")
-        for index in np.unique(named[named >= 0]).tolist():
-            if index not in turns:
-                raise InvalidTrajectory(
-                    f"sample {sample.sample_id}: a token of turn {index}, but its trajectory has no such turn"
-                )
-            turn, places = turns[index], np.flatnonzero(named == index)
-            if turn.sample != at or places[0] < turn.start or places[-1] >= turn.stop:
-                raise InvalidTrajectory(
-                    f"sample {sample.sample_id}: a token of turn {index} outside of tokens {turn.start}:{turn.stop} of "
-                    f"sample {turn.sample}, where that turn is"
-                )
 
 
-def validate_trajectory(
-    trajectory: Trajectory,
+def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
+    table, name, temperature = sample.table, sample.sample_id, sample.temperature
+    if not len(table):
+        raise InvalidTrajectory(f"sample {name} is empty")
+    own = tuple(table)
+    if odd := _odd_column(own):
+        raise InvalidTrajectory(f"sample {name} has column {odd!r}, which only the learner makes")
+    if own != columns or ((ROUTES[0] in own) != (ROUTES[1] in own)):
+        raise InvalidTrajectory(f"sample {name} has routes, and another sample has none, or it has half of them")
+    if not (math.isfinite(temperature) and temperature < 1e38 and np.float32(temperature) > 0):
+        raise InvalidTrajectory(f"sample {name} has temperature {temperature}")
+    if table["loss_mask"][0]:
+        raise InvalidTrajectory(f"sample {name} trains its first token, which nothing predicts")
+
+
+@functools.cache
+def _odd_column(columns: tuple[str, ...]) -> str:
+    """The first that no rollout has; "" if there is none."""
+    return min(set(columns) - {*ROLLOUT_COLUMNS, *ROUTES}, default="")
+
+
+def _check_reward(name: str, total: float) -> None:
+    if not math.isfinite(total):
+        raise InvalidTrajectory(f"trajectory {name} has a reward that is not finite")
+    if total > MAX_REWARD:
+        raise InvalidTrajectory(
+            f"trajectory {name} has rewards of {total:g} together: beyond {MAX_REWARD:g} their squares are not finite in float32"
+        )
+
+
+def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
+    """The tokens, and what they say of the turns. Raises `InvalidTrajectory`."""
+    mask, turn = tokens.column("loss_mask"), tokens.column("turn")
+    with np.errstate(invalid="ignore"):
+        rewards = np.abs(tokens.column("rewards"), dtype=np.float64)
+        if not np.add.reduce(rewards) <= MAX_REWARD:
+            for trajectory, total in zip(trajectories, np.add.reduceat(rewards, tokens.firsts), strict=True):
+                _check_reward(trajectory.trajectory_id, float(total))
+    sampled = turn >= 0
+    of_none = mask > sampled
+    if np.count_nonzero(of_none):
+        raise InvalidTrajectory(f"sample {tokens.sample_of(of_none).sample_id} trains a token of no turn")
+    # Most often the stretches of turns are apart, so that each token has to be of the one that lies there.
+    lies = np.full(len(turn), -1, np.int32)
+    for first, trajectory in zip(tokens.first_samples, trajectories, strict=True):
+        for t in trajectory.turns:
+            if t.index < TURNS:
+                start = tokens.starts[first + t.sample]
+                lies[start + t.start : start + t.stop] = t.index
+    elsewhere = sampled & (turn != lies)
+    if np.count_nonzero(elsewhere):
+        _check_turns(trajectories, tokens, np.flatnonzero(elsewhere), turn)
+
+
+def _check_turns(trajectories: Sequence[Trajectory], tokens: _Tokens, where: np.ndarray, named: np.ndarray) -> None:
+    """Tokens are of turns that are there, and within their stretches. `where`: which tokens may not be; `named` int32 `[N]`: the
+    turns that they name. Raises `InvalidTrajectory`."""
+    for place in where.tolist():
+        at, index = bisect.bisect_right(tokens.starts, place) - 1, int(named[place])
+        owner = bisect.bisect_right(tokens.first_samples, at) - 1
+        name, first = tokens.samples[at].sample_id, tokens.first_samples[owner]
+        turn = next((t for t in trajectories[owner].turns if t.index == index), None)
+        if turn is None:
+            raise InvalidTrajectory(f"sample {name}: a token of turn {index}, but its trajectory has no such turn")
+        start = tokens.starts[first + turn.sample]
+        if not start + turn.start <= place < start + turn.stop:
+            raise InvalidTrajectory(
+                f"sample {name}: a token of turn {index} outside of tokens {turn.start}:{turn.stop} of sample {turn.sample}, "
+                "where that turn is"
+            )
+
+
+def validate_trajectory(trajectory: Trajectory, **known: Any) -> None:
+    """`validate_trajectories` of one."""
+    validate_trajectories([trajectory], **known)
+
+
+def validate_trajectories(
+    trajectories: Sequence[Trajectory],
     *,
     vocab_size: int | None,
     learner_version: int,
@@ -122,62 +210,90 @@ def validate_trajectory(
     lineage: Lineage | None = None,
     kept: bool = False,
 ) -> None:
-    """All of it: `check_trajectory`, and what this model and this run allow. Raises `InvalidTrajectory` naming what is wrong.
+    """All of it: `check_trajectories`, and what this model and this run allow. Raises `InvalidTrajectory` naming what is wrong.
 
     What is None is not known here, and not checked. `age_bound`: versions that a trained token can be old at most. `kept`: it was
     stored before `lineage` began.
     """
-    check_trajectory(trajectory)
-    if samples_per_group is not None and trajectory.episode_index >= samples_per_group:
-        raise InvalidTrajectory(
-            f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group of {samples_per_group}"
-        )
-    newest = trajectory.newest_version
-    if lineage is not None and (why := lineage.refusal(trajectory.lineage, newest, learner_version, kept=kept)):
-        raise InvalidTrajectory(f"{trajectory.trajectory_id}: {why}")
-    for sample in trajectory.samples:
-        table, name = sample.table, sample.sample_id
-        if len(table) > max_tokens:
+    if not trajectories:
+        return
+    for trajectory in trajectories:
+        _check_fields(trajectory)
+    tokens = _Tokens(trajectories)
+    _check_tokens(trajectories, tokens)
+    mask, versions, ids = tokens.column("loss_mask"), tokens.column("policy_version"), tokens.column("token_ids")
+    trained = np.where(mask, versions, UNSAMPLED_VERSION)
+    for trajectory, newest in zip(trajectories, np.maximum.reduceat(trained, tokens.firsts).tolist(), strict=True):
+        if samples_per_group is not None and trajectory.episode_index >= samples_per_group:
             raise InvalidTrajectory(
-                f"sample {name} has {len(table)} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}"
+                f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group of {samples_per_group}"
             )
-        ids = table["token_ids"]
-        if vocab_size is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-            raise InvalidTrajectory(f"sample {name} has a token id outside 0..{vocab_size - 1}")
-        versions = table["policy_version"][table["loss_mask"]]
-        if len(versions):
-            oldest = int(versions.min())
-            if oldest < 0 or int(versions.max()) > learner_version:
-                raise InvalidTrajectory(
-                    f"sample {name} has versions {oldest}..{int(versions.max())}, the learner is at {learner_version}"
-                )
-            if age_bound is not None and oldest < learner_version - age_bound:
-                raise InvalidTrajectory(
-                    f"sample {name} has a token of version {oldest}, the learner is at {learner_version}, and the schedule "
-                    f"allows an age of {age_bound}"
-                )
-        _check_routes(sample, routing)
+        why = lineage.refusal(trajectory.lineage, newest, learner_version, kept=kept) if lineage is not None else ""
+        if why:
+            raise InvalidTrajectory(f"{trajectory.trajectory_id}: {why}")
+    if (longest := max(tokens.lengths)) > max_tokens:
+        name = tokens.samples[tokens.lengths.index(longest)].sample_id
+        raise InvalidTrajectory(
+            f"sample {name} has {longest} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}"
+        )
+    if vocab_size is not None and (np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) >= vocab_size):
+        name = tokens.sample_of((ids < 0) | (ids >= vocab_size)).sample_id
+        raise InvalidTrajectory(f"sample {name} has a token id outside 0..{vocab_size - 1}")
+    _check_versions(tokens, mask, versions, learner_version, age_bound)
+    _check_routes(tokens, routing)
 
 
-def _check_routes(sample: Sample, routing: RoutingShape | None) -> None:
-    table = sample.table
+def _check_versions(
+    tokens: _Tokens, mask: np.ndarray, versions: np.ndarray, learner_version: int, age_bound: int | None
+) -> None:
+    """Trained tokens are of versions from 0 to the learner's, and not too old. Raises `InvalidTrajectory`."""
+    trained = versions[mask]
+    if not len(trained):
+        return
+    oldest, newest = int(trained.min()), int(trained.max())
+    if oldest < 0 or newest > learner_version:
+        name = tokens.sample_of(mask & ((versions < 0) | (versions > learner_version))).sample_id
+        raise InvalidTrajectory(f"sample {name} has versions {oldest}..{newest}, the learner is at {learner_version}")
+    if age_bound is not None and oldest < learner_version - age_bound:
+        name = tokens.sample_of(mask & (versions < learner_version - age_bound)).sample_id
+        raise InvalidTrajectory(
+            f"sample {name} has a token of version {oldest}, the learner is at {learner_version}, and the schedule "
+            f"allows an age of {age_bound}"
+        )
+
+
+def _check_routes(tokens: _Tokens, routing: RoutingShape | None) -> None:
+    """Raises `InvalidTrajectory`."""
     if routing is None:
         return
-    if not set(ROUTES) <= set(table):
-        raise InvalidTrajectory(f"sample {sample.sample_id} has no routes, but the model is a mixture of experts")
-    shape = table.shape_of("routed_experts")
-    if shape[1:] != (routing.layers, routing.top_k):  # before they are unpacked
-        raise InvalidTrajectory(
-            f"sample {sample.sample_id} has routes of shape {list(shape)}, expected [T, {routing.layers}, {routing.top_k}]"
-        )
+    shape, samples = (routing.layers, routing.top_k), tokens.samples
+    for sample in samples:
+        if ROUTES[0] not in sample.table:
+            raise InvalidTrajectory(f"sample {sample.sample_id} has no routes, but the model is a mixture of experts")
+        if (found := sample.table.shape_of(ROUTES[0]))[1:] != shape:  # before they are unpacked
+            raise InvalidTrajectory(
+                f"sample {sample.sample_id} has routes of shape {list(found)}, expected [T, {routing.layers}, {routing.top_k}]"
+            )
+    # Small ones at once, unless one that has only zeros would not be seen among others.
+    if len(samples) > 1 and routing.top_k > 1 and tokens.starts[-1] * routing.layers * routing.top_k <= JOINED_ROUTES:
+        try:
+            validate_rows(tokens.column(ROUTES[0])[tokens.column(ROUTES[1])], **msgspec.structs.asdict(routing))
+            return
+        except RoutingError:
+            pass  # whose they are is found below
+    for sample in samples:
+        try:
+            validate_rows(_recorded(sample.table), **msgspec.structs.asdict(routing))
+        except RoutingError as error:
+            raise InvalidTrajectory(f"sample {sample.sample_id}: {error}") from error
+
+
+def _recorded(table: TokenTable) -> np.ndarray:
+    """`[n, layers, top_k]`: the routes of the tokens that have some."""
     rows, recorded = table["routed_experts"], table["routing_recorded"]
     first = len(recorded) if recorded.all() else int(recorded.argmin())
     # Most often only the last token has no record, and nothing has to be copied.
-    rows = rows[recorded] if recorded[first:].any() else rows[:first]
-    try:
-        validate_rows(rows, layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
-    except RoutingError as error:
-        raise InvalidTrajectory(f"sample {sample.sample_id}: {error}") from error
+    return rows[recorded] if recorded[first:].any() else rows[:first]
 
 
 class AgeError(RuntimeError):

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 from r3async.data.records import Trajectory
 from r3async.data.window import Consumed
 from r3async.transport.codec import Frame, WireError, joined
-from r3async.transport.sockets import off_loop
+from r3async.transport.sockets import OFFLOAD_BYTES, off_loop
 from r3async.transport.wire import NotAcceptable, decode_trajectory, decoded_bytes
 from r3async.world import TURN_SECONDS, World
 from r3async.world.real import REAL
@@ -26,9 +26,22 @@ TOKEN_BYTES = 16
 """Of columns, at the least: what a token weighs when it is decided where to work on it."""
 
 
+TOGETHER = 16
+"""Trajectories that are opened and validated in one go, at most."""
+
+Validate = Callable[[Sequence[Trajectory]], Mapping[int, str]]
+"""By their place, why trajectories will never be taken; those that may be are not named."""
+
+
 class Refuse(ValueError):
-    """Raised by `validate` or `admit`: this trajectory will never be taken. The message is the reason that its
-    sender is given."""
+    """Raised by `admit`: this trajectory will never be taken. The message is the reason that its sender is given."""
+
+
+class Opened(NamedTuple):
+    """What arrived, and its bytes in memory."""
+
+    trajectory: Trajectory
+    nbytes: int
 
 
 class Outcome(NamedTuple):
@@ -83,7 +96,7 @@ class Arrival:
 
 
 class Intake:
-    """Takes in one trajectory after the other, so that answers come in the order of deliveries.
+    """Takes in one trajectory after the other, small ones a few at a time, so that answers come in the order of deliveries.
 
     `answer(arrival, outcome)` is called on the event loop when all is done.
     """
@@ -93,7 +106,7 @@ class Intake:
         ledger: Ledger,
         capacity: Capacity,
         on_trajectory: Callable[[Trajectory, int], None],
-        validate: Callable[[Trajectory], None] | None,
+        validate: Validate | None,
         admit: Callable[[Trajectory], bool] | None,
         store: Store | None,
         answer: Callable[[Arrival, Outcome], None],
@@ -135,16 +148,27 @@ class Intake:
             if self._inbox.empty() or self._clock() - turn > TURN_SECONDS:
                 await asyncio.sleep(0)
                 turn = self._clock()
-            arrival = await self._inbox.get()
-            try:
-                outcome = await self._take_in(arrival)
-            finally:
-                del self._in_hand[arrival.trajectory_id]
-                self.nbytes -= arrival.nbytes
-            try:
-                self._answer(arrival, outcome)
-            except Exception:
-                logger.exception("the trajectory receiver continues after an error")
+            arrivals = self._next(await self._inbox.get())
+            nbytes = sum(arrival.nbytes for arrival in arrivals)
+            opened = await off_loop(self._threads, nbytes, self._open, arrivals)
+            for arrival, found in zip(arrivals, opened, strict=True):
+                try:
+                    outcome = await self._take_in(arrival, found)
+                finally:
+                    del self._in_hand[arrival.trajectory_id]
+                    self.nbytes -= arrival.nbytes
+                try:
+                    self._answer(arrival, outcome)
+                except Exception:
+                    logger.exception("the trajectory receiver continues after an error")
+
+    def _next(self, arrival: Arrival) -> list[Arrival]:
+        """It, and those behind it that are opened with it: small ones, which cost less together."""
+        arrivals, nbytes = [arrival], arrival.nbytes
+        while nbytes < OFFLOAD_BYTES and len(arrivals) < TOGETHER and not self._inbox.empty():
+            arrivals.append(self._inbox.get_nowait())
+            nbytes += arrivals[-1].nbytes
+        return arrivals
 
     async def recover(self, store: Store) -> tuple[int, int]:
         """What was accepted and not trained is handed over again; what the ledger knows besides was never kept, and what
@@ -161,7 +185,9 @@ class Intake:
                 continue
             count += 1
             try:
-                await off_loop(self._threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
+                wrong = await off_loop(self._threads, trajectory.tokens * TOKEN_BYTES, self._check, [trajectory])
+                for error in wrong.values():
+                    raise error
                 if not self._admits(trajectory):
                     raise Refuse("its episode is here already")
                 self._hand_over(trajectory, kept.nbytes)
@@ -172,11 +198,13 @@ class Intake:
         await store.remove(refused)
         return count, len(refused)
 
-    async def _take_in(self, arrival: Arrival) -> Outcome:
-        """Everything that may refuse it comes before it is stored."""
+    async def _take_in(self, arrival: Arrival, opened: Opened | Exception) -> Outcome:
+        """Everything that may refuse it comes before it is stored. `opened`: what it is, or why it is not."""
         stored = False
         try:
-            trajectory, nbytes = await off_loop(self._threads, arrival.nbytes, self._open, arrival)
+            if isinstance(opened, Exception):
+                raise opened
+            trajectory, nbytes = opened
             if self._ledger.is_forgotten(arrival.group_index) or not self._admits(trajectory):
                 self._capacity.release(arrival.trajectory_id)
                 return Outcome("over")
@@ -202,8 +230,21 @@ class Intake:
             return Outcome("refused", reason)
         return Outcome("taken")
 
-    def _open(self, arrival: Arrival) -> tuple[Trajectory, int]:
-        """Decode and validate: the work that is proportional to the payload. Returns it with its bytes in memory."""
+    def _open(self, arrivals: Sequence[Arrival]) -> list[Opened | Exception]:
+        """Decode and validate: the work that is proportional to the payload. What is wrong with one is no other's matter."""
+        opened: list[Opened | Exception] = []
+        for arrival in arrivals:
+            try:
+                opened.append(self._decoded(arrival))
+            except Exception as error:
+                opened.append(error)
+        good = [(at, found) for at, found in enumerate(opened) if isinstance(found, Opened)]
+        for which, refusal in self._check([found.trajectory for _, found in good]).items():
+            opened[good[which][0]] = refusal
+        return opened
+
+    def _decoded(self, arrival: Arrival) -> Opened:
+        """Raises `WireError`."""
         arrival.join()
         trajectory = decode_trajectory(arrival.frames)
         if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.group_index):
@@ -211,12 +252,19 @@ class Intake:
         nbytes = decoded_bytes(arrival.frames, trajectory)
         if nbytes > arrival.nbytes:
             raise WireError(f"it takes {nbytes} bytes, and {arrival.nbytes} were announced")
-        self._check(trajectory)
-        return trajectory, nbytes
+        return Opened(trajectory, nbytes)
 
-    def _check(self, trajectory: Trajectory) -> None:
-        if self._validate is not None:
-            self._validate(trajectory)
+    def _check(self, trajectories: Sequence[Trajectory]) -> dict[int, Exception]:
+        """By their place: what is wrong with those that are not taken, or what `validate` failed with when it was given them
+        alone."""
+        if self._validate is None or not trajectories:
+            return {}
+        try:
+            return {at: Refuse(reason) for at, reason in self._validate(trajectories).items()}
+        except Exception as error:
+            if len(trajectories) == 1:
+                return {0: error}
+        return {at: error for at, t in enumerate(trajectories) for error in self._check([t]).values()}
 
     def _admits(self, trajectory: Trajectory) -> bool:
         return self._admit is None or self._admit(trajectory)

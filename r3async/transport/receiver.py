@@ -13,7 +13,7 @@ from typing import Any
 
 from r3async.config import TransportConfig, in_url
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store
+from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store, Validate
 from r3async.transport.sockets import NoSocket
 from r3async.transport.wire import (
     WIRE_VERSION,
@@ -60,11 +60,11 @@ class Peer:
 class Receiver:
     """Accepts each trajectory once and hands it to `on_trajectory(trajectory, nbytes)`.
 
-    In this order: `validate(trajectory)`, off the event loop if the payload is large; `admit(trajectory)`, on the event loop,
-    which is False for a duplicate; `store.put`, if there is a store; `on_trajectory`, on the event loop, which owns the
-    trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it. What has to
-    survive a crash is in the store by then. If `validate` or `admit` raises `Refuse`, the trajectory is rejected with that
-    reason, and nothing of it is stored; any other exception is logged and rejects it too, for a message that trips over a
+    In this order: `validate(trajectories)`, of some at once, off the event loop if the payload is large; `admit(trajectory)`, on
+    the event loop, which is False for a duplicate; `store.put`, if there is a store; `on_trajectory`, on the event loop, which
+    owns the trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it. What has to
+    survive a crash is in the store by then. If `validate` names a reason or `admit` raises `Refuse`, the trajectory is rejected
+    with that reason, and nothing of it is stored; any exception is logged and rejects it too, for a message that trips over a
     defect must neither stop the receiver nor be resent for ever.
 
     Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only what
@@ -98,7 +98,7 @@ class Receiver:
         keys: ServerKeys,
         claims: Callable[[int, str], bool] | None = None,
         largest: int | None = None,
-        validate: Callable[[Trajectory], None] | None = None,
+        validate: Validate | None = None,
         admit: Callable[[Trajectory], bool] | None = None,
         store: Store | None = None,
         window: int = 1,

@@ -12,7 +12,6 @@ from r3async.actors.reception import Reception
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_quarantine
 from r3async.tools.inspect.look import describe_rest
-from r3async.transport import Refuse
 from tests.ray.test_resume_run import check_books, events
 from tests.sim.whole import Simulated
 
@@ -30,10 +29,13 @@ class Dislikes(Reception):
 
     groups = 4
 
-    def _validate(self, trajectory):
-        if trajectory.turns and trajectory.episode_index == 1 and trajectory.group_index % self.groups == 0:
-            raise Refuse("not to my liking")
-        super()._validate(trajectory)
+    def _validate(self, trajectories):
+        disliked = {
+            at: "not to my liking"
+            for at, t in enumerate(trajectories)
+            if t.turns and t.episode_index == 1 and t.group_index % self.groups == 0
+        }
+        return super()._validate(trajectories) | disliked
 
 
 class DislikesAll(Dislikes):

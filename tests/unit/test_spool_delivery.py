@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from r3async.data.container import Container
 from r3async.data.records import Trajectory
 from r3async.data.window import Consumed
 from r3async.schedule.spool import Spool
-from r3async.transport import Ledger, Refuse, wire
+from r3async.transport import Ledger, wire
 from tests.helpers.spool import DISK, recovered, sampled, tell
 from tests.helpers.transport import (
     LIMIT,
@@ -91,9 +92,8 @@ async def test_a_learner_that_died_has_everything_again_but_what_was_committed(t
 
 
 async def test_what_is_not_valid_is_neither_kept_nor_taken_again(tmp_path, caplog):
-    def validate(trajectory: Trajectory) -> None:
-        if trajectory.trajectory_id in bad:
-            raise Refuse("not today")
+    def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        return {at: "not today" for at, t in enumerate(trajectories) if t.trajectory_id in bad}
 
     bad = {"t1"}
     inbox, spool = Inbox(), Spool(tmp_path, DISK)

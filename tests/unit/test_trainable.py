@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,14 @@ from r3async.config import config_from_dict, to_dict
 from r3async.data.records import Sample, Trajectory, Turn
 from r3async.learner.trainer import prepare, sound
 from r3async.schedule.tasks import Quarantine
-from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
+from r3async.schedule.validation import (
+    InvalidTrajectory,
+    check_trajectories,
+    check_trajectory,
+    refused,
+    validate_trajectories,
+    validate_trajectory,
+)
 from r3async.transport.wire import encode_trajectory
 from r3async.weights.publish import SharedMemoryReceiver
 from r3async.world.real import REAL
@@ -116,6 +124,16 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
         sound(groups, broken, stand_in)
 
 
+@pytest.mark.parametrize("name", POISON)
+def test_poison_among_others_is_named_and_nobody_else(name: str) -> None:
+    poison, reason = POISON[name]
+    known = {"vocab_size": 10, "learner_version": 3, "max_tokens": 8, "routing": ROUTING}
+    some = [make_trajectory(0, 0), poison, make_trajectory(0, 2), poison]
+    found = refused(some, lambda them: validate_trajectories(them, **known))
+    assert sorted(found) == [1, 3]
+    assert all(re.search(reason, str(error)) for error in found.values())
+
+
 floats = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-3, 3) | st.sampled_from([1e15, -1e15, 1e39, 0.0])
 ints = st.integers(-2, 5)
 
@@ -139,6 +157,13 @@ def members(draw: Any, index: int) -> Trajectory:
     if draw(st.integers(0, 5)) == 0:
         turns.append(Turn(draw(ints), draw(ints), draw(ints), draw(ints), draw(floats), "stop"))
     return msgspec.structs.replace(trajectory, turns=turns, samples=samples)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(members(0), max_size=4))
+def test_what_is_checked_together_is_judged_as_it_is_alone(some: list[Trajectory]) -> None:
+    alone = {at: str(error) for at, t in enumerate(some) for error in refused([t], check_trajectories).values()}
+    assert {at: str(error) for at, error in refused(some, check_trajectories).items()} == alone
 
 
 @settings(max_examples=300, deadline=None)

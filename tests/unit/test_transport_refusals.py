@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.helpers.transport import (
     HELLO,
     LIMIT,
     SERVER_KEYS,
+    SLOW,
     Inbox,
     make_trajectory,
     memory_size,
@@ -22,6 +24,28 @@ from tests.helpers.transport import (
     send_all,
     sending,
 )
+
+
+async def test_what_validation_refuses_or_fails_on_is_nobody_elses_matter(caplog):
+    together = []
+
+    def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        names = [t.trajectory_id for t in trajectories]
+        together.append(len(names))
+        if "t2" in names:
+            raise KeyError("oops")
+        return {at: "not today" for at, name in enumerate(names) if name == "t1"}
+
+    inbox = Inbox()
+    heard: list[tuple[str, str]] = []
+    async with receiving(inbox, SLOW, validate=validate) as (receiver, endpoint):
+        async with sending(endpoint, SLOW, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
+            await send_all(sender, [make_trajectory(i) for i in range(20)])
+            assert await sender.flush(LIMIT) == 0
+        assert inbox.once({f"t{i}" for i in range(20)} - {"t1", "t2"})
+        assert sorted(heard) == [("t1", "not today"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
+        assert receiver.received == 18
+    assert max(together) > 1
 
 
 async def test_consumer_refuses_and_consumer_fails(caplog):

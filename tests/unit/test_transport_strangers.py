@@ -7,6 +7,7 @@ import contextlib
 import functools
 import random
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,7 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
     claims = functools.partial(is_name_in, samples_per_group=4)
     inbox = Inbox(hold=True)
 
-    def never(trajectory: Trajectory) -> None:
+    def never(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         raise AssertionError("nothing of it can be read")
 
     async with (

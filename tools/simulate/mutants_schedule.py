@@ -193,14 +193,14 @@ def old_weights_under_a_new_number(snapshot: Any) -> Any:
 
 
 def _unless_kept(validate: Any) -> Any:
-    return lambda trajectory, **facts: None if facts.get("kept") else validate(trajectory, **facts)
+    return lambda trajectories, **facts: None if facts.get("kept") else validate(trajectories, **facts)
 
 
 plant(
     "lineage_ignored",
     "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
     (Lineage, "refusal", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
-    (reception, "validate_trajectory", _unless_kept),
+    (reception, "validate_trajectories", _unless_kept),
 )
 
 

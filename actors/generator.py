@@ -26,7 +26,7 @@ from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, InstallReport, build_engine, sample_probe
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
-from r3async.rollout.evaluation import Evaluation, count_tasks, evaluate, evaluated
+from r3async.rollout.evaluation import Evaluation, count_tasks, drop_long_prompts, evaluate, evaluated
 from r3async.rollout.group import GroupPlayer
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
@@ -365,7 +365,8 @@ class GeneratorActor:
             return None
         key = msgspec.json.encode(to_dict(env, reveal=True))
         if key not in self._factories:
-            self._factories[key] = self._parts.environment(env)
+            self._factories[key] = factory = self._parts.environment(env)
+            drop_long_prompts(factory, self._renderer, self.config.episode)
         return self._factories[key]
 
     async def evaluate(self) -> dict[str, Any]:
@@ -376,7 +377,7 @@ class GeneratorActor:
         config, settings, env = self.config, self.config.evaluation, evaluated(self.config)
         evaluating = evaluate(
             env,
-            self._factory(env),
+            await self.world.threads.run(self._factory, env),
             self._engine,
             self._renderer,
             config.episode,

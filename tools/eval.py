@@ -18,7 +18,15 @@ from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.engines import Engine, build_engine
-from r3async.rollout.evaluation import Evaluation, Outcome, Policy, evaluate, evaluate_without_model, evaluated
+from r3async.rollout.evaluation import (
+    Evaluation,
+    Outcome,
+    Policy,
+    drop_long_prompts,
+    evaluate,
+    evaluate_without_model,
+    evaluated,
+)
 from r3async.tools.terminal import Terminal
 
 STOP_SECONDS = 30.0
@@ -154,6 +162,10 @@ async def run_evaluation(
         engine = make_engine(config, str(target.model), config.seed)
     except (TemplateError, ValueError, OSError) as error:
         raise ConfigError(f"the model in {target.model} cannot be used: {error}") from error
+    if factory is not None and (dropped := drop_long_prompts(factory, renderer, config.episode)):
+        phase(
+            f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and not posed"
+        )
     try:
         await engine.start()
         phase("playing")

@@ -75,6 +75,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1536,
         "num_attention_heads": 64,
     },
+    "Qwen2.5-1.5B-Instruct": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
     "Qwen2.5-7B-Instruct": {
         "model_type": "qwen2",
         "num_hidden_layers": 28,

@@ -93,6 +93,7 @@ def wire_bytes(routing: RoutingShape | None) -> int:
 def make_plan(config: Config) -> Plan:
     """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what cannot run."""
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.rows import describe_rows
 
     check_environment(config)
     shape, source = shape_of(config)
@@ -123,7 +124,7 @@ def make_plan(config: Config) -> Plan:
         version_bytes=shape.parameters * WIDTH[config.generator.dtype],
         rank=rank,
         engine=engine,
-        notes=_notes(config, shape, engine, world, on_gpus),
+        notes=[*describe_rows(config), *_notes(config, shape, engine, world, on_gpus)],
     )
     _check(config, shape, plan, on_gpus)
     return plan

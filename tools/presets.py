@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import find_config, load_config, preset_directory
+from r3async.envs.dataset import is_dataset
 from r3async.tools.plan import describe, make_plan
 
 FIRST = "quickstart"
@@ -58,7 +59,10 @@ def list_presets() -> str:
 def show_preset(name: str) -> str:
     """The file, and its plan as comments: what is printed is a valid file."""
     config = load_config(name)
-    plan = describe(make_plan(config), config)
+    if is_dataset(config.env) and not config.env.args.get("path"):
+        plan = f"your rows decide: r3async train {name} --dry-run data=FILE"
+    else:
+        plan = describe(make_plan(config), config)
     return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
 
 

@@ -151,8 +151,10 @@ def _train(
     from r3async.actors.supervise import Pipeline, supervise
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.rows import note_rows
 
     check_environment(config)  # a wrong environment is refused before anything starts
+    config = note_rows(config, view.say)
     check_sinks(config.observe)
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"`model.path` = {config.model.path!r} is not a model directory (no config.json in it)")

@@ -68,6 +68,12 @@ def check_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[
     """The settings that differ from those `saved` (`to_dict`) and may. Raises `CheckpointError` naming those that may not."""
     changed = differences(saved, config)
     refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED)}
+    if "env.args.digest" in refused:
+        path = to_dict(config)["env"]["args"].get("path") or config.env.name
+        raise CheckpointError(
+            f"the rows of `data` = {path!r}, or which of them are evaluated, have changed since the run began: put the file "
+            'back, or set resume="none" to start over'
+        )
     if refused:
         said = "; ".join(f"`{key}` was {was!r} and is {now!r}" for key, (was, now) in refused.items())
         raise CheckpointError(

@@ -4,6 +4,9 @@ Each section is a struct with its documentation next to the value. Unknown or il
 key's path and the nearest valid name (`ConfigError`).
 """
 
+from r3async.config.data import DataConfig as DataConfig
+from r3async.config.data import RewardConfig as RewardConfig
+from r3async.config.data import rewards_of as rewards_of
 from r3async.config.generation import EnvConfig as EnvConfig
 from r3async.config.generation import EpisodeConfig as EpisodeConfig
 from r3async.config.generation import InitConfig as InitConfig
@@ -17,8 +20,10 @@ from r3async.config.operation import CheckpointConfig as CheckpointConfig
 from r3async.config.operation import ObserveConfig as ObserveConfig
 from r3async.config.operation import ScheduleConfig as ScheduleConfig
 from r3async.config.operation import TransportConfig as TransportConfig
+from r3async.config.read import DATASET as DATASET
 from r3async.config.read import Config as Config
 from r3async.config.read import config_from_dict as config_from_dict
+from r3async.config.read import data_config as data_config
 from r3async.config.read import find_config as find_config
 from r3async.config.read import flat as flat
 from r3async.config.read import load_command as load_command

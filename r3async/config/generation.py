@@ -57,7 +57,7 @@ class ModelConfig(Section):
 
 class EnvConfig(Section):
     name: str = "reverse-text"
-    """Built-in name; `module:Class`; `dataset:PATH` (JSONL); or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
+    """Built-in name; `module:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
     `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     workers: PositiveInt = 2

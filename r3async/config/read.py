@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from r3async.config.data import DataConfig
 from r3async.config.generation import (
     EnvConfig,
     EpisodeConfig,
@@ -117,6 +118,12 @@ FORMER = {
 """Keys that there were, and what holds now."""
 
 
+DATASET = "dataset"
+"""`env.name` of rows of the user's own."""
+SHORT = ("data", "reward")
+"""Keys at the top that stand for `env.name` and `env.args` of a dataset."""
+
+
 @functools.cache
 def _fields(kind: type) -> dict[str, Any]:
     return {f.encode_name: plain_type(f.type) for f in msgspec.structs.fields(kind)}
@@ -126,6 +133,7 @@ def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
     if (now := FORMER.get(f"{prefix}{key}")) is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
+    names = names if path else [*names, *SHORT]
     hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", near=0.5)
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
 
@@ -201,6 +209,27 @@ def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return _merge(base, over)
 
 
+def _spelled_out(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` and `reward` of a file, or of the overrides, as the `env.name` and `env.args` that they are short for."""
+    given = {key: layer[key] for key in SHORT if key in layer}
+    if not given:
+        return dict(layer)
+    data = given.pop("data", {})
+    if isinstance(data, str):
+        data = {"path": data}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"`data` = {data!r} must be a path, or a section with `path` in it")
+    if "reward" in data:
+        raise ConfigError("`data.reward`: `reward` is set beside `data`, not in it")
+    rest = {key: value for key, value in layer.items() if key not in SHORT}
+    return _merge(rest, {"env": {"name": DATASET, "args": {**data, **given}}})
+
+
+def data_config(args: Mapping[str, Any]) -> DataConfig:
+    """`env.args` of a dataset. Raises `ConfigError` that names `data.KEY`."""
+    return _convert(DataConfig, args, "data")
+
+
 def preset_directory() -> Path:
     """Where the presets are: in the package, which in a checkout is a link to `configs/`."""
     return Path(__file__).parent.parent / "presets"
@@ -228,7 +257,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         data = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    base = data.pop("extends", None)
+    base, data = data.pop("extends", None), _spelled_out(data)
     return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data
 
 
@@ -247,7 +276,7 @@ def nested(overrides: Overrides) -> dict[str, Any]:
     for keys, value in given:
         for key in reversed(keys):
             value = {key: value}
-        over = _merge(over, value)
+        over = _merge(over, _spelled_out(value))
     return over
 
 
@@ -267,6 +296,8 @@ def checked(config: Config) -> Config:
     """`config`, as it was read from what a person wrote. Raises `ConfigError` for what the engine has to decide itself."""
     if config.generator.engine == "vllm":
         check_engine_args(config.generator.engine_args)
+    if config.env.name.partition(":")[0] == DATASET:
+        data_config(config.env.args)
     return config
 
 

@@ -317,7 +317,7 @@ class Trajectory(msgspec.Struct):
     """One finished episode. `group_index` counts leases; `episode_index` counts the G episodes of one prompt.
 
     `lineage`: in which the versions of its tokens are counted (0: unknown). Every process of a start is of one lineage, and so
-    is an episode.
+    is an episode. `metrics`: what the environment told of its turns, summed by name.
     """
 
     trajectory_id: str
@@ -332,6 +332,7 @@ class Trajectory(msgspec.Struct):
     finished_at: float = 0.0
     preview: list[dict[str, str]] = []
     lineage: int = 0
+    metrics: dict[str, float] = {}
 
     @property
     def reward(self) -> float:

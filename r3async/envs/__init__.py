@@ -24,10 +24,12 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut."""
+    """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut. `token_ids`: as sampled,
+    for an environment with a true attribute `takes_tokens`; empty for others."""
 
     text: str
     stop_reason: str = "stop"
+    token_ids: list[int] = []
 
 
 class EnvironmentFailed(RuntimeError):
@@ -39,6 +41,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     The rewards of an episode's turns add up to its reward. With `rewrites`, `messages` are the whole conversation from here
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
+    `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
+    `env/NAME_std`, where a name with a `/` in it is taken as it is.
     Raises `EnvironmentFailed` for a reward that is not a finite number; numpy's are taken too.
     """
 
@@ -46,6 +50,7 @@ class StepResult(msgspec.Struct, frozen=True):
     messages: list[Message] = []
     done: bool = False
     rewrites: bool = False
+    metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         try:

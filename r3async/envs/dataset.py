@@ -1,169 +1,268 @@
-"""`dataset:PATH`: single-turn tasks from a JSONL file and a function that rewards answers."""
+"""`dataset`: rows of the user's own as tasks of one turn, and rewards for the answers (`data`, `reward` of a configuration)."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import math
-import os
-import re
-from collections.abc import Callable
-from pathlib import Path
+import asyncio
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig, did_you_mean
-from r3async.envs import Action, EnvironmentFactory, Message, StepResult
-from r3async.envs.factory import accept_arguments, load
+import msgspec
+
+from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs.forms import MISSING, Task, task_of
 from r3async.envs.pool import pooled
+from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
+from r3async.envs.rows import find, read_rows, stamps_of
 
-Row = dict[str, Any]
-USER_PATH = "R3ASYNC_USER_PATH"  # set for every actor: where the run was started
+_encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
 
-
-def exact(answer: str, want: str) -> float:
-    """1 if the answer is `want`, white space around both aside; else 0."""
-    return float(answer.strip() == want.strip())
+# -- the rows of a run -------------------------------------------------------------------------------------------------
 
 
-def contains(answer: str, want: str) -> float:
-    """1 if `want` is somewhere in the answer; else 0."""
-    return float(want.strip() in answer)
+def is_dataset(env: EnvConfig) -> bool:
+    return env.name.partition(":")[0] == DATASET
 
 
-def number(answer: str, want: str) -> float:
-    """1 if the last number in the answer equals `want` to one part in a million (commas between thousands aside); else 0."""
-    found = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", answer)
-    if not found:
-        return 0.0
-    return float(math.isclose(float(found[-1].replace(",", "")), float(want.replace(",", "")), rel_tol=1e-6))
+def settings_of(env: EnvConfig) -> DataConfig:
+    """Of an environment `dataset`, or `dataset:PATH`. Raises `ConfigError`."""
+    args = env.arguments()
+    if path := env.name.partition(":")[2]:
+        if args.get("path"):
+            raise ConfigError(f"`env.args.path`: {env.name!r} names the path already")
+        args = {**args, "path": path}
+    data = data_config(args)
+    if not data.path:
+        raise ConfigError(
+            "`data` names no rows: set `data` = FILE, a directory, or the id of a dataset on the Hugging Face hub"
+        )
+    return data
 
 
-REWARDS: dict[str, Callable[[str, str], float]] = {"exact": exact, "contains": contains, "number": number}
+def held_out(env: EnvConfig) -> EnvConfig:
+    """The environment that poses the rows which `data.eval` keeps from training; the same if it keeps none."""
+    if not is_dataset(env) or not settings_of(env).eval:
+        return env
+    return msgspec.structs.replace(env, args={**env.args, "part": "eval"})
+
+
+def same_rows(one: EnvConfig, other: EnvConfig) -> bool:
+    """Whether two datasets are rows of one source, and of the same part of it."""
+    (here, mine), (there, theirs) = _source(settings_of(one)), _source(settings_of(other))
+    places = find(here), find(there)
+    same = places[0].samefile(places[1]) if all(place.exists() for place in places) else here == there
+    return same and mine == theirs
+
+
+def _source(data: DataConfig) -> tuple[str, str]:
+    """Its path, and which rows of that."""
+    if data.part == "train" or not isinstance(data.eval, str):
+        return data.path, f"{data.split}, {data.part}"
+    return (data.eval, "train, train") if find(data.eval).is_file() else (data.path, f"{data.eval}, train")
+
+
+class Tasks:
+    """The tasks of both parts. `repeated`: rows that were left out of training because evaluation poses the same prompt."""
+
+    def __init__(self, data: DataConfig, rewards: Sequence[Reward]):
+        self.train = _tasks(data, rewards, data.path, data.split)[: data.limit or None]
+        self.eval: list[Task] = []
+        if isinstance(data.eval, str) and data.eval:
+            path, split = (data.eval, data.split) if find(data.eval).is_file() else (data.path, data.eval)
+            self.eval = _tasks(data, rewards, path, split)
+        elif data.eval:
+            self.eval = _chosen(self.train, data.eval)
+        posed = {_prompt_digest(task) for task in self.eval}
+        before = len(self.train)
+        self.train = [task for task in self.train if _prompt_digest(task) not in posed]
+        self.repeated = before - len(self.train) - (0 if isinstance(data.eval, str) else len(self.eval))
+        if not self.train:
+            raise ConfigError(f"`data.eval` = {data.eval!r} leaves no row to train, of {before}")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over all rows, in their order, and which part each is of."""
+        made = hashlib.sha256()
+        for part in (self.train, self.eval):
+            for task in part:
+                made.update(_encoder.encode(task.row) + b"\n")
+            made.update(b"\0")
+        return made.hexdigest()[:32]
+
+
+def _tasks(data: DataConfig, rewards: Sequence[Reward], path: str, split: str) -> list[Task]:
+    tasks = [task_of(found, data) for found in read_rows(data, path, split)]
+    for reward in rewards:
+        for task in tasks:
+            check_row(reward, task)
+    return tasks
+
+
+def _prompt_digest(task: Task) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(task.messages)).digest()
+
+
+def _chosen(tasks: Sequence[Task], wanted: float) -> list[Task]:
+    """One task of each of the prompts that are kept from training: by their digests, so neither order nor seed matter."""
+    by_prompt = {_prompt_digest(task): task for task in reversed(tasks)}
+    count = int(wanted) if wanted >= 1 else max(1, round(wanted * len(by_prompt)))
+    if count >= len(by_prompt):
+        raise ConfigError(
+            f"`data.eval` = {wanted:g} leaves no row to train: there are {len(by_prompt)} different prompts"
+        )
+    chosen = sorted(by_prompt)[:count]
+    return [by_prompt[digest] for digest in chosen]
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> Tasks:
+    """Rows are read once in a process, also where both parts are posed; again when a file has changed."""
+    data = msgspec.json.decode(settings, type=DataConfig)
+    return Tasks(data, rewards_for(data))
+
+
+def tasks_of(data: DataConfig) -> Tasks:
+    """Raises `ConfigError` for what cannot be read, a row that does not fit, and rows that are not those of `data.digest`."""
+    places = [find(place) for place in (data.path, data.eval) if isinstance(place, str)]
+    settings = msgspec.json.encode(msgspec.structs.replace(data, part="train", digest=""))
+    tasks = _loaded(settings, tuple(stamp for place in places for stamp in stamps_of(place)))
+    if data.digest not in ("", tasks.digest):
+        raise ConfigError(
+            f"`data` = {data.path!r}: the rows are not those that the run began with (digest {tasks.digest}, not "
+            f"{data.digest}): put them back, on every host, or begin a new run"
+        )
+    return tasks
+
+
+def rewards_for(data: DataConfig) -> list[Reward]:
+    """Raises `ConfigError`."""
+    if not data.reward:
+        raise ConfigError(
+            "`reward` is empty: exact, contains, number, math, or `module:function` or `file.py:function`"
+        )
+    try:
+        return [reward_of(each) for each in rewards_of(data.reward)]
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
 
 
 class Dataset:
-    """Rows of a JSONL file; a task seed is the number of a row. Not to be named in a configuration: `dataset:PATH` makes it.
+    """One row an episode: the task seed is its number. Not to be named in a configuration: `data=FILE` makes it.
 
-    `reward`: `exact`, `contains` or `number`, with the answer's text and the row's answer; or `module:function`, with the
-    answer's text and the whole row, which may be `async def`. The reward is what it returns.
+    `blocking`: makes environments that judge, in processes of their own, with the rewards that are not quick.
     """
 
-    def __init__(
-        self, path: str, prompt: str = "prompt", answer: str = "answer", system: str = "", reward: str = "exact"
-    ):
-        self._rows = rows_of(find(path), prompt, answer if reward in REWARDS else "", number=reward == "number")
-        self._prompt, self._answer, self._system = prompt, answer, system
-        self._built_in = REWARDS.get(reward)
-        self._function = None if self._built_in else reward_function(reward)
-        self._row: Row = {}
+    def __init__(self, tasks: Sequence[Task], rewards: Sequence[Reward], blocking: EnvironmentFactory):
+        self._tasks, self._rewards, self._blocking = tasks, rewards, blocking
+        self._task = tasks[0]
+        self.takes_tokens = any(reward.tokens for reward in rewards)
 
     @property
     def size(self) -> int:
-        return len(self._rows)
+        return len(self._tasks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dataset:
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)  # rows are only read
+        other = type(self)(self._tasks, self._rewards, self._blocking)
+        other._task = self._task
         return other
 
     async def reset(self, task_seed: int) -> list[Message]:
-        return self.begin(task_seed)
-
-    def begin(self, task_seed: int) -> list[Message]:
-        self._row = self._rows[task_seed % self.size]
-        asked = [Message("user", self._row[self._prompt])]
-        return [Message("system", self._system), *asked] if self._system else asked
+        self._task = self._tasks[task_seed % self.size]
+        return self._task.messages
 
     def oracle(self) -> str:
         """The row's answer; empty where it has none."""
-        return str(self._row.get(self._answer, ""))
+        return "" if self._task.answer is MISSING else str(self._task.answer)
 
     async def step(self, action: Action) -> StepResult:
-        reward = self.score(action.text)
-        return StepResult(await reward if inspect.isawaitable(reward) else reward, done=True)
+        """The weighted sum of what the rewards say; one that says None is left out. Raises `EnvironmentFailed` if all do."""
+        asked = _asked(self._task, action)
+        quick = [reward for reward in self._rewards if reward.quick]
+        told = await judge(quick, asked) if quick else {}
+        if len(quick) < len(self._rewards):
+            told |= await self._judged_elsewhere(asked)
+        if not told:
+            raise EnvironmentFailed(f"{self._task.where}: no reward applies: all returned None")
+        total = sum(reward.weight * told[reward.name] for reward in self._rewards if reward.name in told)
+        return StepResult(total, done=True, metrics={f"reward/{name}": value for name, value in told.items()})
 
-    def score(self, text: str) -> Any:
-        if self._built_in:
-            return self._built_in(text, str(self._row[self._answer]))
-        assert self._function is not None
-        return self._function(text, self._row)
-
-
-class BlockingDataset(Dataset):
-    """The same for a plain function of the person's, which may take its time: played in a process of the pool."""
-
-    def reset(self, task_seed: int) -> list[Message]:  # type: ignore[override]
-        return self.begin(task_seed)
-
-    def step(self, action: Action) -> StepResult:  # type: ignore[override]
-        return StepResult(self.score(action.text), done=True)
+    async def _judged_elsewhere(self, asked: Asked) -> dict[str, float]:
+        judging = self._blocking()
+        await judging.reset(0)
+        return (await judging.step(Action(_encoder.encode(asked).decode()))).metrics
 
 
-def reward_function(reward: str) -> Callable[[str, Row], Any]:
-    if ":" not in reward:
-        hint = did_you_mean(reward, REWARDS, f"built in: {', '.join(REWARDS)}")
-        raise ConfigError(
-            f"`env.args.reward` = {reward!r}: no such reward; {hint} Your own is `module:function(answer, row)`."
-        )
-    function = load(reward, "env.args.reward")
-    try:
-        inspect.signature(function).bind("", {})
-    except TypeError as error:
-        raise ConfigError(f"`env.args.reward` = {reward!r} must be called with (answer, row): {error}") from error
-    return function
+def _asked(task: Task, action: Action) -> Asked:
+    prompt: Any = [m.for_template() for m in task.messages] if task.chat else task.messages[0].content
+    answer = None if task.answer is MISSING else task.answer
+    return Asked(action.text, prompt, task.row, answer, action.token_ids)
 
 
-def find(path: str) -> Path:
-    """A relative path is one from where the run was started. Raises `ConfigError` if there is no such file."""
-    file = Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"`env.name` = 'dataset:{path}': there is no file {file}")
-    return file
+class Judge:
+    """In a process of the pool: what blocking rewards say of one answer, `Asked` in JSON, as metrics by name."""
+
+    def __init__(self, rewards: list[dict[str, Any]]):
+        self._rewards = _rewards_here(msgspec.json.encode(rewards))
+
+    def reset(self, task_seed: int) -> list[Message]:
+        return []
+
+    def step(self, action: Action) -> StepResult:
+        told = asyncio.run(judge(self._rewards, msgspec.json.decode(action.text, type=Asked)))
+        return StepResult(0.0, done=True, metrics=told)
 
 
-def rows_of(file: Path, prompt: str, answer: str, *, number: bool) -> list[Row]:
-    """Objects of a JSONL file; blank lines are skipped. Raises `ConfigError` with the line that does not fit."""
-    rows: list[Row] = []
-    with file.open(encoding="utf-8") as lines:
-        try:
-            for at, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append(row_of(line, f"{file}, line {at}", prompt, answer, number))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
-    if not rows:
-        raise ConfigError(f"{file} has no rows")
-    return rows
+@functools.lru_cache(maxsize=8)
+def _rewards_here(rewards: bytes) -> list[Reward]:
+    """Functions are loaded once in a process."""
+    return [reward_of(each) for each in msgspec.json.decode(rewards, type=list[RewardConfig])]
 
 
-def row_of(line: str, where: str, prompt: str, answer: str, number: bool) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a row must be an object, such as {{{prompt!r}: ..., {answer!r}: ...}}")
-    for field, setting in ((prompt, "prompt"), (answer, "answer")):
-        if field and field not in row:
-            hint = did_you_mean(field, row, f"its fields: {', '.join(row)}")
-            raise ConfigError(f"{where}: no field {field!r}; {hint} Name the field with `env.args.{setting}`.")
-    if not isinstance(row[prompt], str):
-        raise ConfigError(f"{where}: field {prompt!r} must be a string, not {row[prompt]!r}")
-    if answer and (isinstance(row[answer], bool) or not isinstance(row[answer], str | int | float)):
-        raise ConfigError(f"{where}: field {answer!r} must be a string or a number, not {row[answer]!r}")
-    if number:
-        try:
-            float(str(row[answer]).replace(",", ""))
-        except ValueError as error:
-            raise ConfigError(f'{where}: `reward = "number"`, but {answer!r} is {row[answer]!r}') from error
-    return row
+class DatasetFactory:
+    """Makes environments of one part of the rows."""
+
+    def __init__(self, config: EnvConfig):
+        data = settings_of(config)
+        self._rewards = rewards_for(data)
+        made = tasks_of(data)
+        self._tasks = made.train if data.part == "train" else made.eval
+        quick = {reward.name for reward in self._rewards if reward.quick}
+        slow = [msgspec.to_builtins(each) for each in rewards_of(data.reward) if each.name not in quick]
+        self._blocking = pooled("r3async.envs.dataset:Judge", {"rewards": slow}, config, has_oracle=False)
+
+    def __call__(self) -> Dataset:
+        return Dataset(self._tasks, self._rewards, self._blocking)
+
+    @property
+    def size(self) -> int:
+        return len(self._tasks)
+
+    def fit(self, length: Callable[[Sequence[Message]], int], most: int) -> int:
+        """Keep the rows whose prompts have at most `most` tokens; returns how many were dropped. Raises `ConfigError` if that
+        is all of them, or `length` raises `ValueError`."""
+        lengths = []
+        for task in self._tasks:
+            try:
+                lengths.append(length(task.messages))
+            except ValueError as error:  # of the template
+                raise ConfigError(f"{task.where}: {error}") from error
+        kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= most]
+        if not kept:
+            raise ConfigError(
+                f"all {self.size} prompts are longer than `episode.max_prompt_tokens` = {most}; the shortest has "
+                f"{min(lengths)} tokens"
+            )
+        dropped, self._tasks = self.size - len(kept), kept
+        return dropped
 
 
 def make(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """The file is read once in a process; a plain function of the person's own is called in the pool."""
-    accept_arguments(Dataset, config, extra=["path"])
-    arguments = {"path": target, **config.arguments()}
-    dataset = Dataset(**arguments)
-    if dataset._function is None or inspect.iscoroutinefunction(dataset._function):
-        return lambda: dataset.__deepcopy__({})
-    return pooled("r3async.envs.dataset:BlockingDataset", arguments, config, has_oracle=True, size=dataset.size)
+    """See `DatasetFactory`. `target`: the path, which `config.name` has too."""
+    return DatasetFactory(config)

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
-from r3async.config import ConfigError, EnvConfig, did_you_mean
+from r3async.config import DATASET, ConfigError, EnvConfig, did_you_mean
 from r3async.envs import EnvironmentFactory
 from r3async.envs.pool import pooled
 
@@ -36,8 +36,8 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
     Raises `ConfigError` for an unknown name, wrong `env.args` or a package that is not installed.
     """
     prefix, colon, target = config.name.partition(":")
-    if colon and prefix in ADAPTERS:
-        if not target:
+    if (colon and prefix in ADAPTERS) or prefix == DATASET:
+        if not target and prefix != DATASET:
             raise ConfigError(f"`env.name` = {config.name!r}: say which, as in `{prefix}:NAME`")
         return pkgutil.resolve_name(ADAPTERS[prefix])(target, config)
     path = BUILT_IN.get(config.name, config.name)

@@ -237,6 +237,15 @@ def metric(name: str) -> Metric:
     age = re.fullmatch(r"staleness/age_(\d+)", name)
     if age:
         return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
+    told = re.fullmatch(r"(reward|env)/(.+)_(mean|std)", name)
+    if told:
+        of = "Standard deviation" if told[3] == "std" else "Mean"
+        what = (
+            f"reward {told[2]!r}, before its weight"
+            if told[1] == "reward"
+            else f"{told[2]!r}, which the environment told"
+        )
+        return Metric(name, f"{told[2]} {told[3]}", "", "", f"{of} of {what}, over the episodes that have it.")
     return METRICS.get(name) or Metric(name, name, "", "", name)
 
 

@@ -108,9 +108,9 @@ class StepRows:
         """A step was made; `version` is what it made. Episode previews are written at once."""
         self._pending.append({"step": step, "version": version, **metrics})
         for preview in previews:
-            messages = preview["messages"]
-            pairs = zip(messages[::2], messages[1::2], preview["rewards"], strict=False)
-            turns = [{"user": u["content"], "assistant": a["content"], "reward": r} for u, a, r in pairs]
+            rewards = preview["rewards"]
+            answered = zip(_turns(preview["messages"], len(rewards)), rewards, strict=False)
+            turns = [{"user": asked, "assistant": answer, "reward": reward} for (asked, answer), reward in answered]
             self._episodes.append(msgspec.json.encode({"step": step, "reward": preview["reward"], "turns": turns}))
 
     def amend(self, version: int, figures: dict[str, Any]) -> None:
@@ -178,6 +178,22 @@ class StepRows:
         }
 
 
+def _turns(messages: Sequence[Mapping[str, str]], answers: int) -> list[tuple[str, str]]:
+    """What was asked and what was answered, of each turn; several messages before an answer are one question. `answers`: so many
+    of the last messages of the assistant are the policy's, and earlier ones are part of the first prompt."""
+    turns: list[tuple[str, str]] = []
+    asked: list[str] = []
+    others = sum(message["role"] == "assistant" for message in messages) - answers
+    for message in messages:
+        if message["role"] == "assistant" and others <= 0:
+            turns.append(("\n\n".join(asked), message["content"]))
+            asked = []
+        else:
+            others -= message["role"] == "assistant"
+            asked.append(message["content"])
+    return turns
+
+
 # -- trained trajectories ----------------------------------------------------------------------------------------------
 
 
@@ -192,7 +208,18 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or [0])),
         "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or [0])),
         **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
+        **_told(played),
     }
+
+
+def _told(played: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean and standard deviation of what environments told (`StepResult.metrics`), over the episodes that told it."""
+    told: dict[str, list[float]] = {}
+    for trajectory in played:
+        for name, value in trajectory.metrics.items():
+            told.setdefault(name if "/" in name else f"env/{name}", []).append(value)
+    means = {f"{name}_mean": float(np.mean(values)) for name, values in told.items()}
+    return means | {f"{name}_std": float(np.std(values)) for name, values in told.items()}
 
 
 def previews(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:

@@ -150,6 +150,7 @@ class EpisodePlayer:
         name = task.trajectory_id
         self._calls = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
         self._preview: list[dict[str, str]] = []
+        self._metrics: dict[str, float] = {}
         self._judged = 0
         """Turns whose answers have a reward. An answer that time ran out on is not trained: nobody knows what it is worth."""
         self._started = clock()
@@ -193,10 +194,14 @@ class EpisodePlayer:
                     )
                 return "length"
             turn, generation = await self._calls.answer(prompt, capacity)
+            token_ids = generation.token_ids.tolist()
             with stage("tokens"):
-                text = talk.answered(generation.token_ids.tolist(), turn=turn)
-            result = await self._env.step(Action(text, generation.stop_reason))
+                text = talk.answered(token_ids, turn=turn)
+            told = token_ids if getattr(self._env, "takes_tokens", False) else []
+            result = await self._env.step(Action(text, generation.stop_reason, told))
             self._samples.reward(turn, result.reward)
+            for key, value in result.metrics.items():
+                self._metrics[key] = self._metrics.get(key, 0.0) + float(value)
             self._judged = turn + 1
             if self.task.episode_index == 0:
                 self._preview += [{"role": m.role, "content": m.content} for m in messages]
@@ -222,6 +227,7 @@ class EpisodePlayer:
             started_at=self._started,
             finished_at=self._clock(),
             preview=self._preview,
+            metrics=self._metrics,
         )
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, ServingConfig, check_kept, secret_settings
 from r3async.data.records import Trajectory
-from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer
-from r3async.envs.dataset import find
+from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer, Message
+from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, same_rows
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, agent_player, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer
@@ -27,7 +27,6 @@ from r3async.world import World
 from r3async.world.real import REAL
 
 Policy = Literal["oracle", "random"]
-_DATASET = "dataset:"
 
 
 class EvaluationTask(EpisodeTask, frozen=True):
@@ -39,8 +38,9 @@ class EvaluationTask(EpisodeTask, frozen=True):
 
 
 def evaluated(config: Config) -> EnvConfig:
-    """The environment that evaluation plays: `evaluation.env`, or the one that is trained if that has no name."""
-    return config.evaluation.env if config.evaluation.env.name else config.env
+    """The environment that evaluation plays: `evaluation.env`, or the one that is trained if that has no name, with the rows that
+    `data.eval` keeps from training."""
+    return config.evaluation.env if config.evaluation.env.name else held_out(config.env)
 
 
 async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
@@ -73,6 +73,21 @@ def evaluation_tasks(
     return [EvaluationTask(i, 1, task_seed) for i, task_seed in enumerate(seeds)]
 
 
+def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, settings: EpisodeConfig) -> int:
+    """Have a dataset pose no prompt of more than `episode.max_prompt_tokens`; returns how many it had. 0 for other environments,
+    which do not know their prompts. Raises `ConfigError` if nothing is left, or the chat template refuses a prompt."""
+    if not isinstance(factory, DatasetFactory):
+        return 0
+    most = settings.max_prompt_tokens
+
+    def length(messages: Sequence[Message]) -> int:
+        text = renderer.render(messages)
+        at_most = len(text.encode())  # a token stands for a byte at least
+        return at_most if at_most <= most else len(renderer.encode(text))
+
+    return factory.fit(length, most)
+
+
 def refuse_trained_tasks(env: EnvConfig, size: int | None, trained: EnvConfig | None) -> None:
     """Raise `ConfigError` if the tasks of `env`, which are `size`, are those that `trained` poses: it poses all that it has."""
     if size is None or trained is None or not _same_tasks(env, trained):
@@ -86,8 +101,8 @@ def refuse_trained_tasks(env: EnvConfig, size: int | None, trained: EnvConfig | 
 
 def _same_tasks(env: EnvConfig, trained: EnvConfig) -> bool:
     """Rows are the same in one file, whatever is asked of them; another environment's arguments may choose its tasks."""
-    if env.name.startswith(_DATASET) and trained.name.startswith(_DATASET):
-        return find(env.name.removeprefix(_DATASET)).samefile(find(trained.name.removeprefix(_DATASET)))
+    if is_dataset(env) and is_dataset(trained):
+        return same_rows(env, trained)
     return (env.name, env.args) == (trained.name, trained.args)
 
 

@@ -93,6 +93,10 @@ def one_argument(answer: str) -> float:
     return 0.0
 
 
+def three_arguments(completion: str, answer: str, difficulty: int) -> float:
+    return 0.0
+
+
 def first_free(observation: str, rng: Any) -> str:
     """A textarena opponent: the first move on offer."""
     return "[" + observation.rpartition("Available Moves: '[")[2][0] + "]"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +18,22 @@ CHANCE = contextlib.suppress(NotTrained)
 
 
 PRESETS = ["on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "reverse-text", "alphabet-sort"]
-PRESETS += ["stepwise_search"]
+PRESETS += ["stepwise_search", "math"]
+
+
+def rows_for(name: str, directory: Path) -> list[str]:
+    """The settings that a preset for one's own rows lacks."""
+    if not name.startswith("math"):
+        return []
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data={directory / 'rows.jsonl'}"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, name):
-    small = ["steps=3", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "weights.directory=/memory"]
+def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, name, tmp_path):
+    small = rows_for(name, tmp_path)
+    small += ["steps=3", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "weights.directory=/memory"]
     settings = [*small, "generator.engine=scripted", "weights.probe=false"]
     settings += ["schedule.tokens_per_step=40"] * (name == "fully_async_long_tail")
     machine.run_dir.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 A comment before a block says how. None: it is run. `<!-- test: dry-run -->`: each line is a `r3async train`, and its
 plan is made. `<!-- test: skip: REASON -->`: it is not run. A Python block is compiled; `<!-- test: file NAME -->` puts it
-where the page's later blocks find it, and `<!-- test: run -->` runs it.
+where the page's later blocks find it (a TOML block, too), and `<!-- test: run -->` runs it.
 """
 
 import os
@@ -59,7 +59,8 @@ def test_every_block_says_a_way_that_there_is(page):
         elif block.language == "python":
             assert block.how in ("", "run") or re.match(r"file \w+\.py$", block.how), (page.name, block)
         else:
-            assert not block.how, (page.name, block)
+            file = block.language == "toml" and re.match(r"file \w+\.toml$", block.how)
+            assert not block.how or file, (page.name, block)
         if not block.language:
             first = block.text.strip().splitlines()[0] if block.text.strip() else ""
             assert not first.startswith(COMMANDS), f"{page.name}: a block of commands is not marked as sh: {first}"
@@ -78,6 +79,8 @@ def test_blocks_do_what_they_say(page, tmp_path, monkeypatch):
     for block in mine:
         if block.language == "python":
             play(block, tmp_path)
+        elif block.language == "toml" and block.how:
+            (tmp_path / block.how.removeprefix("file ")).write_text(block.text)
         elif block.language == "sh" and block.how == "dry-run":
             for line in block.commands:
                 dry_run(line)

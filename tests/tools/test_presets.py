@@ -16,7 +16,7 @@ from r3async.tools.plan import make_plan
 from r3async.tools.presets import list_presets, preset_paths, read_header, show_preset
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.train import train
-from tests.sim.test_presets_run import PRESETS
+from tests.sim.test_presets_run import PRESETS, rows_for
 
 PROMISED = {"quickstart", "on_policy", "one_step_off", "fully_async", "fully_async_long_tail", "stepwise_search"} | {
     *("moe_30b_r3", "moe_235b_r3", "dense_7b")
@@ -32,8 +32,8 @@ def test_the_promised_presets_are_there_and_none_is_hidden_by_a_command():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_passes_its_dry_run_and_its_head_is_true(name):
-    plan = make_plan(load_config(name))
+def test_a_preset_passes_its_dry_run_and_its_head_is_true(name, tmp_path):
+    plan = make_plan(load_config(name, rows_for(name, tmp_path)))
     header = read_header(next(p for p in preset_paths() if p.stem == name))
     assert header.what
     assert header.when
@@ -75,5 +75,6 @@ def test_a_preset_runs_with_a_model_that_plays_and_keeps_its_bound(tmp_path):
     assert max(row["staleness/max"] for row in rows) <= make_plan(config).staleness_bound
 
 
-def test_every_preset_for_a_cpu_runs_simulated_or_in_the_tests_of_the_pipeline():
-    assert {name for name in NAMES if not make_plan(load_config(name)).gpus} == {"quickstart", *PRESETS}
+def test_every_preset_for_a_cpu_runs_simulated_or_in_the_tests_of_the_pipeline(tmp_path):
+    plans = {name: make_plan(load_config(name, rows_for(name, tmp_path))) for name in NAMES}
+    assert {name for name, plan in plans.items() if not plan.gpus} == {"quickstart", *PRESETS}

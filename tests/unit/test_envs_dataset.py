@@ -89,7 +89,7 @@ async def test_a_function_of_ones_own_sees_the_whole_row_and_may_not_hang(write)
     await env.reset(1)
     with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 2 s"):
         await env.step(Action("hang"))
-    env._pool.close()
+    env._blocking()._pool.close()
 
 
 async def test_an_async_function_is_awaited(write):
@@ -106,17 +106,26 @@ async def test_an_async_function_is_awaited(write):
         (
             [SUMS[0], {"prompt": "a", "answr": "b"}],
             {},
-            r"line 2: no field 'answer'; did you mean 'answr'\?.*env\.args\.answer",
+            r"line 2: no answer, which reward 'exact' asks for; its fields: prompt, answr\. .*`data\.answer`",
         ),
-        ([{"q": "a", "answer": "b"}], {}, r"line 1: no field 'prompt'.*env\.args\.prompt"),
-        ([{"prompt": 3, "answer": "b"}], {}, r"line 1: field 'prompt' must be a string, not 3"),
-        ([{"prompt": "a", "answer": ["b"]}], {}, r"line 1: field 'answer' must be a string or a number"),
-        ([{"prompt": "a", "answer": "b"}], {"reward": "number"}, r"line 1: `reward = \"number\"`, but 'answer' is 'b'"),
+        (
+            [{"prompt": "a", "answr": "b"}],
+            {"answer": "answer"},
+            r"line 1: no field 'answer'; did you mean 'answr'\?.*`data\.answer`",
+        ),
+        ([{"q": "a", "answer": "b"}], {}, r"line 1: no field 'prompt'.*`data\.prompt`"),
+        ([{"prompt": 3, "answer": "b"}], {}, r"line 1: field 'prompt' must be a text or chat messages, not 3"),
+        (
+            [{"prompt": "a", "answer": ["b"]}],
+            {},
+            r"line 1: the answer must be a text or a number for `exact`, not \['b'\]",
+        ),
+        ([{"prompt": "a", "answer": "b"}], {"reward": "number"}, r"line 1: `number` finds no number in the answer 'b'"),
         ([""], {}, "has no rows"),
         (SUMS, {"reward": "exakt"}, "did you mean 'exact'"),
-        (SUMS, {"reward": "tests.helpers.envs:nothing"}, r"`env\.args\.reward` = .* cannot be loaded"),
-        (SUMS, {"reward": "tests.helpers.envs:one_argument"}, r"must be called with \(answer, row\)"),
-        (SUMS, {"promt": "q"}, "did you mean 'prompt'"),
+        (SUMS, {"reward": "tests.helpers.envs:nothing"}, r"`reward` = .* cannot be loaded"),
+        (SUMS, {"reward": "tests.helpers.envs:three_arguments"}, r"must take \(completion, answer\), or"),
+        (SUMS, {"promt": "q"}, r"unknown key `data\.promt`: did you mean `data\.prompt`"),
         (SUMS, {"path": "elsewhere"}, r"`env\.args\.path`"),
     ],
 )

@@ -16,7 +16,9 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     reports = []
     book = make(tmp_path, reports)  # clock 0
     book.restart_clock()  # 10
-    preview = {"reward": 1.0, "rewards": [1.0], "messages": [{"content": "ab"}, {"content": "ba"}]}
+    said = [("system", "reverse"), ("user", "cd"), ("assistant", "dc"), ("user", "ab"), ("assistant", "ba")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    preview = {"reward": 1.0, "rewards": [1.0], "messages": messages}
     book.add(1, 1, {"batch/trained_tokens": 50, "grad_norm": 1.0}, [preview])
     book.add(2, 2, {"batch/trained_tokens": 50, "grad_norm": float("nan")}, [])
     assert not book.waits_for(0)
@@ -33,7 +35,8 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     assert [event for event, _ in reports] == ["metric_not_finite"]
     assert [row["step"] for row in book.since(1)] == [2]
     episode = json.loads((tmp_path / "episodes.jsonl").read_text())
-    assert episode == {"step": 1, "reward": 1.0, "turns": [{"user": "ab", "assistant": "ba", "reward": 1.0}]}
+    asked = "reverse\n\ncd\n\ndc\n\nab"  # the answer in the prompt is an example, not the policy's
+    assert episode == {"step": 1, "reward": 1.0, "turns": [{"user": asked, "assistant": "ba", "reward": 1.0}]}
 
 
 def test_steps_of_one_version_share_one_rate(tmp_path):

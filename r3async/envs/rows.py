@@ -1,0 +1,178 @@
+"""Rows of the user's own: from files, directories of files, or the Hugging Face hub. Each is told by where it is."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from r3async.config import ConfigError, DataConfig, did_you_mean
+
+Row = dict[str, Any]
+USER_PATH = "R3ASYNC_USER_PATH"  # set for every actor: where the run was started
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+INSTALL = "pip install 'r3async[data]'"
+
+
+class Found(NamedTuple):
+    """A row, and where it is: `file` and the number, from 1, of its `unit` (line or row)."""
+
+    row: Row
+    file: str
+    unit: str
+    number: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+def read_rows(data: DataConfig, path: str, split: str) -> list[Found]:
+    """All rows of `path`, which is a file, a directory of files, or an id on the hub, in their order.
+
+    Raises `ConfigError` that says what is missing, or names the line or row that is none.
+    """
+    found = find(path)
+    if not found.exists():
+        return _from_hub(data, path, split, found)
+    files = _files(found, split) if found.is_dir() else [found]
+    rows = [each for file in files for each in _from_file(file)]
+    if not rows:
+        raise ConfigError(f"{found} has no rows")
+    return rows
+
+
+def find(path: str) -> Path:
+    """A relative path is one from where the run was started."""
+    return Path(os.environ.get(USER_PATH, os.getcwd())) / Path(path).expanduser()
+
+
+def stamps_of(place: Path) -> list[tuple[str, int, int]]:
+    """Name, time and size of the files there: another list when one has changed."""
+    files = [place, *sorted(place.iterdir())] if place.is_dir() else [place]
+    return [(str(file), (found := file.stat()).st_mtime_ns, found.st_size) for file in files if file.exists()]
+
+
+def _files(directory: Path, split: str) -> list[Path]:
+    known = sorted(file for file in directory.iterdir() if file.suffix in READERS and not file.name.startswith("."))
+    if not known:
+        raise ConfigError(f"`data.path`: {directory} has no file that ends in {', '.join(READERS)}")
+    return [file for file in known if file.name.startswith(split)] or known
+
+
+def _from_file(file: Path) -> Iterator[Found]:
+    read = READERS.get(file.suffix)
+    if read is None:
+        raise ConfigError(f"`data.path`: {file} does not end in one of {', '.join(READERS)}")
+    try:
+        for unit, number, row in read(file):
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{file}, {unit} {number}: a row must be an object, such as {{'prompt': ..., 'answer': ...}}"
+                )
+            yield Found(row, str(file), unit, number)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+Numbered = Iterator[tuple[str, int, Any]]
+"""Unit, number and row."""
+
+
+def _jsonl(file: Path) -> Numbered:
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield "line", number, json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{file}, line {number}: not JSON: {error}") from error
+
+
+def _json(file: Path) -> Numbered:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        hint = "; a file with an object a line must end in .jsonl" if "Extra data" in str(error) else ""
+        raise ConfigError(f"{file}: not JSON: {error}{hint}") from error
+    if not isinstance(rows, list):
+        raise ConfigError(f"{file} must be a list of rows; a file with an object a line must end in .jsonl")
+    yield from (("row", number, row) for number, row in enumerate(rows, 1))
+
+
+def _csv(file: Path) -> Numbered:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    columns = len(reader.fieldnames or ())
+                    raise ConfigError(
+                        f"{file}, line {reader.line_num}: not the {columns} values that the first line names"
+                    )
+                yield "line", reader.line_num, row
+        except csv.Error as error:
+            raise ConfigError(f"{file}, line {reader.line_num}: not CSV: {error}") from error
+
+
+def _parquet(file: Path) -> Numbered:
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ConfigError(f"{file} needs pyarrow, which is not installed: {INSTALL}") from error
+    number = 0
+    try:
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield "row", number, row
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{file} is no parquet file: {str(error).splitlines()[0]}") from error
+
+
+READERS: dict[str, Callable[[Path], Numbered]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def _from_hub(data: DataConfig, path: str, split: str, file: Path) -> list[Found]:
+    if not _HUB_ID.fullmatch(path) or Path(path).suffix in READERS:
+        raise ConfigError(f"`data.path` = {path!r}: there is no file {file}")
+    if "/" not in path:
+        near = did_you_mean(path, [each.name for each in file.parent.glob("*")], "and an id on the hub is NAME/NAME")
+        raise ConfigError(f"`data.path` = {path!r}: there is no file {file}; {near}")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"`data.path` = {path!r}: there is no file {file}, and to take it from the Hugging Face hub needs `datasets`, which "
+            f"is not installed: {INSTALL}"
+        ) from error
+    try:
+        rows = datasets.load_dataset(path, data.subset or None, split=split)
+        found = [Found(dict(row), f"{path} ({split})", "row", number) for number, row in enumerate(rows, 1)]
+    except Exception as error:  # whatever the hub, the network and the dataset's files raise
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {line}") from error
+    if not found:
+        raise ConfigError(f"{path} ({split}) has no rows")
+    return found

@@ -1,0 +1,254 @@
+"""Rewards for rows of one's own: functions in the forms of TRL and of verl, unchanged; plain ones; those that are built in."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig
+from r3async.envs import Action, EnvironmentFailed
+from r3async.envs.factory import environment_factory
+from r3async.envs.rewards import last_number
+from r3async.record.steps import episode_metrics
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.tools.init_model import byte_tokenizer
+from r3async.transport.wire import decode_trajectory, encode_trajectory
+
+OWN = r'''
+import re
+import time
+
+def format_reward_func(completions, **kwargs):
+    """As in TRL's documentation of GRPO: conversational completions."""
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^<think>.*?</think>", content) else 0.0 for content in contents]
+
+def reward_func(completions, ground_truth, **kwargs):
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    return [1.0 if match and match.group(1) == wanted else 0.0 for match, wanted in zip(matches, ground_truth)]
+
+def lengths(prompts, completions, completion_ids):
+    assert len(prompts) == len(completions) == len(completion_ids) == 1
+    return [float(len(ids)) for ids in completion_ids]
+
+def math_only(prompts, completions, task, **kwargs):
+    return [1.0 if each == "math" else None for each in task]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info["index"] == 7
+    return {"score": float(solution_str.endswith(ground_truth)), "acc": True}
+
+def plain(completion, answer):
+    return completion == answer
+
+def only(completion):
+    return len(completion)
+
+async def waits(completions, answer, **kwargs):
+    return [float(a == b) for a, b in zip(completions, answer)]
+
+def two(completions, **kwargs):
+    return [1.0, 0.0]
+
+def listed(completion, answer):
+    return [1.0]
+
+def nan(completion, answer):
+    return float("nan")
+
+def nothing(completion, answer):
+    return None
+
+def slow(completion, answer):
+    time.sleep(600)
+
+def hungry(completions, hunger, **kwargs):
+    return [0.0]
+
+def stateful(completions, trainer_state):
+    return [0.0]
+
+constant = 3
+'''
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
+    (tmp_path / "own.py").write_text(OWN)
+    made = []
+
+    def make(row, reward, **settings):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        args = {"path": "rows.jsonl", "reward": reward, **settings.pop("args", {})}
+        made.append(environment_factory(EnvConfig(name="dataset", args=args, workers=1, **settings)))
+        return made[-1]()
+
+    yield make
+    for factory in made:
+        factory()._blocking()._pool.close()
+
+
+async def paid(env, text, token_ids=()):
+    await env.reset(0)
+    result = await env.step(Action(text, token_ids=list(token_ids)))
+    return result.reward, {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
+
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": CHAT,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+async def test_rewards_of_trl_get_messages_for_chat_prompts_and_texts_for_texts(dataset):
+    env = dataset({"prompt": CHAT}, "own.py:format_reward_func")
+    assert await paid(env, "<think>so</think>2") == (1.0, {"format_reward_func": 1.0})
+    assert (await paid(env, "2"))[0] == 0.0
+    env = dataset({"prompt": "1+1?", "ground_truth": "2"}, "own.py:reward_func")
+    assert (await paid(env, r"it is \boxed{2}"))[0] == 1.0
+    assert (await paid(env, "2"))[0] == 0.0
+    env = dataset({"prompt": "1+1?"}, "own.py:lengths")
+    assert env.takes_tokens
+    assert (await paid(env, "two", [1, 2, 3, 4]))[0] == 4.0
+
+
+async def test_a_row_and_a_reward_of_verl_need_no_settings(dataset):
+    env = dataset(VERL, "own.py:compute_score")
+    assert env.oracle() == "2"
+    assert await paid(env, "#### 2") == (1.0, {"compute_score": 1.0})
+    assert (await paid(env, "#### 3"))[0] == 0.0
+
+
+@pytest.mark.parametrize(("fn", "text", "reward"), [("plain", "2", 1.0), ("only", "two", 3.0), ("waits", "2", 1.0)])
+async def test_plain_functions_and_those_that_wait(dataset, fn, text, reward):
+    assert (await paid(dataset({"prompt": "1+1?", "answer": "2"}, f"own.py:{fn}"), text))[0] == reward
+
+
+async def test_several_rewards_are_weighed_and_told_by_name(dataset):
+    several = [
+        {"fn": "own.py:plain", "name": "right", "weight": 2.0},
+        {"fn": "own.py:only", "weight": -0.1},
+        "contains",
+        "own.py:math_only",
+    ]
+    env = dataset({"prompt": "1+1?", "answer": "2", "task": "math"}, several)
+    assert await paid(env, "2") == (
+        pytest.approx(2.0 - 0.1 + 1 + 1),
+        {"right": 1.0, "only": 1.0, "contains": 1.0, "math_only": 1.0},
+    )
+    env = dataset({"prompt": "1+1?", "answer": "2", "task": "code"}, several)
+    reward, told = await paid(env, "2")
+    assert reward == pytest.approx(2.0 - 0.1 + 1)
+    assert "math_only" not in told  # None: it does not apply, and is left out
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        ("two", r"reward 'two' must return a list with one reward for each completion, here one, not \[1.0, 0.0\]"),
+        ("listed", r"reward 'listed' must return a finite number or None, not \[1.0\]"),
+        ("nan", r"reward 'nan' must return a finite number or None, not nan"),
+        ("nothing", r"rows.jsonl, line 1: no reward applies: all returned None"),
+        ("slow", r"took longer than env.step_timeout = 2 s"),
+    ],
+)
+async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message):
+    env = dataset({"prompt": "1+1?", "answer": "2"}, f"own.py:{fn}", step_timeout=2.0)
+    with pytest.raises(EnvironmentFailed, match=message):
+        await paid(env, "2")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("own.py:hungry", r"rows.jsonl, line 1: no field 'hunger', which reward 'hungry' asks for"),
+        ("own.py:stateful", r"no field 'trainer_state', which reward 'stateful' asks for"),
+        ("own.py:plaim", r"own.py has no function 'plaim'; did you mean 'plain'"),
+        ("own.py:constant", r"is a int, not a function"),
+        ("none.py:plain", r"there is no file .*/none.py"),
+        ("nomodule:plain", r"`reward` = 'nomodule:plain' cannot be loaded"),
+        ("plain", r"no such reward; .* Your own is `module:function`"),
+        ([], "`reward` is empty"),
+        (["exact", "exact"], "two are called 'exact'"),
+        ([{"function": "exact"}], r"`reward\[0\]` = .*: it takes fn, weight and name|`reward\[0\]`.*fn"),
+        ([{"fn": "exact", "weight": "much"}], r"`reward\[0\]`"),
+        ([{"fn": "exact", "wieght": 2}], r"`reward\[0\]`.*wieght"),
+        (3, r"`data.reward` = 3"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused_before_the_run(dataset, reward, message):
+    with pytest.raises(ConfigError, match=message):
+        dataset({"prompt": "1+1?", "answer": "2"}, reward)
+
+
+def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):
+    (tmp_path / "broken.py").write_text("1/0")
+    with pytest.raises(ConfigError, match=r"broken.py cannot be loaded: ZeroDivisionError: division by zero$"):
+        dataset({"prompt": "1+1?", "answer": "2"}, "broken.py:reward")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("3 and 4 make 7.", 7.0),
+        (r"7, so \boxed{1,234.5} of 9", 1234.5),
+        ("we get\n#### 72\nor 73", 72.0),
+        ("-2", -2.0),
+        ("1,000,000 or 2,5", 5.0),
+        ("none", None),
+        (r"\boxed{x} 5", 5.0),
+    ],
+)
+def test_the_number_that_a_text_says(text, said):
+    assert last_number(text) == said
+
+
+@settings(deadline=None)
+@given(
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["{}", r"\boxed{{{}}}", "so\n#### {}", "it is {:,}."]),
+    st.text("ab ", max_size=9),
+)
+def test_a_number_is_read_back_however_it_is_written(value, form, before):
+    assert last_number(before + form.format(value)) == value
+
+
+async def test_mathematics_is_verified_by_math_verify(dataset):
+    pytest.importorskip("math_verify")
+    env = dataset({"prompt": "half?", "answer": r"\frac{1}{2}"}, "math")
+    assert (await paid(env, r"so $\frac{2}{4}$"))[0] == 1.0
+    assert (await paid(env, r"so $\frac{2}{3}$"))[0] == 0.0
+
+
+def test_without_math_verify_the_package_is_named(dataset, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs math-verify, which is not installed: pip install 'r3async\[data\]'"):
+        dataset({"prompt": "1+1?", "answer": "2"}, "math")
+
+
+async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step(dataset):
+    several = ["own.py:plain", {"fn": "own.py:lengths", "weight": 0.5}]
+    env = dataset({"prompt": "1+1?", "answer": "ab"}, several, args={"system": "be brief"})
+    chat = ChatRenderer(byte_tokenizer())
+    engine = ScriptedEngine([[*chat.encode(text), chat.end_id] for text in ("wrong", "ab")])
+    await engine.start()
+    limits = EpisodeConfig(max_turns=1, max_new_tokens=16, max_prompt_tokens=64, max_total_tokens=128)
+    played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play() for i in range(2)]
+    sent = [decode_trajectory(encode_trajectory(each)) for each in played]
+    assert [each.metrics for each in sent] == [
+        {"reward/plain": 0.0, "reward/lengths": 6.0},
+        {"reward/plain": 1.0, "reward/lengths": 3.0},
+    ]
+    assert [each.reward for each in sent] == [3.0, 2.5]
+    row = episode_metrics(sent)
+    assert row["reward/plain_mean"] == 0.5
+    assert row["reward/plain_std"] == 0.5
+    assert (row["reward/lengths_mean"], row["reward/lengths_std"], row["reward/mean"]) == (4.5, 1.5, 2.75)

@@ -1,0 +1,313 @@
+"""Rows of one's own: every source and form that is accepted, and for what is not, one line with the place and the setting."""
+
+import csv
+import json
+import sys
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.checkpoint.resume import check_settings
+from r3async.checkpoint.state import CheckpointError
+from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, load_config, to_dict
+from r3async.envs import Message
+from r3async.envs.dataset import DatasetFactory, held_out, settings_of, tasks_of
+from r3async.envs.forms import fill, look_up, names_of
+from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.evaluation import check_environment, drop_long_prompts
+from r3async.tools.init_model import byte_tokenizer
+from r3async.tools.rows import note_rows
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+
+
+def env(path, **args):
+    return EnvConfig(name="dataset", args={"path": str(path), **args})
+
+
+def prompts(env):
+    return [[m.content for m in task.messages] for task in DatasetFactory(env)._tasks]
+
+
+def write(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow.parquet import write_table
+
+        write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_format_gives_the_same_rows(tmp_path, suffix):
+    assert prompts(env(write(tmp_path / f"rows{suffix}", ROWS))) == [[row["prompt"]] for row in ROWS]
+
+
+def test_a_directory_is_its_files_in_order_or_those_of_a_split(tmp_path):
+    write(tmp_path / "b.jsonl", ROWS[:3])
+    write(tmp_path / "a.csv", ROWS[3:5])
+    (tmp_path / "readme.md").write_text("no rows")
+    assert prompts(env(tmp_path)) == [[row["prompt"]] for row in (*ROWS[3:5], *ROWS[:3])]
+    write(tmp_path / "train-0.jsonl", ROWS[5:7])
+    write(tmp_path / "test.jsonl", ROWS[7:8])
+    both = env(tmp_path, eval="test")
+    assert prompts(both) == [[row["prompt"]] for row in ROWS[5:7]]
+    assert prompts(held_out(both)) == [[ROWS[7]["prompt"]]]
+
+
+def test_rows_of_the_hub_come_through_datasets(monkeypatch, tmp_path):
+    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
+    asked = []
+
+    def load_dataset(path, subset, split):
+        asked.append((path, subset, split))
+        if path == "some/where":
+            raise ConnectionError("Couldn't reach 'some/where' on the Hub (offline)\nmore")
+        return [{"question": "1+1?", "answer": "so\n#### 2"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    made = env("openai/gsm8k", subset="main", prompt="{question} Think.", reward="number", split="test")
+    assert prompts(made) == [["1+1? Think."]]
+    assert asked == [("openai/gsm8k", "main", "test")]
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded from the Hugging Face hub: Couldn't reach .* \(offline\)$"
+    ):
+        prompts(env("some/where"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs `datasets`, which is not installed: pip install 'r3async\[data\]'"):
+        prompts(env("other/where"))
+
+
+def test_prompts_are_texts_messages_or_templates(tmp_path):
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": None}], "answer": 1}
+    row |= {"question": "q", "extra": {"level": 3, "deep": {"x": "y"}}, "a.b": "dotted"}
+    path = write(tmp_path / "rows.jsonl", [row])
+
+    def messages(**args):
+        return DatasetFactory(env(path, **args))._tasks[0]
+
+    assert messages().messages == [Message("system", "s"), Message("user", "u")]
+    assert messages().chat
+    assert messages(prompt="question").messages == [Message("user", "q")]
+    assert not messages(prompt="question").chat
+    asked = messages(prompt=r"{question} {extra.level} {extra.deep.x} {a.b} \boxed{} {{q}}", system="be brief")
+    assert asked.messages == [Message("system", "be brief"), Message("user", r"q 3 y dotted \boxed{} {q}")]
+    assert asked.chat
+    assert messages(prompt=[{"role": "user", "content": "Q: {question}"}]).messages == [Message("user", "Q: q")]
+    assert messages(answer="extra.deep.x").answer == "y"
+
+
+names = st.text("abc", min_size=1, max_size=3)
+nested = st.recursive(
+    st.text(max_size=5) | st.integers(), lambda inner: st.dictionaries(names, inner, max_size=3), max_leaves=8
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(names, nested, max_size=4))
+def test_every_dotted_name_of_a_row_is_found_and_filled_in(row):
+    for name in names_of(row):
+        value = look_up(row, name)
+        keys, here = name.split("."), row
+        for key in keys:
+            here = here[key]
+        assert value == here
+        if not isinstance(value, dict):
+            assert fill(f"<{{{name}}}>{{{{{name}}}}}", row, "here") == f"<{value}>{{{name}}}"
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_a_text_without_names_is_no_template_but_for_double_braces(text):
+    plain = text.replace("{", "").replace("}", "")
+    assert fill(plain, {}, "here") == plain
+    assert fill(text.replace("{", "{{").replace("}", "}}"), {}, "here") == text
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.permutations(range(30)), st.sampled_from([0.1, 0.5, 3, 29]))
+def test_the_parts_are_disjoint_and_do_not_depend_on_the_order(tmp_path_factory, order, share):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write(path, [{"prompt": f"p{i % 25}", "answer": str(i)} for i in order])
+    if share >= 25:
+        with pytest.raises(ConfigError, match="leaves no row to train: there are 25 different prompts"):
+            prompts(env(path, eval=share))
+        return
+    made = env(path, eval=share)
+    trained, evaluated = ({p for (p,) in prompts(part)} for part in (made, held_out(made)))
+    assert not trained & evaluated
+    assert trained | evaluated == {f"p{i}" for i in range(25)}
+    assert len(evaluated) == (share if share >= 1 else round(share * 25))
+    write(path, [{"prompt": f"p{i}", "answer": "0"} for i in range(25)])
+    assert {p for (p,) in prompts(held_out(made))} == evaluated
+
+
+def test_rows_that_evaluation_poses_are_left_out_of_training_and_counted(tmp_path):
+    write(tmp_path / "rows.jsonl", ROWS)
+    write(tmp_path / "eval.jsonl", ROWS[:4])
+    made = env(tmp_path / "rows.jsonl", eval=str(tmp_path / "eval.jsonl"))
+    assert prompts(made) == [[row["prompt"]] for row in ROWS[4:]]
+    assert tasks_of(settings_of(made)).repeated == 4
+    check_environment(load_config("quickstart", {"evaluation.every": 2, "data": made.args, "reward": "exact"}))
+    with pytest.raises(ConfigError, match="leaves no row to train, of 4"):
+        prompts(env(tmp_path / "eval.jsonl", eval=str(tmp_path / "rows.jsonl")))
+
+
+def test_a_limit_takes_the_first_rows(tmp_path):
+    assert prompts(env(write(tmp_path / "rows.jsonl", ROWS), limit=3)) == [[row["prompt"]] for row in ROWS[:3]]
+
+
+def test_long_prompts_are_dropped_and_all_of_them_are_refused(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [*ROWS[:5], {"prompt": "x" * 100, "answer": "y"}])
+    chat = ChatRenderer(byte_tokenizer())
+    factory = DatasetFactory(env(path))
+    assert drop_long_prompts(factory, chat, EpisodeConfig(max_prompt_tokens=64)) == 1
+    assert factory.size == factory().size == 5
+    with pytest.raises(
+        ConfigError, match=r"all 5 prompts are longer than `episode.max_prompt_tokens` = 2; the shortest has"
+    ):
+        drop_long_prompts(factory, chat, EpisodeConfig(max_prompt_tokens=2))
+
+
+def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x" * 600, "answer": "y"}])
+    config = load_config("math", {"data": str(path), "reward": "exact"})
+    said = []
+    noted = note_rows(config, said.append)
+    assert said == [
+        "data: 19 rows are trained, 1 dropped (1 longer than episode.max_prompt_tokens = 512)",
+        "data: 1 rows are evaluated, 0 dropped",
+    ]
+    assert check_settings(to_dict(noted), note_rows(config, said.append)) == {}
+    write(path, ROWS[1:])
+    with pytest.raises(CheckpointError, match=r"the rows of `data` = '.*rows.jsonl'.*have changed since the run began"):
+        check_settings(to_dict(noted), note_rows(config, said.append))
+    with pytest.raises(ConfigError, match="the rows are not those that the run began with"):
+        DatasetFactory(noted.env)
+    assert note_rows(Config(), said.append) == Config()
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------
+
+
+def test_data_and_reward_are_short_for_an_environment(tmp_path):
+    config = load_config("quickstart", ["data=a.jsonl", "data.eval=0.1", "reward=rewards:correct"])
+    args = {"path": "a.jsonl", "eval": 0.1, "reward": "rewards:correct"}
+    assert (config.env.name, config.env.args) == ("dataset", args)
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'extends = "math"\n[data]\npath = "b.jsonl"\nprompt = "{q}"\n[[reward]]\nfn = "exact"\nweight = 2\n'
+    )
+    config = load_config(str(file), ["data=c.jsonl"])
+    assert config.env.args == {
+        "path": "c.jsonl",
+        "prompt": "{q}",
+        "eval": 0.05,
+        "reward": [{"fn": "exact", "weight": 2}],
+    }
+    assert load_config(str(file), ["env.name=guess"]).env.args == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=3"], "`data` = 3 must be a path"),
+        (["data.reward=exact"], "`reward` is set beside `data`"),
+        (["data.promt=q"], "unknown key `data.promt`: did you mean `data.prompt`"),
+        (["dta=x"], "did you mean `data`"),
+        (["data.limit=-1"], r"\[data\] `limit` must be 0 or more"),
+        (["data.eval=-1"], r"\[data\] `eval` must be 0 or more"),
+        (["data.eval=1.5"], r"`eval` = 1.5: a share below 1, or a whole number of rows"),
+        (["data.limit=many"], "`data.limit` = 'many'"),
+        (["reward.fn=exact"], "`data.reward` = "),
+    ],
+)
+def test_settings_that_cannot_be_are_named_as_they_are_written(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("math", overrides)
+
+
+BAD = {
+    "not JSON": ("a.jsonl", '{"prompt": "a", "answer": "b"}\n{"prompt"', r"a.jsonl, line 2: not JSON"),
+    "no object": ("a.jsonl", "[1]\n", r"a.jsonl, line 1: a row must be an object"),
+    "blank": ("a.jsonl", "\n\n", r"a.jsonl has no rows"),
+    "binary": ("a.jsonl", b"\xff\xfe", r"a.jsonl is not UTF-8 text"),
+    "JSON of lines": ("a.json", '{"a": 1}\n{"a": 2}', r"a.json: not JSON: Extra data.*must end in .jsonl"),
+    "JSON object": ("a.json", '{"a": 1}', r"a.json must be a list of rows"),
+    "JSON row": ("a.json", '[{"prompt": "a", "answer": "b"}, 3]', r"a.json, row 2: a row must be an object"),
+    "short CSV row": ("a.csv", "prompt,answer\na,b\nc\n", r"a.csv, line 3: not the 2 values"),
+    "long CSV row": ("a.csv", "prompt,answer\na,b,c\n", r"a.csv, line 2: not the 2 values"),
+    "open quote": ("a.csv", 'prompt,answer\n"a,b\n', r"a.csv, line 1: not CSV"),
+    "no parquet": ("a.parquet", "prompt", r"a.parquet is no parquet file"),
+    "suffix": ("a.txt", "x", r"a.txt does not end in one of .jsonl, .json, .csv, .parquet"),
+    "no prompt": ("a.jsonl", '{"problem": "a", "answer": "b"}', r"line 1: no field 'prompt'.*`data.prompt`"),
+    "null prompt": ("a.jsonl", '{"prompt": null, "answer": "b"}', r"line 1: no field 'prompt'"),
+    "empty prompt": ("a.jsonl", '{"prompt": " ", "answer": "b"}', r"line 1: the prompt is empty"),
+    "number": ("a.jsonl", '{"prompt": 3, "answer": "b"}', r"field 'prompt' must be a text or chat messages, not 3"),
+    "no messages": ("a.jsonl", '{"prompt": [], "answer": "b"}', r"line 1: the prompt has no messages"),
+    "message": (
+        "a.jsonl",
+        '{"prompt": [{"role": "user"}], "answer": "b"}',
+        r"a chat message must have role and content",
+    ),
+    "parts": (
+        "a.jsonl",
+        '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "b"}',
+        r"line 1: a chat message must have role and content, both texts",
+    ),
+    "answered": (
+        "a.jsonl",
+        '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "b"}',
+        r"ends with an answer of the assistant",
+    ),
+    "no answer": ("a.jsonl", '{"prompt": "a"}', r"line 1: no answer, which reward 'exact' asks for"),
+    "list answer": ("a.jsonl", '{"prompt": "a", "answer": [1]}', r"the answer must be a text or a number"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_row_that_does_not_fit_is_one_line_with_its_place(tmp_path, what):
+    name, content, message = BAD[what]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=message) as raised:
+        DatasetFactory(env(tmp_path / name))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"path": "none.jsonl"}, r"`data.path` = 'none.jsonl': there is no file /"),
+        ({"path": "rows"}, r"there is no file .*/rows; did you mean 'rows.jsonl'"),
+        ({"path": ""}, r"`data` names no rows: set `data` = FILE"),
+        ({"path": "."}, r"has no file that ends in .jsonl"),
+        ({"path": "rows.jsonl", "prompt": "{prompt} {leve}"}, r"line 1: no field 'leve'; .*`data.prompt`"),
+        ({"path": "rows.jsonl", "prompt": "{list}"}, r"line 1: field 'list' must be a text or a number, not \[1\]"),
+        ({"path": "rows.jsonl", "answer": "info.answr"}, r"did you mean 'info.answer'\? .*`data.answer`"),
+        ({"path": "chat.jsonl", "system": "s"}, r"line 1: the prompt has a system message of its own"),
+        ({"path": "rows.jsonl", "eval": 0.5}, r"leaves no row to train: there are 1 different prompts"),
+    ],
+)
+def test_a_setting_that_does_not_fit_the_rows_is_named(tmp_path, monkeypatch, args, message):
+    folder = tmp_path / "empty" if args["path"] == "." else tmp_path
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setenv("R3ASYNC_USER_PATH", str(folder))
+    write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "list": [1], "info": {"answer": "c"}}])
+    write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "system", "content": "x"}], "answer": "b"}])
+    with pytest.raises(ConfigError, match=message) as raised:
+        DatasetFactory(EnvConfig(name="dataset", args=args))
+    assert "\n" not in str(raised.value)

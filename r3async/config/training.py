@@ -273,6 +273,10 @@ class LearnerConfig(Section):
     eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
     max_tokens_per_micro_batch: PositiveInt = 16384
+    """Tokens that are fed forward at once; those of a shared prefix count once."""
+    share_prefixes: bool = True
+    """Feed what samples have in common, a group's prompt above all, forward once: tokens that are not trained, with the same
+    routes. The gradient is the same."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: Positive = 600.0

@@ -223,8 +223,8 @@ class TokenTable:
         return TokenTable.concat([self, TokenTable(tail, self.schema)])
 
     @staticmethod
-    def concat(tables: Sequence[TokenTable]) -> TokenTable:
-        """All rows in order. Narrow dtypes are widened to the widest present, never wrapped.
+    def concat(tables: Sequence[TokenTable], skipped: Sequence[int] | np.ndarray | None = None) -> TokenTable:
+        """All rows in order, without the first `skipped` of each. Narrow dtypes are widened to the widest present, never wrapped.
 
         Raises `SchemaError` if an optional column is on some tables and not on others, or inner shapes differ.
         """
@@ -237,7 +237,8 @@ class TokenTable:
                 raise SchemaError(
                     f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})"
                 )
-        edges = list(itertools.accumulate((len(t) for t in tables), initial=0))
+        first = [0] * len(tables) if skipped is None else [int(n) for n in skipped]
+        edges = list(itertools.accumulate((len(t) - n for t, n in zip(tables, first, strict=True)), initial=0))
         columns = {}
         for name in names:
             kept = [t._columns[name] for t in tables]
@@ -247,8 +248,8 @@ class TokenTable:
             present = {dtype_name(a.dtype) for a in kept}
             widest = next(d for d in reversed(schema.columns[name].dtypes) if d in present)
             columns[name] = np.empty((edges[-1], *kept[0].shape[1:]), widest)
-            for table, (start, stop) in zip(tables, itertools.pairwise(edges), strict=True):
-                columns[name][start:stop] = table[name]
+            for table, skip, (start, stop) in zip(tables, first, itertools.pairwise(edges), strict=True):
+                columns[name][start:stop] = table[name][skip:]
         return TokenTable(columns, schema)
 
 

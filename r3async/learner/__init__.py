@@ -34,6 +34,7 @@ class RouteTrace(msgspec.Struct, frozen=True):
     The micro-batch is `sample_ids` laid end to end, sample `s` in rows `cu_seqlens[s]:cu_seqlens[s + 1]` (int32 `[S + 1]`).
     Of its rows this rank has `first .. first + n` and of its MoE layers `columns` (0-based). `own` uint16 `[n, R, K]`: the
     experts that each router would have chosen, in the order of their scores; `used`: those that it sent the token to.
+    `prefixes`: of samples that share rows, see `MicroBatch`.
     `logprobs` float32 `[N]`, of all `N = cu_seqlens[-1]` rows, from a rank that computed the loss: the learner's of each
     trained token, before the step, at its sample's temperature; NaN for the others.
     """
@@ -45,6 +46,7 @@ class RouteTrace(msgspec.Struct, frozen=True):
     own: np.ndarray
     used: np.ndarray
     logprobs: np.ndarray | None = None
+    prefixes: np.ndarray | None = None
 
 
 class MinibatchResult(msgspec.Struct, frozen=True):

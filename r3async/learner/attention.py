@@ -9,7 +9,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.nn.attention.bias import causal_lower_right
+
+from r3async.learner.batch.prefixes import unfolded
+from r3async.learner.taken import Taken
 
 
 @dataclass(frozen=True)
@@ -17,13 +20,15 @@ class AttentionPlan:
     """How the samples of one micro-batch attend.
 
     Samples of similar length form a bucket, padded on the right to its longest and attended by one call: under a causal
-    mask no token sees the padding behind it. `buckets`: (samples, padded length) of each. `padded` int64 `[P]`: for every
-    padded slot the packed row it is filled from. `slots` int64 `[N]`: for every packed row its padded slot. Both are None
-    if the packed order is the padded one.
+    mask no token sees the padding behind it. `buckets`: (samples, padded length, skipped) of each. Samples that share a
+    prefix have keys and values of all their tokens, and queries without the first `skipped`, which others have in theirs.
+    `keys`, `queries`: which packed row each padded slot is filled from. `slots` int64 `[N]`: for every packed row its slot
+    among the queries. All are None if the packed order is the padded one.
     """
 
-    buckets: tuple[tuple[int, int], ...]
-    padded: Tensor | None
+    buckets: tuple[tuple[int, int, int], ...]
+    keys: Taken | None
+    queries: Taken | None
     slots: Tensor | None
 
 
@@ -39,64 +44,77 @@ def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
     return buckets
 
 
-def plan_attention(cu_seqlens: np.ndarray, device: torch.device) -> AttentionPlan:
-    """Plan for samples laid end to end at `cu_seqlens` (int `[S + 1]`)."""
-    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
+def plan_prefix_buckets(lengths: np.ndarray, shared: np.ndarray) -> list[np.ndarray]:
+    """`plan_buckets` of samples that share about as much: those that share nothing, then others by the same rule."""
+    if not shared.any():
+        return plan_buckets(lengths)
+    alone = np.flatnonzero(shared == 0)
+    (begins,) = np.nonzero(shared)
+    likes = [alone, *(begins[some] for some in plan_buckets(shared[begins]))]
+    return [some[members] for some in likes for members in plan_buckets(lengths[some])]
+
+
+def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None = None) -> AttentionPlan:
+    """Plan for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`: see `MicroBatch`."""
     total = int(cu_seqlens[-1])
-    shapes, padded = [], []
+    if prefixes is None:
+        whole, edges, shared = np.arange(total), cu_seqlens.astype(np.int64), np.zeros(len(cu_seqlens) - 1, np.int64)
+    else:
+        (whole, edges), shared = unfolded(cu_seqlens, prefixes), prefixes[:, 1].astype(np.int64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    shapes, keys, queries = [], [], []
     slots = np.empty(total, np.int64)
     at = 0
-    for members in plan_buckets(lengths):
-        width = int(lengths[members[0]])
+    for members in plan_prefix_buckets(lengths, shared):
+        width, skipped = int(lengths[members[0]]), int(shared[members].min())
         column = np.arange(width)
         inside = column < lengths[members, None]
         # A padded slot holds its sample's first token: any finite value does, nothing depends on it.
-        rows = starts[members, None] + np.where(inside, column, 0)
-        slots[rows[inside]] = (at + np.arange(rows.size).reshape(rows.shape))[inside]
-        shapes.append((len(members), width))
-        padded.append(rows.reshape(-1))
-        at += rows.size
-    index = np.concatenate(padded)
-    straight = len(index) == total and bool((index == np.arange(total)).all())
+        rows = whole[starts[members, None] + np.where(inside, column, 0)]
+        keys.append(np.where(inside, rows, -1 - rows).reshape(-1))
+        own = (inside & (column >= shared[members, None]))[:, skipped:]
+        asking = rows[:, skipped:]
+        slots[asking[own]] = (at + np.arange(asking.size).reshape(asking.shape))[own]
+        queries.append(np.where(own, asking, -1 - asking).reshape(-1))
+        shapes.append((len(members), width, skipped))
+        at += asking.size
+    index = np.concatenate(keys)
+    if len(index) == total and bool((index == np.arange(total)).all()):
+        return AttentionPlan(tuple(shapes), None, None, None)
+    from_keys = Taken.of(index, total, device)
+    alike = all(skipped == 0 for *_, skipped in shapes) and not shared.any()
     return AttentionPlan(
         buckets=tuple(shapes),
-        padded=None if straight else torch.from_numpy(index).to(device),
-        slots=None if straight else torch.from_numpy(slots).to(device),
+        keys=from_keys,
+        queries=from_keys if alike else Taken.of(np.concatenate(queries), total, device),
+        slots=torch.from_numpy(slots).to(device),
     )
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
     """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`; `scale` None is `1 / sqrt(D)`."""
-    if plan.padded is not None:
-        query, key, value = (_Rearrange.apply(x, plan.padded, plan.slots) for x in (query, key, value))
-    parts = (x.split([count * width for count, width in plan.buckets]) for x in (query, key, value))
-    attended = [_attend(q, k, v, n, width, scale) for q, k, v, (n, width) in zip(*parts, plan.buckets, strict=True)]
+    if plan.keys is not None and plan.queries is not None:
+        query, key, value = plan.queries(query), plan.keys(key), plan.keys(value)
+    sizes = [(count * (width - skipped), count * width) for count, width, skipped in plan.buckets]
+    asked, held = zip(*sizes, strict=True)
+    parts = zip(query.split(asked), key.split(held), value.split(held), plan.buckets, strict=True)
+    attended = [_attend(q, k, v, n, width, skipped, scale) for q, k, v, (n, width, skipped) in parts]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return out if plan.slots is None else _Restore.apply(out, plan.slots)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, count: int, width: int, scale: float | None) -> Tensor:
-    q, k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (query, key, value))
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, count: int, width: int, skipped: int, scale: float | None
+) -> Tensor:
+    q = query.unflatten(0, (count, width - skipped)).transpose(1, 2)
+    k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    # Where queries lack the first tokens, the last of them still sees all keys.
+    mask = causal_lower_right(width - skipped, width) if skipped else None
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2).flatten(0, 1)
-
-
-class _Rearrange(torch.autograd.Function):
-    """Rows of `x` at `index`; the gradient's rows at `back`, which must undo it.
-
-    For padded slots, whose gradient is zero, this equals the scatter-add that indexing would do, and is much faster.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return grads[0].index_select(0, back), None, None
 
 
 class _Restore(torch.autograd.Function):

@@ -210,9 +210,11 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
       `optimizer/no_contrast` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
       the drift was beyond `algorithm.rollout_kl.max`.
     * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
+      `batch/shared_tokens`: of `batch/tokens`, those that were not fed forward, as another sample's row did for them. Routing
+      figures count a row for every sample that it is of.
     * `batch/split_episodes`: with a loss that takes whole episodes, how many are in several micro-batches. If any, the
       minibatch is fed forward once more, first.
-    * `batch/fill`: tokens as a share of the micro-batches' token budget.
+    * `batch/fill`: tokens fed forward as a share of the micro-batches' token budget.
     """
     counts, cause, routing, layers = minibatch.counts, update.cause, replay.take_counts(), replay.layers
     mine = np.zeros((layers, 2 + replay.num_experts))
@@ -241,7 +243,8 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
         "batch/trained_tokens": counts.trained,
         "batch/micro_batches": counts.micro_batches,
         "batch/split_episodes": float(minibatch.spread.sum()) if minibatch.needs_logprobs else 0.0,
-        "batch/fill": counts.fed / budget,
+        "batch/shared_tokens": counts.shared,
+        "batch/fill": (counts.fed - counts.shared) / budget,
     }
     if layers:
         worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
@@ -279,6 +282,7 @@ COMBINED: dict[str, Callable[[list[float]], float]] = {
     "batch/tokens": sum,
     "batch/trained_tokens": sum,
     "batch/micro_batches": sum,
+    "batch/shared_tokens": sum,
     "batch/split_episodes": sum,
     "tokens/dropped_non_finite": sum,
     "ratio/max": max,

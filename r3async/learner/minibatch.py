@@ -27,9 +27,10 @@ Columns = dict[str, np.ndarray]
 class TokenCounts(NamedTuple):
     """Of one micro-batch, or of a minibatch over all ranks: numbers of tokens, but for the last.
 
-    `trained`. `recorded`: trained ones whose input, the row before, has recorded routes. `credited`: trained ones whose advantage
-    is not 0. `dropped`: to be trained, but for a rollout log-prob that is not finite. `fed`: without padding, of which
-    `fed_recorded` have recorded routes. `micro_batches`: those that are not padding only.
+    `trained`. `recorded`: trained ones whose input, the token before, has recorded routes. `credited`: those with an advantage
+    that is not 0. `dropped`: to be trained, but for a rollout log-prob that is not finite. `fed`: of all samples, of which
+    `fed_recorded` have recorded routes, and `shared` have no row of their own but
+    another sample's. `micro_batches`: those that are not padding only.
     """
 
     trained: float
@@ -38,6 +39,7 @@ class TokenCounts(NamedTuple):
     dropped: float
     fed: float
     fed_recorded: float
+    shared: float
     micro_batches: float
 
     @property
@@ -53,7 +55,7 @@ class TokenCounts(NamedTuple):
 class TrainedTokens:
     """Which rows of one micro-batch are trained.
 
-    `rows` int64 `[M]`: trained tokens; the logits of row `t` - 1 predict row `t`. `episodes` int64 `[M]`: the number in the
+    `rows` int64 `[M]`: trained tokens. `episodes` int64 `[M]`: the number in the
     minibatch of the episode that each is of; without the column `episode` each sample is an episode by itself: -1 for the
     first of them, -2, ... `places` int `[M]`: their numbers in the minibatch; empty without the column `place`.
     """
@@ -69,9 +71,10 @@ def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
     `advantages` is missing, or if a trained token has no episode though others have."""
     table = micro_batch.table
     wanted = table["loss_mask"]
-    starts = micro_batch.cu_seqlens[: len(micro_batch.sample_ids)]
+    starts = micro_batch.firsts
     if wanted[starts].any():
-        sample = micro_batch.sample_ids[int(np.flatnonzero(wanted[starts])[0])]
+        first = int(starts[np.flatnonzero(wanted[starts])[0]])
+        sample = micro_batch.sample_ids[int(np.searchsorted(micro_batch.cu_seqlens, first, side="right")) - 1]
         raise LearnerError(f"sample {sample}: its first token is to be trained, but nothing predicts a first token")
     if "advantages" not in table:
         raise LearnerError(f"sample {micro_batch.sample_ids[0]}: column 'advantages' is missing")
@@ -85,13 +88,15 @@ def trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
                 "column 'episode' is -1 at a trained token: number the episodes of a minibatch 0, 1, ..."
             )
     recorded = table["routing_recorded"] if "routing_recorded" in table else np.zeros(len(table), bool)
+    times, real = micro_batch.times, micro_batch.real_tokens
     counts = TokenCounts(
         trained=len(rows),
-        recorded=int(recorded[rows - 1].sum()),
+        recorded=int(recorded[micro_batch.before(rows)].sum()),
         credited=int(np.count_nonzero(table["advantages"][rows])),
         dropped=int((wanted & ~finite).sum()),
-        fed=micro_batch.real_tokens,
-        fed_recorded=int(recorded[: micro_batch.real_tokens].sum()),
+        fed=real + micro_batch.shared_tokens,
+        fed_recorded=int((recorded if times is None else recorded * times)[:real].sum()),
+        shared=micro_batch.shared_tokens,
         micro_batches=bool(micro_batch.sample_ids),
     )
     places = table["place"][rows] if "place" in table else np.zeros(0, np.int64)
@@ -229,7 +234,9 @@ class Minibatch:
             samples = micro_batch.sample_ids
             if samples in logprobs:
                 starts = micro_batch.cu_seqlens[: len(samples) + 1]
-                traces.append(RouteTrace(samples, starts, 0, [], none, none, logprobs[samples]))
+                prefixes = micro_batch.prefixes
+                shared = None if prefixes is None else prefixes[: len(samples)]
+                traces.append(RouteTrace(samples, starts, 0, [], none, none, logprobs[samples], shared))
         return traces
 
 
@@ -314,9 +321,11 @@ def recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int
     load = np.zeros((layers, experts))
     for m in micro_batches:
         if "routed_experts" in m.table:
-            rows = m.table["routed_experts"][m.table["routing_recorded"]]
+            (recorded,) = np.nonzero(m.table["routing_recorded"])
+            rows = m.table["routed_experts"][recorded]
+            times = None if m.times is None else np.repeat(m.times[recorded], rows.shape[2])
             for layer in range(layers):
-                load[layer] += np.bincount(rows[:, layer].reshape(-1), minlength=experts)
+                load[layer] += np.bincount(rows[:, layer].reshape(-1), times, minlength=experts)
     return load
 
 

@@ -69,6 +69,9 @@ class MicroBatchRoutes:
         self._real = min(max(micro_batch.real_tokens - part.start, 0), self.local_tokens)
         self._sorted: Tensor | None = None
         self._recorded: Tensor | None = None
+        self._times: Tensor | None = None
+        if micro_batch.times is not None:
+            self._times = torch.from_numpy(micro_batch.times[part][: self._real]).to(replay.device)
         self.keep = keep
         self.own: list[Tensor | None] = [None] * len(replay.columns)
         self.used: list[Tensor | None] = [None] * len(replay.columns)
@@ -135,11 +138,12 @@ class MicroBatchRoutes:
                 used = torch.where(keep[:, None], own, rows)
             if count:
                 recorded = self._recorded[: self._real]
-                replay.counts.agreed[router] += (same[: self._real] & recorded).sum()
-                replay.counts.compared[router] += recorded.sum()
+                replay.counts.agreed[router] += self._each(same[: self._real] & recorded).sum()
+                replay.counts.compared[router] += self._each(recorded).sum()
         if count:
-            chosen = used[: self._real].reshape(-1)
-            replay.counts.load[router].scatter_add_(0, chosen, torch.ones_like(chosen))
+            chosen = used[: self._real]
+            ones = self._each(torch.ones_like(chosen))
+            replay.counts.load[router].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
             if self.keep:
                 self.own[router], self.used[router] = own, used
         return used
@@ -152,10 +156,15 @@ class MicroBatchRoutes:
         weights = self._replay.balance
         if weights is None:
             return scores
-        loss = (probabilities(scores[: self._real]).float() @ weights[router]).sum()
+        loss = self._each(probabilities(scores[: self._real]).float() @ weights[router]).sum()
         if not self.recomputing:
             self._replay.counts.auxiliary += loss.detach()
         return _WithLoss.apply(scores, loss)
+
+    def _each(self, of_rows: Tensor) -> Tensor:
+        """`of_rows` `[n, ...]` times the number of samples that each row is of."""
+        times = self._times
+        return of_rows if times is None else of_rows * times.view(-1, *(1 for _ in of_rows.shape[1:]))
 
     def follow(self, output: Tensor) -> Tensor:
         """Make these routes current when the backward pass of `output`, this rank's result for the micro-batch, begins."""
@@ -176,7 +185,9 @@ class MicroBatchRoutes:
         samples = self._micro_batch.sample_ids
         cu_seqlens = self._micro_batch.cu_seqlens[: len(samples) + 1]
         first = self._replay.token_slice(self.tokens).start
-        return RouteTrace(samples, cu_seqlens, first, self._replay.columns, own, used)
+        prefixes = self._micro_batch.prefixes
+        shared = None if prefixes is None else prefixes[: len(samples)]
+        return RouteTrace(samples, cu_seqlens, first, self._replay.columns, own, used, prefixes=shared)
 
     def close(self) -> None:
         """Release everything; later use raises."""

@@ -140,6 +140,7 @@ class Trainer:
             cost=self.cost,
             # Where the loss takes whole episodes, those that are in one micro-batch need no further forward pass.
             whole_episodes=takes_episodes(self.config.algorithm),
+            share_prefixes=learner.share_prefixes,
         )
 
     def _report(self, number: int, results: Sequence[MinibatchResult]) -> None:

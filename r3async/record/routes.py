@@ -25,6 +25,7 @@ import numpy as np
 from r3async.config import Config
 from r3async.data.container import Container, Record, Torn, map_file
 from r3async.data.routes import RoutingError
+from r3async.learner.batch.prefixes import unfolded
 from r3async.transport.codec import checksum, raw_bytes
 from r3async.world import File, Files, World
 from r3async.world.appending import AppendFile, Keeper
@@ -271,8 +272,24 @@ def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
     own, used = merged
     # Every rank that has them computed the same.
     logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
-    return msgspec.structs.replace(
+    joined = msgspec.structs.replace(
         parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
+    )
+    return joined if joined.prefixes is None else _unfolded(joined, joined.prefixes)
+
+
+def _unfolded(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
+    """With the rows of every sample, also those that it shares; these it does not train."""
+    rows, edges = unfolded(trace.cu_seqlens, prefixes)
+    logprobs = trace.logprobs
+    if logprobs is not None:
+        shared = np.arange(len(rows)) - np.repeat(edges[:-1], np.diff(edges)) < np.repeat(
+            prefixes[:, 1], np.diff(edges)
+        )
+        logprobs = np.where(shared, np.float32(np.nan), logprobs[rows])
+    edges = edges.astype(np.int32)
+    return msgspec.structs.replace(
+        trace, cu_seqlens=edges, own=trace.own[rows], used=trace.used[rows], logprobs=logprobs, prefixes=None
     )
 
 

@@ -116,3 +116,34 @@ def make_sample(
 def make_samples(seed: int, lengths: list[int], **options: Any) -> list[Sample]:
     rng = np.random.default_rng(seed)
     return [make_sample(rng, length, name=f"s{i}", **options) for i, length in enumerate(lengths)]
+
+
+def continued(sample: Sample, name: str, length: int, rng: np.random.Generator, *, at: int | None = None) -> Sample:
+    """The first `at` tokens of `sample` (all of them) with their routes, none trained, and then `length` more that are."""
+    at = len(sample.table) if at is None else at
+    layers = sample.table.shape_of("routed_experts")[1] if "routed_experts" in sample.table else 0
+    more = make_sample(rng, length, prompt=0, name=name, layers=max(layers, 1), routes=layers > 0).table
+    again = sample.table.slice(0, at).with_columns(loss_mask=np.zeros(at, bool))
+    return Sample(name, TokenTable.concat([again, more]), sample.temperature)
+
+
+def make_families(seed: int = 0, **options: Any) -> list[Sample]:
+    """Samples that share prefixes, in no order: two groups whose prompts begin alike, samples that branch off another's middle or
+    end, and one that shares nothing. Of two samples the routes of the prompt differ, in a choice and in what is recorded."""
+    rng = np.random.default_rng(seed)
+    system = make_sample(rng, 5, name="system", prompt=5, **options)
+    groups = [continued(system, f"prompt{p}", p, rng) for p in (4, 20)]
+    samples = [
+        continued(prompt, f"g{g}e{e}", length, rng)
+        for g, prompt in enumerate(groups)
+        for e, length in enumerate([3, 30, 1, 6])
+    ]
+    samples += [continued(samples[1], "branch", 4, rng, at=21), continued(samples[5], "later", 7, rng)]
+    samples.append(make_sample(rng, 11, name="alone", **options))
+    if options.get("routes", True):
+        rows, recorded = samples[2].table["routed_experts"].copy(), samples[6].table["routing_recorded"].copy()
+        rows[6] = (rows[6] + 1) % EXPERTS
+        recorded[9] = ~recorded[9]
+        for at, columns in ((2, {"routed_experts": rows}), (6, {"routing_recorded": recorded})):
+            samples[at] = Sample(samples[at].sample_id, samples[at].table.with_columns(**columns), 0.7)
+    return [samples[i] for i in rng.permutation(len(samples))]

@@ -193,6 +193,6 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:
     """Of all tokens, `[N, V]`."""
     m = micro_batch
-    packed = Packed.of(m.table["token_ids"], m.positions, m.cu_seqlens, torch.device("cpu"))
+    packed = Packed.of(m, torch.device("cpu"))
     hidden = learner.model.causal.base_model(**packed.arguments()).last_hidden_state[0]
     return learner.model.causal.get_output_embeddings()(hidden)

@@ -53,6 +53,7 @@ PROMISED_METRICS = [
     "batch/tokens",
     "batch/micro_batches",
     "batch/split_episodes",
+    "batch/shared_tokens",
     "batch/fill",
     "grad_norm",
     "throughput/generated_tokens_per_second",
@@ -116,6 +117,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
         assert row["staleness/max"] <= row["staleness/bound"] == 2
         assert sum(row[f"staleness/age_{age}"] for age in range(3)) == row["batch/trained_tokens"]
         assert row["routing/recorded_fraction"] >= 0.95
+        assert row["batch/tokens"] > row["batch/shared_tokens"] > 0
         assert row["transport/rejected"] == 0
         assert row["rollout_kl/k3"] < 0.01
     assert max(r["staleness/mean"] for r in rows) > 0  # generation overlapped training

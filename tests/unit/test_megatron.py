@@ -186,7 +186,7 @@ def test_metric_names_are_those_of_the_protocol(learner):
         "routing/recorded_fraction", "routing/recorded_fraction_fed", "routing/agreement", "routing/agreement_min",
         "routing/load_imbalance", "grad_norm", "lr", "optimizer/skipped",
         "tokens/dropped_non_finite", "batch/tokens", "batch/trained_tokens", "batch/micro_batches",
-        "batch/split_episodes", "batch/fill",
+        "batch/split_episodes", "batch/shared_tokens", "batch/fill",
         "optimizer/updates", "optimizer/no_contrast", "optimizer/broken", "rollout_kl/coef", "loss/router_aux",
     }  # fmt: skip
     names |= set(ObjectiveSums.zero().metrics())

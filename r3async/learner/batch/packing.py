@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from r3async.data.records import Sample, SchemaError, TokenTable
-from r3async.learner.batch.planner import Cost, PackingError, plan
+from r3async.learner.batch.planner import Cost, PackingError, lockstep, plan
+from r3async.learner.batch.prefixes import Likeness, capacity_and_cost, families, find_likeness, unfolded
+
+PARTS = 4
+"""Of a rank's work: families of no more than one part are tried where there are several ranks."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +23,16 @@ class MicroBatch:
     `table`: every column of the samples, `[N]` rows. `cu_seqlens`: int32 `[S + 1]`, sample `s` is rows
     `cu_seqlens[s]:cu_seqlens[s + 1]`. `temperatures`: float32 `[S]`. `sample_ids`: one per sample; segments beyond them are
     padding, which trains nothing, replays nothing and is in no metric.
+
+    `prefixes`: None, or where samples share rows int32 `[S, 2]`: sample `s` begins with the first `prefixes[s, 1]` tokens of
+    sample `prefixes[s, 0]`, an earlier one, and only what follows them is in its own rows: one at least.
     """
 
     table: TokenTable
     cu_seqlens: np.ndarray
     temperatures: np.ndarray
     sample_ids: tuple[str, ...]
+    prefixes: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -35,13 +44,48 @@ class MicroBatch:
         return int(self.cu_seqlens[len(self.sample_ids)])
 
     @property
+    def shared_tokens(self) -> int:
+        """Tokens of the samples that have no row of their own."""
+        return 0 if self.prefixes is None else int(self.prefixes[:, 1].sum())
+
+    @property
     def lengths(self) -> np.ndarray:
+        """Of the samples' own rows."""
         return np.diff(self.cu_seqlens)
 
     @property
     def positions(self) -> np.ndarray:
         """int32 `[N]`: 0, 1, ... within each sample."""
-        return (np.arange(self.tokens) - np.repeat(self.cu_seqlens[:-1], self.lengths)).astype(np.int32)
+        begins = self.cu_seqlens[:-1] if self.prefixes is None else self.cu_seqlens[:-1] - self.prefixes[:, 1]
+        return (np.arange(self.tokens) - np.repeat(begins, self.lengths)).astype(np.int32)
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """int `[F]`: the rows of samples' first tokens, padding left out. A sample that shares them has none."""
+        starts = self.cu_seqlens[: len(self.sample_ids)]
+        return starts if self.prefixes is None else starts[self.prefixes[: len(starts), 1] == 0]
+
+    @cached_property
+    def unfolded(self) -> tuple[np.ndarray, np.ndarray]:
+        """The whole samples: see `prefixes.unfolded`."""
+        if self.prefixes is None:
+            return np.arange(self.tokens), self.cu_seqlens.astype(np.int64)
+        return unfolded(self.cu_seqlens, self.prefixes)
+
+    def before(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `[M]`: the rows of the tokens before those at `rows`, none a sample's first: their logits predict them."""
+        if self.prefixes is None:
+            return rows - 1
+        whole, edges = self.unfolded
+        previous = np.arange(-1, self.tokens - 1)
+        (branches,) = np.nonzero(self.prefixes[:, 1])
+        previous[self.cu_seqlens[branches]] = whole[edges[branches] + self.prefixes[branches, 1] - 1]
+        return previous[rows]
+
+    @cached_property
+    def times(self) -> np.ndarray | None:
+        """int64 `[N]`: of how many samples each row is a token; None if each is of one."""
+        return None if self.prefixes is None else np.bincount(self.unfolded[0], minlength=self.tokens)
 
     @property
     def token_temperatures(self) -> np.ndarray:
@@ -49,22 +93,26 @@ class MicroBatch:
         return np.repeat(self.temperatures, self.lengths)
 
 
-def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """One micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ."""
+def collate(samples: Sequence[Sample], shared: np.ndarray | None = None) -> MicroBatch:
+    """One micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ.
+
+    `shared` int `[S]`: how many tokens of the sample before it each begins with, of which it gives its own rows up.
+    """
     try:
-        table = TokenTable.concat([s.table for s in samples])
+        table = TokenTable.concat([s.table for s in samples], shared)
     except SchemaError as error:
         names = list(samples[0].table) if samples else []
         odd = next(
             (s.sample_id for s in samples if list(s.table) != names), samples[0].sample_id if samples else "none"
         )
         raise PackingError(f"sample {odd}: {error}") from error
-    lengths = [len(s.table) for s in samples]
+    lengths = np.asarray([len(s.table) for s in samples], np.int64) - (0 if shared is None else shared)
     return MicroBatch(
         table=table,
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         temperatures=np.asarray([s.temperature for s in samples], np.float32),
         sample_ids=tuple(s.sample_id for s in samples),
+        prefixes=None if shared is None else np.stack([np.arange(len(samples)) - 1, shared], axis=1).astype(np.int32),
     )
 
 
@@ -83,12 +131,15 @@ def aligned(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
 def _with_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
     m, total = micro_batch, micro_batch.tokens + tokens
     edges, temperatures = np.append(m.cu_seqlens, np.int32(total)), np.append(m.temperatures, np.float32(1.0))
-    return MicroBatch(m.table.padded(total), edges, temperatures, m.sample_ids)
+    prefixes = None if m.prefixes is None else np.append(m.prefixes, np.zeros((1, 2), np.int32), axis=0)
+    return MicroBatch(m.table.padded(total), edges, temperatures, m.sample_ids, prefixes)
 
 
-def pack(samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False) -> list[MicroBatch]:
+def pack(
+    samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False, share_prefixes: bool = False
+) -> list[MicroBatch]:
     """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
-    return pack_for_ranks(samples, max_tokens, whole_episodes=whole_episodes)[0]
+    return pack_for_ranks(samples, max_tokens, whole_episodes=whole_episodes, share_prefixes=share_prefixes)[0]
 
 
 def pack_for_ranks(
@@ -98,24 +149,68 @@ def pack_for_ranks(
     ranks: int = 1,
     cost: Cost | None = None,
     whole_episodes: bool = False,
+    share_prefixes: bool = False,
 ) -> list[list[MicroBatch]]:
     """What each data-parallel rank trains: every sample once, and the same number of micro-batches for all.
 
-    With `whole_episodes` the samples of an episode (column `episode`) are in one micro-batch, if they fit into one.
+    With `whole_episodes` the samples of an episode (column `episode`) are in one micro-batch, if they fit into one. With
+    `share_prefixes` those of one micro-batch have the rows that they have in common once.
     A rank that runs out is given padding of one row, because the others wait for it in every forward and backward pass.
     Raises `PackingError` for a sample longer than `max_tokens`, or for samples whose columns differ.
     """
+    cost = cost or Cost()
     units = _episodes(samples, max_tokens) if whole_episodes else [[i] for i in range(len(samples))]
-    planned = plan(
-        [sum(len(samples[i].table) for i in unit) for unit in units], max_tokens=max_tokens, ranks=ranks, cost=cost
-    )
+    fits = all(len(s.table) <= max_tokens for s in samples)  # or `plan` says which does not
+    likeness = find_likeness(samples) if share_prefixes and fits else None
+    if likeness is None:
+        lengths = [sum(len(samples[i].table) for i in unit) for unit in units]
+        planned = [
+            [[i for unit in m for i in units[unit]] for m in mine]
+            for mine in plan(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
+        ]
+    else:
+        planned = _planned_together(units, likeness, max_tokens, ranks, cost)
     if not samples:
         return [[] for _ in range(ranks)]
     # No rows of every sample: that all have the same columns is found out here, not when ranks wait for each other.
     padding = padding_like(collate([Sample(s.sample_id, s.table.slice(0, 0)) for s in samples]))
-    return [
-        [collate([samples[i] for unit in m for i in units[unit]]) if m else padding for m in mine] for mine in planned
-    ]
+    return [[_collated(samples, m, likeness) if m else padding for m in mine] for mine in planned]
+
+
+def _collated(samples: Sequence[Sample], members: Sequence[int], likeness: Likeness | None) -> MicroBatch:
+    """In the order in which they share most, if they share anything."""
+    if likeness is not None:
+        order, shared = likeness.sorted(members)
+        if shared.any():
+            return collate([samples[i] for i in order], shared)
+    return collate([samples[i] for i in members])
+
+
+def _planned_together(
+    units: Sequence[Sequence[int]], likeness: Likeness, max_tokens: int, ranks: int, cost: Cost
+) -> list[list[list[int]]]:
+    """For each rank its micro-batches, of indices of samples: those that share prefixes together as far as that makes the step
+    shorter. Families are lumps that divide less evenly, so smaller ones are tried as well."""
+    share = max(1, int(likeness.lengths.sum()) // (PARTS * ranks))
+    best: tuple[float, int, list[list[list[int]]]] | None = None
+    for capacity in (max_tokens, min(max_tokens, share), 0) if ranks > 1 else (max_tokens,):
+        joined = families(units, likeness, capacity)
+        sizes = [capacity_and_cost(unit, likeness, cost) for unit in joined]
+        planned = [
+            [[i for unit in m for i in joined[unit]] for m in mine]
+            for mine in plan(
+                [size for size, _ in sizes],
+                max_tokens=max_tokens,
+                ranks=ranks,
+                cost=cost,
+                costs=[each for _, each in sizes],
+            )
+        ]
+        waited = lockstep([[capacity_and_cost(m, likeness, cost)[1] for m in mine] for mine in planned])
+        if best is None or (waited, len(planned[0])) < best[:2]:
+            best = waited, len(planned[0]), planned
+    assert best is not None
+    return best[2]
 
 
 def _episodes(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:

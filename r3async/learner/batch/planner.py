@@ -112,10 +112,12 @@ def plan(
     max_tokens: int,
     ranks: int = 1,
     cost: Cost | None = None,
+    costs: Sequence[float] | None = None,
 ) -> list[list[Bin]]:
     """For each rank its micro-batches, each a list of indices into `lengths`, at most `max_tokens` tokens together.
 
-    Every index is in one micro-batch. All ranks have the same number of them, some perhaps empty, costliest first.
+    Every index is in one micro-batch. All ranks have the same number of them, some perhaps empty, costliest first. `costs`: of
+    each, where it is not what `cost` makes of its length.
 
     The wait at each micro-batch is as short as can be found (see the module), with as few micro-batches as can be found.
     Raises `PackingError` if one sample alone is longer than `max_tokens`.
@@ -130,9 +132,16 @@ def plan(
             f"sample {index} has {lengths[index]} tokens, more than learner.max_tokens_per_micro_batch = {max_tokens}: "
             "raise that, or lower episode.max_total_tokens"
         )
-    work = _Work(sizes[order], max_tokens, ranks, cost or Cost())
+    cost = cost or Cost()
+    each = cost.of(sizes) if costs is None else np.asarray(costs, np.float64)
+    work = _Work(sizes[order], each[order], max_tokens, ranks, cost)
     of = order.tolist()
     return [[sorted([of[s] for s in m]) for m in mine] for mine in work.in_lockstep()]
+
+
+def lockstep(costs: Sequence[Sequence[float]]) -> float:
+    """What the ranks wait for in all, given the cost of each micro-batch of each of them."""
+    return float(sum(max(of_rank) for of_rank in zip(*costs, strict=True)))
 
 
 def levels(lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: Cost, work: float) -> np.ndarray:
@@ -222,10 +231,12 @@ class _Pool:
 class _Work:
     """One step's samples, sorted by length, and the ways to divide them."""
 
-    def __init__(self, lengths: np.ndarray, max_tokens: int, ranks: int, cost: Cost):
+    def __init__(self, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, ranks: int, cost: Cost):
         self.sorted, self.max_tokens, self.ranks, self.cost = lengths, max_tokens, ranks, cost
         self.lengths: list[int] = lengths.tolist()
-        self.costs: list[float] = cost.of(lengths).tolist()
+        self.costs: list[float] = costs.tolist()
+        # Looked for by cost as by length: none costs more than a longer one is taken to.
+        self._most: list[float] = np.maximum.accumulate(costs).tolist()
         self.total = sum(self.costs)
 
     def in_lockstep(self) -> list[list[Bin]]:
@@ -263,7 +274,7 @@ class _Work:
 
     def pool(self, samples: Iterable[int] | None = None) -> _Pool:
         """Of all samples, or of some, in ascending order."""
-        return _Pool(list(range(len(self.lengths)) if samples is None else samples), self.lengths, self.costs)
+        return _Pool(list(range(len(self.lengths)) if samples is None else samples), self.lengths, self._most)
 
     def all_filled(self, pool: _Pool, *, exact: bool = False) -> list[Bin]:
         bins = []
@@ -314,7 +325,7 @@ class _Work:
         for level in least[:-1]:
             # The longest sample that is left has to go somewhere.
             longest = pool.last(len(self.lengths))
-            level = max(level, self.costs[longest] if longest >= 0 else 0.0)
+            level = max(level, self._most[longest] if longest >= 0 else 0.0)
             rounds.append([self.filled(pool, level) for _ in range(self.ranks)])
             done = [self.of(m) for m in rounds[-1]]
             waited, rest = waited + max(done), rest - sum(done)

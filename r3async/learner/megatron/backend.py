@@ -29,6 +29,7 @@ from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_mo
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.replay import Binder, MicroBatchRoutes
 from r3async.learner.state import Held
+from r3async.learner.taken import Taken
 
 
 class MegatronLearner(LearnerBackend):
@@ -111,7 +112,7 @@ class MegatronLearner(LearnerBackend):
     def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Tensor:
         """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""
         plan = make_plan(
-            micro_batch.cu_seqlens,
+            micro_batch,
             head_dim=self.shape.head_dim,
             rope_theta=self.shape.rope_theta,
             dtype=getattr(torch, self.config.learner.dtype),
@@ -130,7 +131,7 @@ class MegatronLearner(LearnerBackend):
         weight = self.model.output_weight()[: self._logits_here]
         return token_logprobs(
             lambda h: F.linear(h, weight),
-            hidden[:, 0].index_select(0, self._tensor(rows - 1)),
+            Taken.of(micro_batch.before(rows), micro_batch.tokens, self._device)(hidden[:, 0]),
             self._tensor(ids),
             self._tensor(micro_batch.token_temperatures[rows]),
             self._logits_here,

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
+from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.replay import RoutingReplay
 
 
@@ -37,21 +38,20 @@ class PackedPlan(PackedSeqParams):
 
 
 def make_plan(
-    cu_seqlens: np.ndarray, *, head_dim: int, rope_theta: float, dtype: torch.dtype, device: torch.device
+    micro_batch: MicroBatch, *, head_dim: int, rope_theta: float, dtype: torch.dtype, device: torch.device
 ) -> PackedPlan:
-    """Plan for samples laid end to end at `cu_seqlens` (int `[S + 1]`)."""
-    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
-    position = np.arange(int(cu_seqlens[-1])) - np.repeat(starts, lengths)
+    """Plan for the samples of a micro-batch."""
     frequency = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.from_numpy(position).float()[:, None, None] * frequency
-    cu = torch.from_numpy(cu_seqlens.astype(np.int32)).to(device)
+    angle = torch.from_numpy(micro_batch.positions).float()[:, None, None] * frequency
+    cu = torch.from_numpy(micro_batch.cu_seqlens.astype(np.int32)).to(device)
+    longest = int(micro_batch.lengths.max())
     return PackedPlan(
         qkv_format="thd",
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
-        max_seqlen_q=int(lengths.max()),
-        max_seqlen_kv=int(lengths.max()),
-        attention=plan_attention(cu_seqlens, device),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        attention=plan_attention(micro_batch.cu_seqlens, device, micro_batch.prefixes),
         cos=angle.cos().to(device, dtype),
         sin=angle.sin().to(device, dtype),
     )

@@ -22,6 +22,7 @@ from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.state import Held
+from r3async.learner.taken import Taken
 from r3async.learner.torch.model import Packed, PackedModel, load_model, read_config
 from r3async.learner.torch.routers import attach_replay
 
@@ -74,8 +75,9 @@ class TorchLearner(LearnerBackend):
         """The scores themselves: what FSDP shards is all of a pass."""
         m, device = micro_batch, self.ranks.device
         return self.model(
-            Packed.of(m.table["token_ids"], m.positions, m.cu_seqlens, device),
+            Packed.of(m, device),
             torch.from_numpy(rows).to(device),
+            Taken.of(m.before(rows), m.tokens, device),
             torch.from_numpy(m.token_temperatures[rows]).to(device),
             routes,
         )

@@ -17,10 +17,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.core_model_loading import revert_weight_conversion
 
 from r3async.data.model_shape import moe_geometry
+from r3async.data.records import Sample, TokenTable
 from r3async.learner import LearnerError
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
+from r3async.learner.batch.packing import MicroBatch, collate
 from r3async.learner.logprobs import token_logprobs
 from r3async.learner.replay import MicroBatchRoutes
+from r3async.learner.taken import Taken
 from r3async.learner.torch.routers import RouterSearch, check_routers
 
 ATTENTION = "r3async_packed"
@@ -56,7 +59,7 @@ def _attend(
             raise LearnerError(f"{name} uses {what}, which packed attention does not have")
     if dropout or not getattr(module, "is_causal", True):
         raise LearnerError(f"{name} uses {'dropout' if dropout else 'attention that is not causal'}")
-    longest = max(width for _, width in attention_plan.buckets)
+    longest = max(width for _, width, _ in attention_plan.buckets)
     if sliding_window and longest > sliding_window:
         raise LearnerError(
             f"{name}: a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, which "
@@ -119,10 +122,10 @@ class Packed:
     plan: AttentionPlan
 
     @staticmethod
-    def of(token_ids: np.ndarray, positions: np.ndarray, cu_seqlens: np.ndarray, device: torch.device) -> Packed:
-        """`token_ids` and `positions` int `[N]`, `cu_seqlens` int `[S + 1]`."""
-        ids, at = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (token_ids, positions))
-        return Packed(ids, at, plan_attention(cu_seqlens, device))
+    def of(micro_batch: MicroBatch, device: torch.device) -> Packed:
+        m = micro_batch
+        ids, at = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (m.table["token_ids"], m.positions))
+        return Packed(ids, at, plan_attention(m.cu_seqlens, device, m.prefixes))
 
     def arguments(self) -> dict[str, Any]:
         """For a transformers model."""
@@ -163,8 +166,8 @@ class PackedModel(nn.Module):
         convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
         scaled or capped), if a router takes weights from masked scores, or for a sliding window below `longest`.
         """
-        tokens = np.arange(3)
-        packed = Packed.of(tokens % self.vocab_size, tokens, np.asarray([0, len(tokens)]), torch.device("cpu"))
+        sample = Sample("probe", TokenTable.of_tokens(np.arange(3) % self.vocab_size))
+        packed = Packed.of(collate([sample]), torch.device("cpu"))
         calls: list[tuple[nn.Module, int | None]] = []
         hidden: list[Tensor] = []
         handle = self.causal.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
@@ -205,18 +208,23 @@ class PackedModel(nn.Module):
         return search.routers
 
     def forward(
-        self, packed: Packed, rows: Tensor, temperatures: Tensor, routes: MicroBatchRoutes | None = None
+        self,
+        packed: Packed,
+        rows: Tensor,
+        before: Taken,
+        temperatures: Tensor,
+        routes: MicroBatchRoutes | None = None,
     ) -> tuple[Tensor, Tensor]:
         """float32 `[M]` log-probs of the tokens at `rows` (int64 `[M]`, none a first token), and their entropies.
 
-        Logits are made for these rows only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
+        Logits are made for the tokens `before` them only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
         """
         hidden = self.causal.base_model(**packed.arguments()).last_hidden_state[0]
         if routes is not None:
             hidden = routes.follow(hidden)
         logprobs, entropies = token_logprobs(
             self.causal.get_output_embeddings(),
-            hidden.index_select(0, rows - 1),
+            before(hidden),
             packed.ids.index_select(0, rows),
             temperatures,
             self.vocab_size,

@@ -1,0 +1,164 @@
+"""Prefixes that samples have in common: found here, so that the learner feeds each forward once. Pure.
+
+The G samples of a group begin with the same prompt; a sample that branches off an episode repeats what was said before. Under a
+causal mask what the model makes of a token follows from the tokens up to it and their routes alone. So where these are the
+same, and nothing of it is trained twice, one copy does for all.
+
+Samples are sorted by their tokens, so that each begins most like the one before it. What it shares with that one, it gives up.
+The minimum over a part of this order is what the ends of that part share at least: any choice of samples shares by the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from r3async.data.records import Sample, TokenTable
+from r3async.data.routes import sorted_columns
+from r3async.learner.batch.planner import Cost
+
+KEYS_PER_ROW = 8
+"""Every sample attends to a copy of its prefix's keys and values. At most so many times the token budget exist at once."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Of some samples. `order` int64 `[S]`: their indices, sorted by tokens; `rank` its inverse. `alike` int64 `[S + 1]`: how
+    many of its first rows the sample at each place of that order can give up for those of the sample before it; 0 at both ends.
+    `lengths` int64 `[S]`, by index."""
+
+    order: np.ndarray
+    rank: np.ndarray
+    alike: np.ndarray
+    lengths: np.ndarray
+
+    def sorted(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """`members` in this order, and what each shares with the one before it: int64 `[M]` each."""
+        at = np.sort(self.rank[np.asarray(members, np.int64)])
+        # The least of each part after one member up to the next.
+        edges = np.append(at[:1], at[:-1] + 1)
+        shared = np.minimum.reduceat(self.alike, np.stack([edges, at + 1], axis=1).ravel())[::2]
+        shared[:1] = 0
+        return self.order[at], shared
+
+    def least(self, first: int, last: int) -> int:
+        """What the sample at place `last` can give up for the one at place `first` before it, at least."""
+        return int(self.alike[first + 1 : last + 1].min())
+
+
+def find_likeness(samples: Sequence[Sample]) -> Likeness | None:
+    """None if nothing can be shared. A sample gives up rows before its first trained one, and keeps its last one."""
+    tokens = [s.table["token_ids"] for s in samples]
+    names = [t.tobytes() for t in tokens]
+    order = sorted(range(len(samples)), key=names.__getitem__)
+    alike = np.zeros(len(samples) + 1, np.int64)
+    for place in range(1, len(order)):
+        before, after = order[place - 1], order[place]
+        mask = samples[after].table["loss_mask"]
+        most = min(len(tokens[before]), len(mask) - 1)
+        first = int(mask[:most].argmax()) if most > 0 else 0
+        most = first if first or (most > 0 and mask[0]) else most
+        if most > 0 and tokens[before][0] == tokens[after][0]:
+            common = _common(tokens[before][:most] == tokens[after][:most])
+            alike[place] = _alike_routes(samples[before].table, samples[after].table, common)
+    if not alike.any():
+        return None
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return Likeness(np.asarray(order), rank, alike, np.asarray([len(t) for t in tokens], np.int64))
+
+
+def _common(same: np.ndarray) -> int:
+    """How many there are before the first that is False."""
+    first = int(same.argmin()) if len(same) else 0
+    return first if first or (len(same) and not same[0]) else len(same)
+
+
+def _alike_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
+    """Of the first `rows` rows, those before the first whose records differ. The order of a record carries nothing."""
+    if "routed_experts" not in before or "routed_experts" not in after or "routing_recorded" not in after:
+        return rows if "routed_experts" not in before and "routed_experts" not in after else 0
+    recorded = before["routing_recorded"][:rows]
+    rows = _common(recorded == after["routing_recorded"][:rows])
+    recorded = recorded[:rows]
+    one, other = (t["routed_experts"][:rows] for t in (before, after))
+    if not rows or np.array_equal(one, other):
+        return rows
+    if one.shape[1:] != other.shape[1:]:
+        return 0
+    same = ~recorded | (one == other).all(axis=(1, 2))
+    (unsure,) = np.nonzero(~same)
+    one, other = (_as_sets(x[unsure]) for x in (one, other))
+    same[unsure] = (one == other).all(axis=(1, 2))
+    return _common(same)
+
+
+def _as_sets(rows: np.ndarray) -> np.ndarray:
+    """`[n, L, K]`, each sorted."""
+    out = np.empty((rows.shape[0] * rows.shape[1], rows.shape[2]), rows.dtype)
+    for part, columns in sorted_columns(rows.reshape(out.shape)):
+        np.stack(columns, axis=1, out=out[part])
+    return out.reshape(rows.shape)
+
+
+def families(units: Sequence[Sequence[int]], likeness: Likeness, capacity: int) -> list[list[int]]:
+    """The units (indices of samples, each sample in one) joined with those that share their prefixes, as far as what they are
+    together takes no more than `capacity`."""
+    first = [int(likeness.rank[np.asarray(unit)].min()) for unit in units]
+    joined: list[list[int]] = []
+    rows = keys = last = 0
+    for at in np.argsort(first, kind="stable").tolist():
+        unit, place = list(units[at]), first[at]
+        own, attended = _size(unit, likeness)
+        shared = likeness.least(last, place) if joined else 0
+        if shared and taken(rows + own - shared, keys + attended) <= capacity:
+            joined[-1] += unit
+            rows, keys = rows + own - shared, keys + attended
+        else:
+            joined.append(unit)
+            rows, keys = own, attended
+        last = place
+    return joined
+
+
+def taken(rows: int, keys: int) -> int:
+    """Of the token budget, by so many rows and the keys that they attend to."""
+    return max(rows, -(-keys // KEYS_PER_ROW))
+
+
+def _size(members: Sequence[int], likeness: Likeness) -> tuple[int, int]:
+    """Rows that are fed forward, and keys that are attended to."""
+    if len(members) == 1:
+        return (length := int(likeness.lengths[members[0]])), length
+    keys = int(likeness.lengths[np.asarray(members)].sum())
+    return keys - int(likeness.sorted(members)[1].sum()), keys
+
+
+def capacity_and_cost(members: Sequence[int], likeness: Likeness, cost: Cost) -> tuple[int, float]:
+    """What samples that are together take of the token budget, and what they cost: rows, and the keys before each."""
+    which, shared = likeness.sorted(members)
+    lengths = likeness.lengths[which]
+    rows, keys = int((lengths - shared).sum()), int(lengths.sum())
+    pairs = (lengths.astype(np.float64) ** 2 - shared.astype(np.float64) ** 2).sum()
+    return taken(rows, keys), cost.linear * rows + cost.quadratic * float(pairs)
+
+
+def unfolded(cu_seqlens: np.ndarray, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens of each whole sample are: packed rows int64 `[T]`, and the edges int64 `[S + 1]` of the samples in them.
+
+    Sample `s` is the first `prefixes[s, 1]` tokens of sample `prefixes[s, 0]`, which is an earlier one, and then rows
+    `cu_seqlens[s]:cu_seqlens[s + 1]`.
+    """
+    starts, stops = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()
+    edges = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(np.diff(cu_seqlens) + prefixes[:, 1], out=edges[1:])
+    rows, at = np.empty(edges[-1], np.int64), edges.tolist()
+    numbers = np.arange(cu_seqlens[-1], dtype=np.int64)
+    for sample, (parent, shared) in enumerate(prefixes.tolist()):
+        begin, own = at[sample], at[sample] + shared
+        rows[begin:own] = rows[at[parent] : at[parent] + shared]
+        rows[own : at[sample + 1]] = numbers[starts[sample] : stops[sample]]
+    return rows, edges

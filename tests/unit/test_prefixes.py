@@ -1,0 +1,176 @@
+"""What samples share: every sample comes back from the packed rows, and nothing that is trained is given up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3async.data.packed import pack_routes
+from r3async.data.records import Sample, TokenTable
+from r3async.learner.batch.packing import MicroBatch, aligned, pack, pack_for_ranks
+from r3async.learner.batch.planner import Cost
+from r3async.learner.batch.prefixes import find_likeness
+from tests.helpers import models as hm
+
+LAYERS, TOP_K = 2, 3
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Sample]:
+    """Short samples of few tokens and few routes, so that many begin alike; some have the same routes in another order."""
+    samples = []
+    for number in range(draw(st.integers(1, 12))):
+        ids = draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
+        length, seed = len(ids), draw(st.integers(0, 2**16))
+        rng = np.random.default_rng(seed)
+        mask = np.arange(length) >= draw(st.integers(1, 10))
+        odd = draw(st.integers(0, 14))
+        routes = np.stack([rng.permutation([0, 1, 2 + (t == odd)]) for t in np.repeat(range(length), LAYERS)])
+        columns = {
+            "loss_mask": mask,
+            "rewards": rng.normal(size=length).astype(np.float32),
+            "routed_experts": routes.reshape(length, LAYERS, TOP_K).astype(np.uint8),
+            "routing_recorded": np.arange(length) != draw(st.integers(0, 14)),
+            "episode": np.full(length, draw(st.integers(0, 3)), np.int32),
+        }
+        table = TokenTable.of_tokens(np.asarray(ids)).with_columns(**columns)
+        samples.append(Sample(f"s{number}", table, 0.5 + number))
+    return samples
+
+
+def seen(table: TokenTable) -> list[tuple]:
+    """What reaches the model, row by row."""
+    rows = []
+    for token, recorded, routes in zip(
+        table["token_ids"], table["routing_recorded"], np.sort(table["routed_experts"], -1), strict=True
+    ):
+        rows.append((int(token), bool(recorded), routes.tolist() if recorded else None))
+    return rows
+
+
+def check(m: MicroBatch, samples: dict[str, Sample]) -> None:
+    """Against every sample, token by token."""
+    packed = seen(m.table)
+    whole, edges = m.unfolded
+    counts = np.zeros(m.tokens, int)
+    shared = np.zeros(len(m.lengths), int) if m.prefixes is None else m.prefixes[:, 1]
+    for s, name in enumerate(m.sample_ids):
+        table, rows = samples[name].table, whole[edges[s] : edges[s + 1]]
+        assert [packed[r] for r in rows] == seen(table)
+        assert m.positions[rows].tolist() == list(range(len(table)))
+        counts[rows] += 1
+        own = slice(int(m.cu_seqlens[s]), int(m.cu_seqlens[s + 1]))
+        assert rows[shared[s] :].tolist() == list(range(own.start, own.stop))
+        assert own.stop > own.start
+        assert m.table.slice(own.start, own.stop) == table.slice(int(shared[s]), len(table))
+        assert not table["loss_mask"][: shared[s]].any()
+        assert (m.token_temperatures[own] == np.float32(samples[name].temperature)).all()
+        follow = rows[max(1, shared[s]) :]
+        assert m.before(follow).tolist() == rows[max(1, shared[s]) - 1 : -1].tolist()
+        assert (own.start in m.firsts) == (shared[s] == 0)
+    if m.times is None:
+        assert m.prefixes is None
+        counts = np.minimum(counts, 1)
+    else:
+        assert m.times[: m.real_tokens].tolist() == counts[: m.real_tokens].tolist()
+    assert m.real_tokens + m.shared_tokens == sum(len(samples[n].table) for n in m.sample_ids)
+
+
+@settings(deadline=None, max_examples=150)
+@given(batches(), st.integers(10, 60), st.integers(1, 4), st.booleans(), st.booleans())
+def test_every_sample_comes_back_from_the_packed_rows(samples, cap, ranks, whole_episodes, long):
+    cost = Cost(1.0, 0.5) if long else Cost()
+    by_id = {s.sample_id: s for s in samples}
+    options = {"ranks": ranks, "cost": cost, "whole_episodes": whole_episodes}
+    divided = pack_for_ranks(samples, cap, **options, share_prefixes=True)
+    assert len({len(mine) for mine in divided}) == 1
+    names = []
+    for m in (m for mine in divided for m in mine):
+        assert m.tokens <= cap
+        check(aligned(m, 4), by_id)
+        check(m, by_id)
+        names += m.sample_ids
+    assert sorted(names) == sorted(by_id)
+    if whole_episodes:
+        where = {n: (r, j) for r, mine in enumerate(divided) for j, m in enumerate(mine) for n in m.sample_ids}
+        for episode in range(4):
+            of = [s for s in samples if s.table["episode"][0] == episode]
+            if sum(len(s.table) for s in of) <= cap:
+                assert len({where[s.sample_id] for s in of}) <= 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches())
+def test_no_more_could_be_shared_with_any_sample_than_is(samples):
+    """In one micro-batch, by the definition: of all samples that come before, the most rows that are alike."""
+    plain = [Sample(s.sample_id, s.table.without("routed_experts", "routing_recorded")) for s in samples]
+    likeness = find_likeness(plain)
+    everything = sorted(range(len(samples)), key=lambda i: plain[i].table["token_ids"].tobytes())
+    order, best = everything, [0] * len(samples)
+    if likeness is not None:
+        order, best = likeness.sorted(range(len(samples)))
+    for place, index in enumerate(order):
+        mask = samples[index].table["loss_mask"]
+        limit = min(int(mask.argmax()) if mask.any() else len(mask), len(mask) - 1)
+        mine, most = samples[index].table["token_ids"], 0
+        for earlier in order[:place]:
+            other = samples[earlier].table["token_ids"]
+            n = min(limit, len(other))
+            differs = np.flatnonzero(mine[:n] != other[:n])
+            most = max(most, int(differs[0]) if len(differs) else n)
+        assert best[place] == most
+
+
+def test_samples_that_share_nothing_are_packed_as_without():
+    samples = hm.make_samples(0, [9, 40, 5, 17, 33])
+    for one, other in zip(pack(samples, 48, share_prefixes=True), pack(samples, 48), strict=True):
+        assert one.prefixes is None
+        assert one.sample_ids == other.sample_ids
+        assert one.table == other.table
+
+
+@pytest.mark.parametrize("form", ["bits", "dense"])
+def test_routes_that_travel_packed_are_compared_as_sets(form):
+    rng = np.random.default_rng(0)
+    prompt = hm.make_sample(rng, 3000, prompt=3000, layers=4)
+    samples = []
+    for number in range(3):
+        s = hm.continued(prompt, f"s{number}", 5, rng, at=2999)
+        routes = s.table["routed_experts"][..., ::-1] if number == 1 else s.table["routed_experts"].copy()
+        if number == 2:
+            routes[2000, 1] = (routes[2000, 1] + 1) % hm.EXPERTS
+        samples.append(Sample(s.sample_id, s.table.with_columns(routed_experts=pack_routes(routes, form))))
+    (m,) = pack(samples, 16384, share_prefixes=True)
+    assert sorted(m.prefixes[:, 1].tolist()) == sorted([0, 2999, 2000]) or m.prefixes[:, 1].tolist() == [0, 2000, 2000]
+    check(m, {s.sample_id: s for s in samples})
+
+
+def group(size: int, prompt: int, answer: int, seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    start = hm.make_sample(rng, prompt, prompt=prompt, name=f"p{seed}", layers=1)
+    start = Sample(start.sample_id, start.table.with_columns(routing_recorded=np.ones(prompt, bool)))
+    return [hm.continued(start, f"g{seed}e{e}", answer, rng) for e in range(size)]
+
+
+def test_a_family_that_does_not_fit_has_its_prefix_in_each_part():
+    batches = pack(group(8, 30, 10), 64, share_prefixes=True)
+    assert sorted(len(m.sample_ids) for m in batches) == [2, 3, 3]
+    assert all(m.tokens == 30 + 10 * len(m.sample_ids) for m in batches)
+
+
+def test_a_family_is_divided_where_ranks_would_wait_for_it():
+    one = pack_for_ranks(group(8, 10, 40), 4096, ranks=4, share_prefixes=True)
+    assert [[len(m.sample_ids) for m in mine] for mine in one] == [[2]] * 4
+    several = [s for seed in range(8) for s in group(8, 10, 40, seed)]
+    for mine in pack_for_ranks(several, 4096, ranks=4, share_prefixes=True):
+        assert sum(m.shared_tokens for m in mine) == 2 * 7 * 10
+
+
+def test_the_keys_that_exist_at_once_are_bounded():
+    """A long prompt and many short answers: few rows, but each answer attends to a copy of the prompt's keys."""
+    batches = pack(group(64, 100, 1), 128, share_prefixes=True)
+    for m in batches:
+        assert m.tokens + m.shared_tokens <= 8 * 128
+    assert len(batches) == 7

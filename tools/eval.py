@@ -204,7 +204,7 @@ def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
     ]
     for reason, (count, mean) in result.stop_reasons.items():
         lines.append(f"  ended by {reason:<10} {count:>5}  mean reward {mean:.4f}")
-    return lines
+    return lines + [f"  mean {name} {mean:.4f}" for name, mean in result.metrics.items()]
 
 
 def eval_command(

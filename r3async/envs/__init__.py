@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -43,7 +43,7 @@ class StepResult(msgspec.Struct, frozen=True):
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
     `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
     `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `EnvironmentFailed` for a reward that is not a finite number; numpy's are taken too.
+    Raises `EnvironmentFailed` for a reward or a metric that is not a finite number; numpy's are taken too.
     """
 
     reward: float
@@ -53,13 +53,29 @@ class StepResult(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        try:
-            reward = float(self.reward)
-        except (TypeError, ValueError):
-            reward = math.nan
-        if not math.isfinite(reward):
-            raise EnvironmentFailed(f"a reward must be a finite number, not {self.reward!r}")
-        msgspec.structs.force_setattr(self, "reward", reward)
+        msgspec.structs.force_setattr(self, "reward", _finite("a reward", self.reward))
+        if self.metrics:
+            told = {name: _finite(f"metric {name!r}", value) for name, value in self.metrics.items()}
+            msgspec.structs.force_setattr(self, "metrics", told)
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvironmentFailed(f"{what} must be a finite number, not {value!r}")
+    return number
+
+
+def sum_by_name(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """What the turns of an episode told (`StepResult.metrics`), together."""
+    sums: dict[str, float] = {}
+    for metrics in told:
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
 
 
 class Environment(Protocol):

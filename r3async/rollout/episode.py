@@ -13,7 +13,7 @@ import msgspec
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
-from r3async.envs import Action, Environment
+from r3async.envs import Action, Environment, sum_by_name
 from r3async.rollout.chat import ChatRenderer, Conversation, Prompt
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
@@ -150,7 +150,7 @@ class EpisodePlayer:
         name = task.trajectory_id
         self._calls = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
         self._preview: list[dict[str, str]] = []
-        self._metrics: dict[str, float] = {}
+        self._told: list[dict[str, float]] = []
         self._judged = 0
         """Turns whose answers have a reward. An answer that time ran out on is not trained: nobody knows what it is worth."""
         self._started = clock()
@@ -200,8 +200,7 @@ class EpisodePlayer:
             told = token_ids if getattr(self._env, "takes_tokens", False) else []
             result = await self._env.step(Action(text, generation.stop_reason, told))
             self._samples.reward(turn, result.reward)
-            for key, value in result.metrics.items():
-                self._metrics[key] = self._metrics.get(key, 0.0) + float(value)
+            self._told.append(result.metrics)
             self._judged = turn + 1
             if self.task.episode_index == 0:
                 self._preview += [{"role": m.role, "content": m.content} for m in messages]
@@ -227,7 +226,7 @@ class EpisodePlayer:
             started_at=self._started,
             finished_at=self._clock(),
             preview=self._preview,
-            metrics=self._metrics,
+            metrics=sum_by_name(self._told),
         )
 
 

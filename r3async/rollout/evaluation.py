@@ -14,7 +14,16 @@ import numpy as np
 
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, ServingConfig, check_kept, secret_settings
 from r3async.data.records import Trajectory
-from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle, HasRandomAnswer, Message
+from r3async.envs import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    HasOracle,
+    HasRandomAnswer,
+    Message,
+    StepResult,
+    sum_by_name,
+)
 from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, same_rows
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, agent_player, is_agent, make_agent
@@ -134,7 +143,8 @@ def check_environment(config: Config) -> None:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of one episode. `tokens` were sampled; versions are those that sampled them, -1 if nobody knows."""
+    """What came of one episode. `tokens` were sampled; versions are those that sampled them, -1 if nobody knows; `metrics`: what
+    the environment told."""
 
     reward: float
     turns: int
@@ -142,6 +152,7 @@ class Outcome(msgspec.Struct, frozen=True):
     tokens: int = 0
     version_min: int = -1
     version_max: int = -1
+    metrics: dict[str, float] = {}
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -159,11 +170,14 @@ class Evaluation(msgspec.Struct, frozen=True):
     version_max: int
     stop_reasons: dict[str, tuple[int, float]]
     seconds: float
+    metrics: dict[str, float] = {}
+    """Means of what the environment told, over the episodes that told it: rewards by name are among them."""
 
 
 def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float) -> Evaluation:
     rewards = np.array([o.reward for o in outcomes], np.float64)
     n = len(rewards)
+    told = sorted({name for o in outcomes for name in o.metrics})
     by_reason = {
         reason: [o.reward for o in outcomes if o.stop_reason == reason]
         for reason in sorted({o.stop_reason for o in outcomes})
@@ -180,6 +194,7 @@ def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float) -> Evaluatio
         version_max=max(o.version_max for o in outcomes),
         stop_reasons={reason: (len(r), float(np.mean(r))) for reason, r in by_reason.items()},
         seconds=seconds,
+        metrics={name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in told},
     )
 
 
@@ -192,6 +207,7 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
         tokens=sum(turn.stop - turn.start for turn in trajectory.turns),
         version_min=int(min(v.min() for v in versions)),
         version_max=int(max(v.max() for v in versions)),
+        metrics=trajectory.metrics,
     )
 
 
@@ -275,22 +291,23 @@ async def evaluate_without_model(
     for task in evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained):
         environment = factory()
         try:
-            rewards, reason = await _play_policy(environment, env.name, policy, task.task_seed, max_turns)
+            results, reason = await _play_policy(environment, env.name, policy, task.task_seed, max_turns)
         finally:
             await close_environment(environment)
-        outcomes.append(Outcome(sum(rewards), len(rewards), reason))
+        metrics = sum_by_name([result.metrics for result in results])
+        outcomes.append(Outcome(sum(result.reward for result in results), len(results), reason, metrics=metrics))
         progress(outcomes[-1])
     return summarize_outcomes(outcomes, time.monotonic() - began)
 
 
 async def _play_policy(
     env: Environment, name: str, policy: Policy, task_seed: int, max_turns: int
-) -> tuple[list[float], str]:
-    """Rewards of the turns, and why it ended."""
+) -> tuple[list[StepResult], str]:
+    """What came of the turns, and why it ended."""
     await env.reset(task_seed)
     rng = random.Random(f"random/{task_seed}")
-    rewards: list[float] = []
-    while len(rewards) < max_turns:
+    results: list[StepResult] = []
+    while len(results) < max_turns:
         if policy == "oracle" and isinstance(env, HasOracle):
             answer = env.oracle()
         elif policy == "random" and isinstance(env, HasRandomAnswer):
@@ -299,7 +316,7 @@ async def _play_policy(
             wanted = "oracle()" if policy == "oracle" else "random_answer(rng)"
             raise ConfigError(f"`--policy {policy}`: the environment {name!r} has no {wanted}")
         result = await env.step(Action(answer))
-        rewards.append(result.reward)
+        results.append(result)
         if result.done:
-            return rewards, "env_done"
-    return rewards, "turns"
+            return results, "env_done"
+    return results, "turns"

@@ -2,18 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig
-from r3async.envs import Action, EnvironmentFailed
+from r3async.envs import Action, EnvironmentFailed, StepResult, sum_by_name
 from r3async.envs.factory import environment_factory
 from r3async.envs.rewards import last_number
+from r3async.record.catalogue import metric
 from r3async.record.steps import episode_metrics
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines.scripted import ScriptedEngine
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.evaluation import evaluate_without_model
+from r3async.tools.eval import describe
 from r3async.tools.init_model import byte_tokenizer
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 
@@ -252,3 +256,27 @@ async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step
     assert row["reward/plain_mean"] == 0.5
     assert row["reward/plain_std"] == 0.5
     assert (row["reward/lengths_mean"], row["reward/lengths_std"], row["reward/mean"]) == (4.5, 1.5, 2.75)
+
+
+async def test_an_evaluation_has_means_by_name(dataset):
+    env = dataset({"prompt": "1+1?", "answer": "2"}, ["own.py:plain", {"fn": "own.py:only", "weight": 0.5}])
+    config = EnvConfig(name="played")
+    made = await evaluate_without_model(config, lambda: env, "oracle", episodes=2, seed=0, max_turns=1)
+    assert made.reward_mean == 1.5
+    assert made.metrics == {"reward/only": 1.0, "reward/plain": 1.0}
+    assert describe(made, "oracle", config)[-2:] == ["  mean reward/only 1.0000", "  mean reward/plain 1.0000"]
+
+
+def test_a_metric_that_is_no_number_fails_by_its_name():
+    assert StepResult(1.0, metrics={"moves": np.int64(3)}).metrics == {"moves": 3.0}
+    for value in (float("nan"), "many", None):
+        with pytest.raises(EnvironmentFailed, match="metric 'moves' must be a finite number"):
+            StepResult(1.0, metrics={"moves": value})
+
+
+def test_metrics_of_turns_are_summed_and_shown_with_their_kind():
+    assert sum_by_name([{"moves": 2}, {}, {"moves": 3, "lost": 1}]) == {"moves": 5.0, "lost": 1.0}
+    assert (
+        metric("env/moves_mean").docs == "Mean of 'moves', which the environment told, over the episodes that have it."
+    )
+    assert metric("reward/plain_std").docs.startswith("Standard deviation of reward 'plain', before its weight")

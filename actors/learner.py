@@ -27,13 +27,14 @@ from r3async.learner.batch.planner import Cost, cost_model
 from r3async.record.events import open_events
 from r3async.record.routes import StepTracer
 from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
-from r3async.record.timeline import LagMeter, Timeline
+from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import age_metrics, check_ages
 from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.files import read_file
+from r3async.world.stages import stage
 
 if TYPE_CHECKING:
     from r3async.learner.trainer import Prepared, Trainer
@@ -104,7 +105,7 @@ class LearnerActor:
         self._gpus_per_rank, self._checkpoint = gpus_per_rank, Path(checkpoint) if checkpoint else None
         self.events = open_events(self.run_dir, "learner", world=world)
         self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
-        self._lag = LagMeter(world.processes)
+        self._lag, self._stages = LagMeter(world.processes), StageSeconds("learner", world.processes)
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
         self._packer = world.threads.lane("packer")
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
@@ -191,7 +192,7 @@ class LearnerActor:
         )
         self._work = Work(reception, trainer, Ahead(reception, self._packer, trainer.prepared), checkpoints, publishing)
         endpoint = await reception.start()
-        self._mark = self._now()
+        self._mark, _ = self._now(), self._stages.take()
         keys, newest = reception.keys_for_generators, reception.buffer.newest_group
         return {"endpoint": endpoint, "keys": keys, "newest_group": newest}
 
@@ -253,7 +254,8 @@ class LearnerActor:
         """
         self._doing = "waiting"
         try:
-            return await self._train_step(last, scored)
+            with stage("steps"):
+                return await self._train_step(last, scored)
         finally:
             self._doing = "between steps"
 
@@ -283,7 +285,7 @@ class LearnerActor:
                 await work.publishing.copy(counts.version, scored=scored)
         trajectories = [t for group in groups for t in group]
         metrics |= episode_metrics(trajectories) | work.reception.figures()
-        metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()}
+        metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()} | self._stages.take()
         (before, spent), (ended, spent_now) = self._mark, self._now()
         self._mark = ended, spent_now
         metrics |= {

@@ -19,6 +19,7 @@ from r3async.learner.batch.packing import MicroBatch
 from r3async.weights.publish import HostCopy, Publication, WeightSender
 from r3async.world import ActorRef, Actors, Placement, World
 from r3async.world.real import REAL
+from r3async.world.stages import stage
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import LearnerState
@@ -95,7 +96,8 @@ class LocalLearner:
 
     def score(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """See `LearnerBackend.score`."""
-        return self.backend.score(token_ids, temperature)
+        with stage("probe"):
+            return self.backend.score(token_ids, temperature)
 
     def publish_through(self, backend: str) -> None:
         """Which transport `write` gives the weights to; see `delivery.sender`."""
@@ -107,11 +109,12 @@ class LocalLearner:
             raise LearnerError(
                 f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
             )
-        tensors = self.backend.export(copy=False)
-        if tensors:  # one rank hands them in
-            if self._memory is None or not self._memory.fits(tensors):
-                self._memory = HostCopy(tensors)
-            self._snapshot = version, self._memory.fill(tensors)
+        with stage("snapshot"):
+            tensors = self.backend.export(copy=False)
+            if tensors:  # one rank hands them in
+                if self._memory is None or not self._memory.fits(tensors):
+                    self._memory = HostCopy(tensors)
+                self._snapshot = version, self._memory.fill(tensors)
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """Write the snapshot for the engines and let go of it; see `WeightSender.send`. From any thread, beside a step."""
@@ -124,7 +127,8 @@ class LocalLearner:
 
     def hold(self) -> None:
         """Copy what a checkpoint needs to host memory, for `write_state`; see `LearnerBackend.state`."""
-        self._held = self.backend.state()
+        with stage("checkpoint"):
+            self._held = self.backend.state()
 
     def write_state(self, directory: Path) -> list[FileRecord]:
         """Write what is held into `directory` and let go of it, whatever comes of it. From any thread, beside a step."""

@@ -107,6 +107,22 @@ SCHEMA = Schema(
 )
 
 
+def _checked(declared: Column, array: Any) -> np.ndarray | PackedRoutes:
+    """The array, if it is as declared. Raises `SchemaError`."""
+    name = declared.name
+    if not isinstance(array, PackedRoutes):
+        array = np.asarray(array)
+    elif not declared.choices:
+        raise SchemaError(f"column {name!r} holds no choices, and cannot be packed as they are")
+    if dtype_name(array.dtype) not in declared.dtypes:
+        raise SchemaError(f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}")
+    if array.ndim != 1 + len(declared.inner):
+        raise SchemaError(
+            f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declared.inner)}]"
+        )
+    return array
+
+
 class TokenTable:
     """Columns of one length `T`, checked against a schema when built.
 
@@ -128,24 +144,11 @@ class TokenTable:
                 if not declared.optional:
                     raise SchemaError(f"column {name!r} is missing")
                 continue
-            array = columns[name]
-            if not isinstance(array, PackedRoutes):
-                array = np.asarray(array)
-            elif not declared.choices:
-                raise SchemaError(f"column {name!r} holds no choices, and cannot be packed as they are")
-            if dtype_name(array.dtype) not in declared.dtypes:
-                raise SchemaError(
-                    f"column {name!r} has dtype {array.dtype.name}, expected {' or '.join(declared.dtypes)}"
-                )
-            if array.ndim != 1 + len(declared.inner):
-                raise SchemaError(
-                    f"column {name!r} has shape {array.shape}, expected [T{''.join(', ' + d for d in declared.inner)}]"
-                )
+            array = self._columns[name] = _checked(declared, columns[name])
             if self._length < 0:
                 self._length = len(array)
             elif len(array) != self._length:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
-            self._columns[name] = array
 
     @staticmethod
     def of_checked(columns: dict[str, np.ndarray | PackedRoutes], length: int, schema: Schema) -> TokenTable:
@@ -204,8 +207,18 @@ class TokenTable:
         return TokenTable({n: a[start:stop] for n, a in self.kept()}, self.schema)
 
     def with_columns(self, **columns: np.ndarray | PackedRoutes) -> TokenTable:
-        """The same table with columns added or replaced."""
-        return TokenTable({**self._columns, **columns}, self.schema)
+        """The same table with columns added or replaced, which alone are checked."""
+        declared = self.schema.columns
+        if not self._columns or not declared.keys() >= columns.keys():
+            return TokenTable({**self._columns, **columns}, self.schema)
+        new = {name: _checked(declared[name], array) for name, array in columns.items()}
+        for name, array in new.items():
+            if len(array) != self._length:
+                raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
+        joined = {**self._columns, **new}
+        return TokenTable.of_checked(
+            {name: joined[name] for name in declared if name in joined}, self._length, self.schema
+        )
 
     def without(self, *names: str) -> TokenTable:
         return TokenTable({n: a for n, a in self.kept() if n not in names}, self.schema)

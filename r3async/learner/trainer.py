@@ -41,11 +41,12 @@ from r3async.learner.batch.packing import MicroBatch, pack_for_ranks
 from r3async.learner.batch.planner import Cost
 from r3async.learner.figures import MEASURED_DRIFT, ObjectiveSums, combined, result_of
 from r3async.learner.losses.advantages import assign_advantages
-from r3async.learner.losses.objective import loss_weights, takes_episodes
+from r3async.learner.losses.objective import divided, loss_weights, takes_episodes
 from r3async.learner.losses.policy_loss import needs_old_logprobs
 from r3async.learner.minibatch import Minibatch, agreed
 from r3async.learner.optimizer import Update
 from r3async.schedule.validation import check_trajectories, refused
+from r3async.world.stages import stage
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
@@ -113,9 +114,11 @@ class Trainer:
         """All of a step that follows from its groups alone, and not from the weights or the steps before: in any thread, also
         while another step trains. Blocking. Raises `LearnerError` or `PackingError` for groups that cannot be trained with this
         configuration."""
-        kept = sound(groups, lambda some: prepare(some, self.config), self.stand_in)
+        with stage("prepare"):
+            kept = sound(groups, lambda some: prepare(some, self.config), self.stand_in)
         minibatches, metrics = kept.made
-        packed = [self._packed(samples) for samples in minibatches]
+        with stage("pack"):
+            packed = [self._packed(samples) for samples in minibatches]
         return Prepared(kept.groups, kept.unsound, [s for part in minibatches for s in part], packed, metrics)
 
     def step(self, number: int, version: int, prepared: Prepared) -> TrainedGroups:
@@ -125,8 +128,9 @@ class Trainer:
         results = self.ranks.train(micro_batches, version=version, trace=self.tracer.wants(samples))
 
         self._report(number, results)
-        result = combined(results)
-        self.tracer.write(number, samples, result)
+        with stage("figures"):
+            result = combined(results)
+            self.tracer.write(number, samples, result)
         metrics = result.metrics | figures | {"batch/quarantined": float(len(unsound))}
         return TrainedGroups(metrics, groups, unsound)
 
@@ -207,7 +211,10 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
     samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
     # Of each sample: its group, and its episode, by the order in which they come.
     owners = [(g, e) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
-    trained = [s.table["loss_mask"] & np.isfinite(s.table["rollout_logprobs"]) for s in samples]
+    lengths = [len(s.table) for s in samples]
+    masks = np.concatenate([s.table["loss_mask"] for s in samples] or [np.zeros(0, bool)])
+    finite = np.isfinite(np.concatenate([s.table["rollout_logprobs"] for s in samples] or [np.zeros(0, np.float32)]))
+    trained = divided(masks & finite, lengths)
     members: list[list[int]] = [[] for _ in groups]
     for i, (group, _) in enumerate(owners):
         members[group].append(i)
@@ -224,17 +231,20 @@ def prepare(groups: Sequence[Sequence[Trajectory]], config: Config) -> tuple[lis
             config.algorithm.reduction,
             norm_length=config.episode.max_new_tokens,
         )
-        minibatches.append([])
-        place = 0
-        for i, episode, weight in zip(chosen, episodes, weights, strict=True):
-            mask, table = trained[i], samples[i].table
-            columns = {
-                "loss_weights": weight,
-                "episode": np.full(len(table), episode, np.int32),
-                "place": np.where(mask, place + np.cumsum(mask) - 1, -1).astype(np.int32),
-            }
-            place += int(mask.sum())
-            minibatches[-1].append(Sample(samples[i].sample_id, table.with_columns(**columns), samples[i].temperature))
+        sizes = [lengths[i] for i in chosen]
+        mask = np.concatenate([trained[i] for i in chosen] or [np.zeros(0, bool)])
+        columns = {
+            "loss_weights": weights,
+            "episode": divided(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
+            "place": divided(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
+        }
+        tables = [
+            samples[i].table.with_columns(**{name: values[at] for name, values in columns.items()})
+            for at, i in enumerate(chosen)
+        ]
+        minibatches.append(
+            [Sample(samples[i].sample_id, t, samples[i].temperature) for i, t in zip(chosen, tables, strict=True)]
+        )
     return minibatches, metrics
 
 
@@ -263,12 +273,13 @@ def train_share(
     log-probs, those of the reference model.
     """
     config, batches = backend.config, list(minibatches)
-    if config.routing.replay == "learner":
-        batches = [backend.record_routes(b) for b in batches]
-    if needs_old_logprobs(config.algorithm):
-        batches = [_with_column(b, "old_logprobs", backend.logprobs(b)) for b in batches]
-    if config.algorithm.reference_kl.coef:
-        batches = [_with_column(b, "reference_logprobs", backend.logprobs(b, reference=True)) for b in batches]
+    with stage("model"):
+        if config.routing.replay == "learner":
+            batches = [backend.record_routes(b) for b in batches]
+        if needs_old_logprobs(config.algorithm):
+            batches = [_with_column(b, "old_logprobs", backend.logprobs(b)) for b in batches]
+        if config.algorithm.reference_kl.coef:
+            batches = [_with_column(b, "reference_logprobs", backend.logprobs(b, reference=True)) for b in batches]
     return [train_minibatch(backend, b, version=version, trace=trace) for b in batches]
 
 
@@ -288,17 +299,22 @@ def train_minibatch(
     `trace` the result has what every router did. Raises what `agreed` raises, before any forward pass; whatever a pass fails
     with leaves nothing behind.
     """
-    minibatch = begin(backend, micro_batches, version=version, trace=trace)
+    with stage("figures"):
+        minibatch = begin(backend, micro_batches, version=version, trace=trace)
     total, update = ObjectiveSums.zero().values(), backend.optimizer.skip(minibatch.cause)
     if minibatch.counts.trained:
         try:
-            backward(backend, minibatch)
-            total = minibatch.total()
-            update = take_update(backend, minibatch, drift=ObjectiveSums.metrics_of(total)[MEASURED_DRIFT])
+            with stage("model"):
+                backward(backend, minibatch)
+            with stage("figures"):
+                total = minibatch.total()
+            with stage("optimizer"):
+                update = take_update(backend, minibatch, drift=ObjectiveSums.metrics_of(total)[MEASURED_DRIFT])
         except BaseException:
             backend.forget()
             raise
-    return result_of(minibatch, total, update, backend.replay)
+    with stage("figures"):
+        return result_of(minibatch, total, update, backend.replay)
 
 
 def begin(

@@ -17,6 +17,7 @@ nothing to train and are compared with nobody.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ class _Episode:
     turn: np.ndarray
     """int32 `[N]`: which turn sampled a token, or -1."""
     to_go: np.ndarray
-    """float64 `[N]`: sum of the column `rewards`, and of penalties, from a token to the end."""
+    """float64 `[N]`: sum of the column `rewards`, and of penalties, from a token to the end; only for credit by token."""
     advantages: np.ndarray
     """float64 `[N]`, 0 until `_credit`."""
 
@@ -127,8 +128,10 @@ class _Episode:
             i: overlong_penalty(t.stop - t.start, max_new_tokens, config.overlong_penalty) for i, t in turns.items()
         }
         tables = [sample.table for sample in trajectory.samples]
-        turn = np.concatenate([t["turn"] for t in tables] or [np.zeros(0, np.int32)])
-        rewards = np.concatenate([t["rewards"] for t in tables] or [np.zeros(0)]).astype(np.float64)
+        turn = tables[0]["turn"] if len(tables) == 1 else np.concatenate([t["turn"] for t in tables])
+        if config.credit != "token":
+            return _Episode(trajectory, turns, penalties, turn, np.zeros(0), np.zeros(len(turn)))
+        rewards = np.concatenate([t["rewards"] for t in tables]).astype(np.float64)
         for index, penalty in penalties.items():
             at = np.flatnonzero(turn == index)
             if penalty and len(at):
@@ -144,8 +147,8 @@ class _Episode:
 
     def split(self) -> list[np.ndarray]:
         """`advantages`, sample by sample."""
-        lengths = [len(sample.table) for sample in self.trajectory.samples]
-        return np.split(self.advantages, np.cumsum(lengths)[:-1]) if lengths else []
+        edges = itertools.accumulate((len(sample.table) for sample in self.trajectory.samples), initial=0)
+        return [self.advantages[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def _in_order(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:

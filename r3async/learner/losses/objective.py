@@ -15,6 +15,7 @@ is not finite are for the caller to leave out, and to count.)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ def loss_weights(
     all ranks. `episodes`, `groups`: which episode and group each is of, by any integers that tell them apart. Without any
     trained token all weights are 0.
     """
+    if not len(masks):
+        return []
     tokens = np.asarray([np.count_nonzero(mask) for mask in masks], np.int64)
     (played, of_episode), (groups_played, of_group) = _totals(tokens, episodes), _totals(tokens, groups)
     denominators = {
@@ -60,10 +63,14 @@ def loss_weights(
         "sequence_mean_token_sum_norm": np.full(len(masks), played * norm_length),
         "prompt_mean": groups_played * of_group,
     }[reduction]
-    return [
-        np.where(mask, 1.0 / max(float(denominator), 1.0), 0.0).astype(np.float32)
-        for mask, denominator in zip(masks, denominators, strict=True)
-    ]
+    lengths = [len(mask) for mask in masks]
+    shares = np.repeat(1.0 / np.maximum(denominators.astype(np.float64), 1.0), lengths)
+    return divided(np.where(np.concatenate(masks), shares, 0.0).astype(np.float32), lengths)
+
+
+def divided(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Views of `values`, one of each length, which lie end to end in it."""
+    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
 
 
 def _totals(tokens: np.ndarray, owners: Sequence[int]) -> tuple[int, np.ndarray]:

@@ -238,6 +238,11 @@ class ComparedExtension(WorkerExtension):
     def r3_copies(self) -> int:
         return self.r3_plan.copies if self.r3_plan is not None else -1
 
+    def r3_worked(self) -> list[str]:
+        """Names of the modules that vLLM does something with after it has loaded them, experts that are only packed apart."""
+        names = {module: name for name, module in self.model_runner.model.named_modules()}
+        return [names[module] for module, _ in self.r3_plan._worked]
+
     def r3_digests(self) -> dict[str, int]:
         return digests(self.model_runner.model)
 

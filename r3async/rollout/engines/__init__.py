@@ -63,9 +63,9 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class InstallReport(msgspec.Struct, frozen=True):
-    """`update_seconds`: the whole installation. `pause_seconds`: how long no token was generated, and of that `load_seconds`
-    for loading. `fetch_seconds`: until the file was on this host; `verify_seconds`: reading and checking it. `drain_seconds`:
-    waiting for running requests."""
+    """`update_seconds`: the whole installation. `pause_seconds`: how long no step was made, from when the engine has confirmed
+    that its last one is done until it has confirmed that it goes on; of that `load_seconds` for loading. `fetch_seconds`: until
+    the file was on this host; `verify_seconds`: reading and checking it. `drain_seconds`: waiting for running requests."""
 
     version: int
     update_seconds: float

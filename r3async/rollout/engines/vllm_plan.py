@@ -18,6 +18,7 @@ import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3async.rollout.engines.vllm_contents import bits, contents
+from r3async.rollout.engines.vllm_cpu import is_repacked, multiplied_as_it_is
 
 _POISON = 87
 """What is in a parameter before it is filled for a comparison."""
@@ -71,17 +72,24 @@ class Filling:
 
     def do(self, module: torch.nn.Module, data: torch.Tensor, poison: bool) -> None:
         """Fill the module's parameters. `poison`: set all bytes first, to see later whether each was filled."""
+        fill_all([(module, self)], data, poison)
+
+
+def fill_all(filled: Iterable[tuple[torch.nn.Module, Filling]], data: torch.Tensor, poison: bool) -> None:
+    """`Filling.do` of several modules, with one call for all copies."""
+    targets, sources = [], []
+    for module, filling in filled:
         held = module._parameters
         if poison:
             for parameter in held.values():
                 if parameter is not None and parameter.numel():
                     parameter.data.fill_(_POISON)
-        for fill in self.fills:
+        for fill in filling.fills:
             fill.do(held[fill.parameter].data)
-        torch._foreach_copy_(
-            [copy.target(held[copy.parameter].data) for copy in self.copies],
-            [copy.source(data) for copy in self.copies],
-        )
+        targets += [copy.target(held[copy.parameter].data) for copy in filling.copies]
+        sources += [copy.source(data) for copy in filling.copies]
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:
@@ -229,8 +237,6 @@ class Plan:
     def __init__(
         self, model: torch.nn.Module, dtype: torch.dtype, header: bytes, found: dict[torch.nn.Module, Filling]
     ):
-        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
         self._header, self._dtype = header, dtype
         self._attention = _attention(model)
         self._plain: list[tuple[torch.nn.Module, Filling]] = []
@@ -238,8 +244,8 @@ class Plan:
         self._worked: list[tuple[torch.nn.Module, Filling]] = []
         for module, filling in found.items():
             filling = Filling(merged(filling.copies), filling.fills)
-            worked = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
-            (self._worked if worked or not _laid_out_as_loaded(module) else self._plain).append((module, filling))
+            plain = _left_as_loaded(module) and _laid_out_as_loaded(module)
+            (self._plain if plain else self._worked).append((module, filling))
 
     @property
     def copies(self) -> int:
@@ -256,8 +262,7 @@ class Plan:
 
         data = content[len(self._header) :]
         with torch.no_grad():
-            for module, filling in self._plain:
-                filling.do(module, data, poison)
+            fill_all(self._plain, data, poison)
             worked = dict(self._worked)
             with materialized(lambda module: worked[module].do(module, data, poison)):
                 for module in worked:
@@ -268,6 +273,22 @@ class Plan:
                     layerwise._layerwise_process(module, info)
             for module in self._attention:
                 module.process_weights_after_loading(self._dtype)
+
+
+def _left_as_loaded(module: torch.nn.Module) -> bool:
+    """vLLM does nothing with what it has loaded into the module; experts on CPU are packed by `repack_cpu_experts`."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return True
+    on_cpu = all(p is None or p.device.type == "cpu" for p in module._parameters.values())
+    if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        return on_cpu and multiplied_as_it_is(module)
+    return on_cpu and isinstance(method, UnquantizedFusedMoEMethod) and is_repacked(module)
 
 
 def _laid_out_as_loaded(module: torch.nn.Module) -> bool:

@@ -245,15 +245,15 @@ async def install(
     requests.hold()
     if on_update == "drain":
         await _drain(requests, version, deadline, timeout)
-    paused = time.perf_counter()
+    drained = time.perf_counter()
     try:
         async with asyncio.timeout_at(deadline):
             # To clear the cache vLLM takes running requests' keys and values too. It raises if a block is left, and computes
             # them again, with the weights that it has then, before these requests continue.
             await requests.llm.pause_generation(mode="keep", clear_cache=on_update == "recompute")
-            before = time.perf_counter()
+            paused = time.perf_counter()  # until then the engine made the step that it was in
             _confirm(await requests.llm.collective_rpc("r3_install", args=(encoded,)), manifest)
-            load = time.perf_counter() - before
+            load = time.perf_counter() - paused
             await requests.counted()
             installed(version)
             await requests.stamp(version)
@@ -272,7 +272,7 @@ async def install(
         update_seconds=now - started,
         pause_seconds=now - paused,
         verify_seconds=verified - started,
-        drain_seconds=paused - verified,
+        drain_seconds=drained - verified,
         load_seconds=load,
     )
 

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from r3async.rollout.engines.vllm_contents import differences
+from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are, repack_cpu_experts
 from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
 from r3async.weights.nccl import ask
@@ -26,22 +27,6 @@ from r3async.weights.publish import WeightError, WeightManifest
 from r3async.weights.reading import VersionFile, map_privately
 
 logger = logging.getLogger(__name__)
-
-
-def repack_cpu_experts(model: torch.nn.Module) -> int:
-    """Bring reloaded expert weights into the layout that vLLM's CPU kernels compute with; returns how many layers.
-
-    vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels would read
-    checkpoint layout as packed layout and give wrong outputs without an error. No layers on other devices.
-    """
-    repacked = 0
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        weight = getattr(module, "w13_weight", None)
-        if kernel is not None and weight is not None and weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
-            repacked += 1
-    return repacked
 
 
 def modules_left_out(model: torch.nn.Module) -> list[str]:
@@ -254,6 +239,7 @@ class OwnedConfig(dict[str, Any]):
 def _owned_config(owner: int, values: dict[str, Any]) -> OwnedConfig:
     if owner != os.getpid():
         exit_with(owner)
+        multiply_small_as_they_are()
     return OwnedConfig(owner, values)
 
 

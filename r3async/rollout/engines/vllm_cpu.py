@@ -1,0 +1,62 @@
+"""Weights in vLLM's CPU engine: experts that are packed again after a reload, small matrices that are not packed at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SMALL = 2**18
+"""Elements. From here on packed matrices are multiplied faster: of 1024 x 1024 it takes 1.2 times as long as it is with 64 rows,
+and 3 times as long with 4."""
+
+
+def repack_cpu_experts(model: torch.nn.Module) -> int:
+    """Bring reloaded expert weights into the layout that vLLM's CPU kernels compute with; returns how many layers.
+
+    vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels would read
+    checkpoint layout as packed layout and give wrong outputs without an error. No layers on other devices.
+    """
+    repacked = 0
+    for module in model.modules():
+        if is_repacked(module):
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            repacked += 1
+    return repacked
+
+
+def is_repacked(module: torch.nn.Module) -> bool:
+    """`repack_cpu_experts` does."""
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    weight = getattr(module, "w13_weight", None)
+    return kernel is not None and weight is not None and bool(weight.device.type == "cpu")
+
+
+def multiplied_as_it_is(module: torch.nn.Module) -> bool:
+    """A linear layer on CPU computes with its `weight`, and with nothing that was made of it."""
+    return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
+
+
+def multiply_small_as_they_are() -> None:
+    """In this process vLLM does not pack small matrices in single precision. Called before a model is loaded. Idempotent.
+
+    It packs each for oneDNN, which compiles a kernel for each number of rows that it meets, and forgets the oldest of them: of
+    a small matrix this takes longer than all products with it between two versions of the weights. So does packing each version.
+    """
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if _is_small(layer.weight):
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, remove_weight)
+
+    if pack.__module__ != __name__:
+        utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _is_small(weight: torch.Tensor) -> bool:
+    """Other dtypes are multiplied by oneDNN in either case."""
+    return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL)

@@ -336,3 +336,12 @@ def test_a_command_says_one_line_and_ends_with_code_2(tmp_path, monkeypatch, cap
     assert message in said[-1]
     assert "Traceback" not in "".join(said)
     assert not (tmp_path / "runs").exists()
+
+
+def test_rows_of_verl_and_of_trl_are_taken_as_they_are_from_parquet(tmp_path):
+    asked = [{"role": "user", "content": "1+1?"}]
+    verl = {"data_source": "openai/gsm8k", "prompt": asked, "ability": "math"}
+    verl |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7, "answer": "so #### 2"}}
+    for row in (verl, {"prompt": asked, "solution": "2"}, {"prompt": asked, "ground_truth": "2", "level": 5}):
+        (task,) = DatasetFactory(env(write(tmp_path / "rows.parquet", [row]), reward="number"))._tasks
+        assert (task.messages, task.chat, task.answer, task.row) == ([Message("user", "1+1?")], True, "2", row)

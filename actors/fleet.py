@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -52,6 +53,16 @@ class Generator(msgspec.Struct):
     answered: int = 0
     installing: asyncio.Task[InstallReport] | None = None
     """A delivery to its present process that has not ended, or was not looked at yet."""
+    described: dict[str, Any] = {}
+    """See `Fleet.describe`. It is not changed, but another takes its place."""
+
+    def describe(self) -> dict[str, Any]:
+        """See `Fleet.describe`."""
+        now, state = self.described, str(self.state)
+        if not now or (now["state"], now["version"], now["pid"]) != (state, self.version, self.pid):
+            facts = {"state": state, "version": self.version, "restarts": self.restarts, "pid": self.pid}
+            self.described = {"id": self.generator_id, **facts}
+        return self.described
 
     @property
     def state(self) -> HealthState:
@@ -94,16 +105,34 @@ class Fleet:
             "backoff": config.supervise.restart_backoff,
             "backoff_max": max(BACKOFF_MAX_SECONDS, config.supervise.restart_backoff),
         }
+        most = config.generator.max_restarts
         self.generators = {
-            name: Generator(name, handle, Health(clock, **health, max_restarts=config.generator.max_restarts))
+            name: Generator(name, handle, Health(clock, **health, max_restarts=most, changed=partial(self._sort, name)))
             for name, handle in handles.items()
         }
+        self._idle: dict[str, None] = {}
+        self.able: dict[str, None] = {}
+        """Those that play nothing, and may be leased something."""
 
     def __getitem__(self, generator_id: str) -> Generator:
         return self.generators[generator_id]
 
     def __iter__(self) -> Iterator[Generator]:
         return iter(self.generators.values())
+
+    def note_idle(self, generator_id: str, idle: bool) -> None:
+        """Whether it plays nothing, as far as that is known."""
+        if idle:
+            self._idle[generator_id] = None
+        else:
+            self._idle.pop(generator_id, None)
+        self._sort(generator_id)
+
+    def _sort(self, generator_id: str) -> None:
+        if generator_id in self._idle and self[generator_id].health.may_lease:
+            self.able[generator_id] = None
+        else:
+            self.able.pop(generator_id, None)
 
     @property
     def generated_tokens(self) -> int:
@@ -116,10 +145,7 @@ class Fleet:
 
     def describe(self) -> list[dict[str, Any]]:
         """For the live line."""
-        return [
-            {"id": g.generator_id, "state": str(g.state), "version": g.version, "restarts": g.restarts, "pid": g.pid}
-            for g in self
-        ]
+        return [g.describe() for g in self]
 
     # -- reports of them ------------------------------------------------------------------------------------------
 

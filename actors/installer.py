@@ -50,6 +50,9 @@ class Installer:
         self._shared: tuple[Published, Any] | None = None
         self._scored = published.version
         """The last version that the learner was asked to score the probe's text with."""
+        self._looked = -1
+        self._ended: dict[str, None] = {}
+        """Of all generators it was last seen which lack version `_looked`; since then, these ended a delivery."""
         self._reading: Counter[int] = Counter()
         """By version: how many engines read it now."""
 
@@ -91,9 +94,8 @@ class Installer:
     def behind(self) -> bool:
         """A delivery has something to do: a generator needs the newest version and is not being given any, or has ended to be."""
         version = self.published.version
-        return any(
-            g.installing.done() if g.installing is not None else g.live and g.version < version for g in self.fleet
-        )
+        looked = [self.fleet[name] for name in self._ended] if self._looked >= version else self.fleet
+        return any(g.installing.done() if g.installing is not None else g.live and g.version < version for g in looked)
 
     async def deliver(self) -> dict[str, float] | None:
         """Install the newest published version in every live generator that lacks it.
@@ -122,6 +124,7 @@ class Installer:
         """Have each live generator that lacks `version` install the newest, one delivery at a time, and gather what has ended.
         Returns the deliveries to wait for."""
         awaited = []
+        self._looked, self._ended = version, {}
         for generator in self.fleet:
             if generator.installing is not None and generator.installing.done():
                 self._gather(generator, generator.installing, reports)
@@ -129,12 +132,13 @@ class Installer:
                 continue
             if generator.installing is None:
                 generator.installing = asyncio.create_task(self._install(generator))
-                generator.installing.add_done_callback(self._given)
+                generator.installing.add_done_callback(partial(self._given, generator.generator_id))
             if generator.state is HealthState.HEALTHY:
                 awaited.append(generator.installing)
         return awaited
 
-    def _given(self, task: asyncio.Task[InstallReport]) -> None:
+    def _given(self, generator_id: str, task: asyncio.Task[InstallReport]) -> None:
+        self._ended[generator_id] = None
         if not task.cancelled():
             task.exception()  # it is looked at: here, or by `_gather`
         self._wake()

@@ -121,12 +121,16 @@ class IdleCounter:
         self._seconds += seconds
         self._engine_idle += 0.0 if requests else seconds
 
-    def counters(self) -> dict[str, float]:
+    def counters(self, paused: float) -> dict[str, float]:
+        """With metrics of the engine's wall time, of which it was `paused` for new weights."""
         return {
             "places_all": self._all,
             "places_empty": self._empty,
             "engine_all": self._seconds,
             "engine_idle": self._engine_idle,
+            "wall/engine_idle_seconds": self._engine_idle,
+            "wall/engine_install_seconds": paused,
+            "wall/engine_steps_seconds": max(0.0, self._seconds - self._engine_idle - paused),
         }
 
 
@@ -229,8 +233,8 @@ class Leasing:
 
     async def _call(self, free: int) -> LeaseAnswer:
         with stage("metrics"):
-            stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), **self._idle.counters()}
-            stats["held"] = self._engine.held
+            stats = {**self._look(), "limit": self._concurrency.limit, **self._load(), "held": self._engine.held}
+            stats |= self._idle.counters(stats.get("pause_seconds", 0.0))
         ended, self._ended[:] = list(self._ended), []
         call = LeaseCall(self._generator_id, self._process, free, stats, ended, self._heartbeat if free else 0.0)
         answer = await self._conductor.call("lease", msgspec.msgpack.encode(call))
@@ -293,8 +297,6 @@ class Dispatch:
         """Processor time that generators and their engines report."""
         self.stages = Growth()
         """The same by stage, and the wall time of generators' loops, by metric."""
-        self._idle: dict[str, None] = {}
-        """Those that play nothing."""
         self._waiting: dict[str, _Waiting] = {}
         """One call of each generator, in the order in which they came."""
         self._rung = False
@@ -305,7 +307,7 @@ class Dispatch:
         generator = self._fleet[call.generator_id]
         self._answer(call.generator_id)
         self._note(call)
-        leases = self._lease(generator, call.free, self._able_to_begin()) if self._admission.can_lease() else []
+        leases = self._lease(generator, call.free) if self._admission.can_lease() else []
         if not leases and call.free and call.wait > 0 and self._more:
             leases = await self._wait(call)
         return LeaseAnswer(leases, self._more)
@@ -320,7 +322,7 @@ class Dispatch:
         """Its process has ended: it waits for nothing, and nothing is known of the next one."""
         self._answer(generator_id)
         self.loads.pop(generator_id, None)
-        self._idle.pop(generator_id, None)
+        self._fleet.note_idle(generator_id, False)
 
     def figures(self) -> dict[str, float]:
         """Metrics of what generators reported last."""
@@ -341,10 +343,7 @@ class Dispatch:
             self.cpu.add(f"{name} {of}", call.stats.get(counter, 0.0), of)
         for metric in (counter for counter in call.stats if "/" in counter):
             self.stages.add(f"{name} {metric}", call.stats[metric], metric)
-        if call.stats["playing"]:
-            self._idle.pop(name, None)
-        else:
-            self._idle[name] = None
+        self._fleet.note_idle(name, not call.stats["playing"])
 
     async def _wait(self, call: LeaseCall) -> list[GroupLease]:
         loop, name = asyncio.get_running_loop(), call.generator_id
@@ -362,24 +361,19 @@ class Dispatch:
 
     def _serve(self) -> None:
         """Those that wait, as far as there is something for them."""
-        self._rung, idle = False, self._able_to_begin()
+        self._rung = False
         for name, waiting in list(self._waiting.items()):
             if not self._more:
                 self._answer(name)
             elif not self._admission.can_lease():
                 return
-            elif leases := self._lease(self._fleet[name], waiting.free, idle):
+            elif leases := self._lease(self._fleet[name], waiting.free):
                 self._answer(name, leases)
 
-    def _able_to_begin(self) -> dict[str, None]:
-        """Idle generators that may be leased something."""
-        able = (g for g in map(self._fleet.__getitem__, self._idle) if g.health.may_lease)
-        return {g.generator_id: None for g in able}
-
-    def _lease(self, generator: Generator, free: int, idle: dict[str, None]) -> list[GroupLease]:
+    def _lease(self, generator: Generator, free: int) -> list[GroupLease]:
         """As much as there is for it; but one share of a group that is divided among idle ones."""
         name, leases = generator.generator_id, list[GroupLease]()
-        others = len(idle) - (name in idle)
+        others = len(self._fleet.able) - (name in self._fleet.able)
         load = self.loads[name]
         while not self._stopping() and generator.health.may_lease:
             lease = self._admission.lease(name, free=free, at_once=int(load["limit"]), among=1 + others)
@@ -392,6 +386,5 @@ class Dispatch:
                 self.ring()  # the other shares are for those who wait
                 break
         if leases:
-            idle.pop(name, None)
-            self._idle.pop(name, None)
+            self._fleet.note_idle(name, False)
         return leases

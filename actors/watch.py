@@ -121,13 +121,11 @@ class Watch:
         self.dog.see(ANSWERING, self._question.answers, int(self._question.waiting))
         self.dog.see("training", status.get("steps", 0), int(doing == "training"))
         self.dog.see("publishing", self._published(), int(bool(status.get("writing"))))
-        seen = self.dog.describe()
-        seen.pop(RUN, None)
+        done, with_work = self.dog.totals(besides=RUN)
         # Nobody has work though the learner waits for some: an episode is lost, or somebody does not continue.
         loading = any(not g.live for g in self._fleet)
-        idle = not any(stage["waiting"] for stage in seen.values())
-        stuck = idle and doing == "waiting" and not loading and not self._resting()
-        self.dog.see(RUN, int(sum(stage["done"] for stage in seen.values())), int(stuck))
+        stuck = not with_work and doing == "waiting" and not loading and not self._resting()
+        self.dog.see(RUN, done, int(stuck))
 
     def _look_at(self, generator: Generator, *, may_send: bool) -> None:
         name = generator.generator_id

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,6 +44,60 @@ class Metric(NamedTuple):
     def group(self) -> str:
         """The prefix of its name; `step` if it has none."""
         return self.name.partition("/")[0] if "/" in self.name else "step"
+
+
+_ANY_LOOP = {
+    "metrics": "what is measured, and written of it",
+    "calls": "tasks that were made outside of any stage, as for calls of other actors",
+    "loop": "the event loop itself, with callbacks",
+    "threads": "shared threads, for no stage of the loop",
+    "runtime": "all other threads: of Ray, ZeroMQ, torch",
+    "idle": "the event loop has nothing to do, or waits for a core",
+}
+STAGES = {
+    "generator": (
+        "the generators' processes, without engines",
+        {
+            "play": "environments, samples, tasks of groups",
+            "tokens": "chat template and tokenizer",
+            "engine": "requests to the engine, and what becomes of an answer",
+            "answers": "messages of the engine's process",
+            "encode": "validation and wire format",
+            "messages": "sockets and acknowledgements",
+            "lease": "calls to the conductor",
+            "install": "new weights",
+            "evaluation": "episodes of evaluations",
+            **_ANY_LOOP,
+        },
+    ),
+    "conductor": (
+        "the conductor's process",
+        {
+            "lease": "calls of generators",
+            "steps": "steps, versions, checkpoints in order",
+            "deliver": "new weights, and restarts",
+            "watch": "stalls and failed tasks",
+            **_ANY_LOOP,
+        },
+    ),
+}
+"""By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
+ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"}
+"""Stages that only one kind of time has: the wall time is the event loop's."""
+COLORS = ("blue", "orange", "green", "violet", "red", "amber")
+"""Of lines, in turn."""
+
+
+def _stage_metrics() -> Iterator[Metric]:
+    for who, (of, stages) in STAGES.items():
+        for (name, docs), (dash, color) in zip(stages.items(), product(("", "dash", "dot"), COLORS), strict=False):
+            curve = Curve(f"{who.capitalize()} stages", name, color, dash)
+            if ONLY.get(name) != "wall":
+                text = f"Processor time since the step before, of {of}: {docs}."
+                yield Metric(f"cpu/{who}_{name}_seconds", f"{who} CPU, {name}", "s", "low", text, curve=curve)
+            if ONLY.get(name) != "cpu":
+                text = f"Wall time since the step before, of the event loops of {of}: {docs}."
+                yield Metric(f"wall/{who}_{name}_seconds", f"{who} wall, {name}", "s", "", text)
 
 
 # fmt: off
@@ -181,6 +236,13 @@ _TABLE = (
       for who, of, color in (("conductor", "the conductor's process", "violet"), ("engine", "the engines' processes", "green"),
                              ("generator", "the generators' processes, without engines", "orange"),
                              ("learner", "the learner's process, without further ranks", "blue"))),
+    *_stage_metrics(),
+    Metric("wall/engine_steps_seconds", "engine wall, steps", "s", "",
+           "Wall time since the step before in which the engines had requests, and no new weights."),
+    Metric("wall/engine_install_seconds", "engine wall, install", "s", "low",
+           "Wall time since the step before in which the engines were paused for new weights."),
+    Metric("wall/engine_idle_seconds", "engine wall, idle", "s", "low",
+           "Wall time since the step before in which the engines had no request."),
     Metric("cpu/generated_token_us", "CPU a generated token", "µs", "low",
            "Processor time of conductor, generators and engines over the tokens sampled."),
     Metric("cpu/trained_token_us", "CPU a trained token", "µs", "low",

@@ -37,6 +37,7 @@ class Health:
 
     `silence`: after so long without a word it is SUSPECT. `backoff`: wait before the first restart; doubled for each further one
     up to `backoff_max`, and the first again once it was healthy for `forgive` in one stretch. `max_restarts` in all.
+    `changed()` is called when it has another state.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Health:
         backoff_max: float = 60.0,
         forgive: float = 600.0,
         max_restarts: int = 8,
+        changed: Callable[[], object] = lambda: None,
     ):
         if min(silence, backoff, backoff_max, forgive) <= 0 or max_restarts < 0:
             raise ValueError("silence, backoff, backoff_max and forgive must be positive, max_restarts not negative")
         self._clock, self._silence, self._max_restarts = clock, silence, max_restarts
         self._backoff, self._backoff_max, self._forgive = backoff, backoff_max, forgive
-        self.state = HealthState.STARTING
+        self._state, self._changed = HealthState.STARTING, changed
         self.version = -1
         """Version of its weights; -1 while it has none."""
         self.restarts = 0
@@ -62,6 +64,16 @@ class Health:
         self._last_heartbeat = clock()
         self._healthy_since: float | None = None
         self._lost_at = 0.0
+
+    @property
+    def state(self) -> HealthState:
+        return self._state
+
+    @state.setter
+    def state(self, state: HealthState) -> None:
+        if state is not self._state:
+            self._state = state
+            self._changed()
 
     @property
     def may_lease(self) -> bool:
@@ -174,20 +186,36 @@ class Watchdog:
         if min([default, *self._limits.values()]) <= 0:
             raise ValueError("limits must be positive")
         self._seen: dict[str, _Seen] = {}
+        self._done = self._with_work = 0
+        """Of all stages: what they have done, and how many have something waiting."""
 
     def see(self, stage: str, done: int, waiting: int) -> None:
         """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too."""
         now, seen = self._clock(), self._seen.get(stage)
         if seen is None:
-            self._seen[stage] = _Seen(done, waiting, now)
-            return
-        if done != seen.done or not waiting or not seen.waiting:
+            seen = self._seen[stage] = _Seen(0, 0, now)
+        elif done != seen.done or not waiting or not seen.waiting:
             seen.since, seen.reported = now, False
+        self._count(seen, -1)
         seen.done, seen.waiting = done, waiting
+        self._count(seen, 1)
 
     def forget(self, stage: str) -> None:
         """The stage has ended."""
-        self._seen.pop(stage, None)
+        seen = self._seen.pop(stage, None)
+        if seen is not None:
+            self._count(seen, -1)
+
+    def _count(self, seen: _Seen, times: int) -> None:
+        self._done += times * seen.done
+        self._with_work += times * bool(seen.waiting)
+
+    def totals(self, besides: str) -> tuple[int, int]:
+        """Of all stages but one: what they have done, and how many have something waiting."""
+        left_out = self._seen.get(besides)
+        if left_out is None:
+            return self._done, self._with_work
+        return self._done - left_out.done, self._with_work - bool(left_out.waiting)
 
     def stalled(self) -> list[Stall]:
         """Stages over their limits, in the order in which they were first seen."""

@@ -9,11 +9,9 @@ from typing import Any
 
 import msgspec
 
-from r3async.record.catalogue import METRICS, finite, in_order
+from r3async.record.catalogue import COLORS, METRICS, finite, in_order
 from r3async.record.reading import EVALUATION, read_objects
 
-COLORS = ("blue", "orange", "green", "violet", "red", "amber")
-"""Of runs that are compared, in turn."""
 EVALUATED, ERROR = "evaluation/reward_mean", "evaluation/reward_error"
 """Of a line of `evaluation.jsonl`."""
 
@@ -78,6 +76,8 @@ CHARTS = (
     Chart("Entropy", "of the learner at trained tokens", "nats"),
     Chart("Learner time", "per step", "s", ".2f"),
     Chart("Processor time", "per step", "s", ".2f"),
+    Chart("Generator stages", "processor time per step", "s", ".3f"),
+    Chart("Conductor stages", "processor time per step", "s", ".3f"),
     Chart(
         "Idle",
         "share of the last 16 steps; who is idle should get less, or the other one more",

@@ -112,7 +112,7 @@ class Conductor:
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": self.fleet.describe(),
-            "processes": self._processes | {g.generator_id: (g.pid, g.host) for g in self.fleet},
+            "processes": self._processes | {g.generator_id: g.process for g in self.fleet},
             "generated_tokens": self._generated_tokens,
             "elapsed": self._elapsed,
         }

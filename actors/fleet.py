@@ -37,8 +37,8 @@ class Generator(msgspec.Struct):
     generator_id: str
     handle: ActorRef
     health: Health
-    pid: int = 0
-    host: str = ""
+    process: tuple[int, str] = (0, "")
+    """Its pid and host."""
     generated_tokens: int = 0
     paused_for_weights: float = 0.0
     """Seconds, in all its processes."""
@@ -65,6 +65,10 @@ class Generator(msgspec.Struct):
         return self.described
 
     @property
+    def pid(self) -> int:
+        return self.process[0]
+
+    @property
     def state(self) -> HealthState:
         return self.health.state
 
@@ -79,7 +83,7 @@ class Generator(msgspec.Struct):
 
     def is_process(self, pid: int, host: str) -> bool:
         """Whether its present process is that one, and is loaded. Calls of the one before may come late."""
-        return (pid, host) == (self.pid, self.host) and self.state not in (HealthState.LOST, HealthState.STARTING)
+        return (pid, host) == self.process and self.state not in (HealthState.LOST, HealthState.STARTING)
 
     @property
     def live(self) -> bool:
@@ -224,7 +228,7 @@ class Fleet:
 
     async def load_one(self, generator: Generator) -> dict[str, Any]:
         info = await self._ask(generator, "load its engine", "start")
-        generator.pid, generator.host = info["pid"], info["host"]
+        generator.process = info["pid"], info["host"]
         generator.health.loaded()
         return info
 

@@ -198,7 +198,7 @@ class Watch:
             self.world.processes.dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
         status = self._status
         asked = {"learner": (self._learner, status.get("pid", 0), status.get("host", ""))}
-        asked |= {g.generator_id: (g.handle, g.pid, g.host) for g in self._fleet if g.state is not HealthState.LOST}
+        asked |= {g.generator_id: (g.handle, *g.process) for g in self._fleet if g.state is not HealthState.LOST}
         answers = await asyncio.gather(
             *(actor.call("dump_stacks", reason, timeout=DUMP_SECONDS) for actor, _, _ in asked.values()),
             return_exceptions=True,
@@ -224,7 +224,7 @@ class Watch:
         deadline = self._clock() + KILL_SECONDS
         while generator.live and generator.pid == pid:
             if self._clock() > deadline:
-                self.world.processes.kill(pid, generator.host)  # one that was paused gets no request
+                self.world.processes.kill(*generator.process)  # one that was paused gets no request
                 return
             await asyncio.sleep(0.1)
 

@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from r3async.config import ConfigError
+from r3async.tools.bench import page
 from r3async.tools.bench.compare import Headline, compare, read, run_all
+from r3async.tools.bench.weights import Figure, WeightsJob
+from r3async.tools.bench.weights import Report as WeightsReport
 
 
 def test_what_got_worse_is_named_and_what_its_spread_explains_is_not():
@@ -66,3 +69,33 @@ def test_a_small_measurement_is_compared_with_itself(tmp_path):
     same = [*command, "compare", "a.json", "a.json", "--json"]
     done = subprocess.run(same, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
     assert msgspec.json.decode(done.stdout.splitlines()[-1])["worse"] == []
+
+
+def test_the_tables_of_the_page_are_made_from_the_file():
+    assert page.main(["--check"]) == 0
+    places = [match.group(2) for match in page.PLACE.finditer(page.PAGE.read_text())]
+    assert sorted(places) == sorted(page.TABLES)
+
+
+def test_a_table_stands_in_its_place_and_nothing_else_changes():
+    job = WeightsJob(4, 4, 128, 8, 64, "float32", "keep", "auto")
+    report = WeightsReport("weights", job, 4_200_000, 135, 4, {"pause": Figure(0.023, 0.04)}, {"pause": 0.17}, 0.9, 0.1)
+    own = dict.fromkeys(("cpu_per_token_ratio", "learner_cpu_ratio", "trainer_cpu_ratio", "lag_p99_ms"), 1.5)
+    run = {"by_role": {"engine": 0.217}, "tokens_per_step": 2432.0, "seconds_per_step": 0.381}
+    e2e = {"own": own | {"learner_idle": 0.31, "engine_idle": 0.21, "runs": [run]}}
+    data = {
+        "quick": True,
+        "machine": {"cores": "2", "python": "3.11", "torch": "2.13"},
+        "load": {"weights": 1, "e2e": 2},
+    }
+    data |= {"reports": {"weights": msgspec.to_builtins(report), "e2e": e2e}}
+    before = (
+        "# A\n\n<!-- bench: weights -->\nold\n<!-- end of weights -->\n\nb\n<!-- bench: e2e -->\n<!-- end of e2e -->\n"
+    )
+    made = page.written(before + "<!-- bench: wire -->\nas it was\n<!-- end of wire -->\n", data)
+    assert made.startswith("# A\n\n<!-- bench: weights -->\nA small measurement (`--quick`) on 2 cores, Python 3.11")
+    assert "| pause | 23.0 | 40.0 | 170.0 |\n<!-- end of weights -->\n\nb\n" in made
+    assert "engine 217; 2432 tokens in 0.38 s." in made
+    assert "as it was" in made
+    assert "old" not in made
+    assert page.written(made, data) == made

@@ -32,5 +32,7 @@ def test_bench_transport_measures_every_path():
     for size in report.sizes:
         assert list(size.paths) == ["raw", "raw, CURVE", "memory", "disk"]
         assert all(rate.gb_per_s > 0 for rate in size.paths.values())
+        assert size.paths["raw"].share_of_raw == size.paths["raw, CURVE"].share_of_curve == 1.0
+        assert all(rate.share_of_curve_cpu > rate.share_of_raw_cpu for rate in size.paths.values())
         assert all(len(size.paths[p].generator_lag_ms) == 3 for p in ("memory", "disk"))
     assert "of raw" in render_transport(report)

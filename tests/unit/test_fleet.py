@@ -268,9 +268,7 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
 
     async def leases():
-        call = msgspec.msgpack.encode(
-            LeaseCall("generator-0", (generator.pid, generator.host), 8, {**stats, "limit": 8})
-        )
+        call = msgspec.msgpack.encode(LeaseCall("generator-0", generator.process, 8, {**stats, "limit": 8}))
         return len(msgspec.msgpack.decode(await conductor.lease(call), type=LeaseAnswer).leases)
 
     assert await leases() == 1

@@ -330,12 +330,12 @@ async def test_a_late_call_of_a_process_that_was_lost_is_leased_nothing_and_does
     """It would be leased a group in the name of the process in its place, which knows nothing of it and plays on: nobody would
     lease that group again."""
     generator = conductor.fleet["a"]
-    before = (generator.pid, generator.host)
+    before = generator.process
     generator.health.lost()
     assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
     generator.health.restarting()
     assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)
-    generator.pid = before[0] + 1
+    generator.process = before[0] + 1, ""
     generator.health.loaded()
     generator.health.installed(0, 0)
     assert await lease(conductor, "a", wait=10 * LIMIT, process=before) == ([], False)

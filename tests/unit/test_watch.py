@@ -62,7 +62,7 @@ class Run:
         for generator in self.fleet:
             generator.health.loaded()
             generator.health.installed(0, 0)
-            generator.pid, generator.host = 21, "far"
+            generator.process = 21, "far"
         self.admission = Admission(
             ScheduleConfig(max_staleness=0, groups_per_step=1, samples_per_group=4), task_seed=lambda group: 0
         )
@@ -324,7 +324,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
 async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
     monkeypatch.setattr("r3async.actors.watch.DUMP_SECONDS", 0.01)
     run.handles[0].deaf = run.handles[1].deaf = True
-    run.first.host = "near"
+    run.first.process = 21, "near"
     assert await run.watch._dump("why") == ["generator-0", "generator-1"]
     assert run.world.asked == [(21, "near"), (21, "far")]
 

@@ -230,15 +230,16 @@ def e2e(
 @app.command(name="all")
 def every(
     json: Json = False,
-    only: Annotated[str, typer.Option(help="benchmarks, with commas between; default: all that follow")] = "",
+    only: Annotated[str, typer.Option(help="benchmarks, with commas between; default: all but e2e")] = "",
     peer_python: Annotated[str, typer.Option(help="of `e2e`; without it: our own accounting alone")] = "",
     quick: Quick = False,
 ) -> None:
-    """Several benchmarks one after the other, and their headlines; for `bench compare`."""
+    """Several benchmarks one after the other, and their headlines; for `bench compare`, and for docs/benchmarks.md."""
     from r3async.tools.bench.compare import measures, render_all, run_all
 
     made = measures(peer_python, quick=quick, say=say_on_stderr)
-    _report(lambda: run_all(made, [n for n in only.split(",") if n], say_on_stderr), render_all, json)
+    names = [n for n in only.split(",") if n] or [n for n in made if n != "e2e" or peer_python]
+    _report(lambda: run_all(made, names, say_on_stderr, quick=quick), render_all, json)
 
 
 @app.command()

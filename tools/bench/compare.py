@@ -33,9 +33,10 @@ class Headline(msgspec.Struct, frozen=True):
 
 
 class All(msgspec.Struct, frozen=True):
-    """`load`: the load average before each benchmark."""
+    """`load`: the load average before each benchmark. `quick`: they were small."""
 
     benchmark: str
+    quick: bool
     machine: dict[str, str]
     load: dict[str, float]
     headlines: list[Headline]
@@ -112,7 +113,9 @@ def _transport(report: Mapping[str, Any]) -> Iterator[Headline]:
     for size in report["sizes"]:
         for way, rate in size["paths"].items():
             if not way.startswith("raw"):
-                yield Headline(f"{way}.{size['nbytes']}.share_of_raw_cpu", rate["share_of_raw_cpu"], "high")
+                for than in ("raw", "curve"):
+                    name = f"share_of_{than}_cpu"
+                    yield Headline(f"{way}.{size['nbytes']}.{name}", rate[name], "high")
 
 
 def _packing(report: Mapping[str, Any]) -> Iterator[Headline]:
@@ -124,6 +127,10 @@ def _packing(report: Mapping[str, Any]) -> Iterator[Headline]:
 def _loss(report: Mapping[str, Any]) -> Iterator[Headline]:
     yield Headline("memory_ratio", report["memory_ratio"], "low")
     yield Headline("time_ratio", report["time_ratio"], "low")
+
+
+def _weights(report: Mapping[str, Any]) -> Iterator[Headline]:
+    yield Headline("paused_share", report["paused_share"], "low")
 
 
 def _conductor(report: Mapping[str, Any]) -> Iterator[Headline]:
@@ -142,6 +149,7 @@ HEADLINES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Headline]]] = {
     "transport": _transport,
     "loss": _loss,
     "scale": _scale,
+    "weights": _weights,
     "conductor": _conductor,
     "e2e": _e2e,
 }
@@ -153,23 +161,24 @@ HEADLINES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Headline]]] = {
 
 def measures(peer_python: str, *, quick: bool, say: Say) -> dict[str, Callable[[], Any]]:
     """By name in `HEADLINES`, what makes its report."""
-    from r3async.tools.bench import e2e, loss, packing, scale, transport, wire
+    from r3async.tools.bench import e2e, loss, packing, scale, transport, weights, wire
     from r3async.tools.bench.e2e_report import Plan
 
-    cases, peer = (["a", "b", "c", "own"], "trl") if peer_python else (["own"], "none")
-    plan = Plan(cases, [0, 1, 2], peer, peer_python)
+    plan = Plan(["a", "b", "c", "own"], [0, 1, 2], "trl", peer_python) if peer_python else Plan(["own"], [0], steps=60)
+    job = weights.WeightsJob(*(4 if quick else 20, 4, 128, 8, 64), "float32", "keep", "auto")
     return {
         "packing": lambda: packing.run([0, 1, 2, 3, 4], quick=quick),
         "wire": lambda: wire.run(quick),
         "transport": lambda: transport.run(quick=quick, rounds=3, say=say),
         "loss": lambda: loss.run(quick, say),
         "scale": lambda: scale.run([], quick=quick, say=say),
+        "weights": lambda: weights.run(job, say),
         "e2e": lambda: e2e.run(e2e.small(plan) if quick else plan, say),
     }
 
 
-def run_all(measures: Mapping[str, Callable[[], Any]], only: Sequence[str], say: Say) -> All:
-    """`measures`: see there. Raises what they raise."""
+def run_all(measures: Mapping[str, Callable[[], Any]], only: Sequence[str], say: Say, *, quick: bool = False) -> All:
+    """`measures`: see there. Cases of `packing` are left out: they are many. Raises what they raise."""
     if unknown := [name for name in only if name not in measures]:
         raise ConfigError(f"--only {unknown[0]!r}: there are {', '.join(measures)}")
     load, reports, headlines = {}, {}, []
@@ -177,9 +186,11 @@ def run_all(measures: Mapping[str, Callable[[], Any]], only: Sequence[str], say:
         say(f"all: {name}")
         load[name] = os.getloadavg()[0]
         reports[name] = msgspec.to_builtins(measures[name](), str_keys=True)
+        if name == "packing":
+            del reports[name]["cases"]
         found = HEADLINES[name](reports[name])
         headlines += [msgspec.structs.replace(h, name=f"{name}.{h.name}") for h in found]
-    return All("all", machine(), load, headlines, reports)
+    return All("all", quick, machine(), load, headlines, reports)
 
 
 def read(path: Path) -> list[Headline]:

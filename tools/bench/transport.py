@@ -40,13 +40,16 @@ MOVED = 600_000_000
 class Rate(msgspec.Struct, frozen=True):
     """One way of sending: medians over the rounds. Lag is median, 99th percentile and maximum in ms, the worst round's, and
     own lag the part of it that this program caused; memory is the highest resident size while it ran, MiB, in the highest
-    round. `cpu_s_per_gb` is of both processes; raw's over it is `share_of_raw_cpu`, which a busy machine does not blur."""
+    round. `cpu_s_per_gb` is of both processes; raw's over it is `share_of_raw_cpu`, which a busy machine does not blur. Raw
+    ZeroMQ that encrypts, as every connection of a run does, is `curve`."""
 
     gb_per_s: float
     messages_per_s: float
     share_of_raw: float
     cpu_s_per_gb: float
     share_of_raw_cpu: float
+    share_of_curve: float
+    share_of_curve_cpu: float
     generator_lag_ms: list[float]
     generator_own_lag_ms: list[float]
     learner_lag_ms: list[float]
@@ -94,8 +97,8 @@ def run(*, quick: bool, rounds: int, say: Say) -> Report:
                     receive = _receive_raw if path.startswith("raw") else _receive_whole
                     seen[path].append(asyncio.run(receive(path, nbytes, count, place, say)))
             gigabytes = count * actual / 1e9
-            raw = _speed_and_cpu(seen["raw"], gigabytes)
-            paths = {path: _summary(each, raw, gigabytes, count) for path, each in seen.items()}
+            raw, curve = (_speed_and_cpu(seen[path], gigabytes) for path in PATHS[:2])
+            paths = {path: _summary(each, raw, curve, gigabytes, count) for path, each in seen.items()}
             measured.append(Size(actual, trajectory.tokens, count, paths))
         return Report("transport", rounds, os.getloadavg()[0], scratch, measured)
 
@@ -106,7 +109,9 @@ def _speed_and_cpu(rounds: Sequence[Round], gigabytes: float) -> tuple[float, fl
     return speed, median((g.cpu_seconds + learner.cpu_seconds) / gigabytes for g, learner in rounds)
 
 
-def _summary(rounds: Sequence[Round], raw: tuple[float, float], gigabytes: float, count: int) -> Rate:
+def _summary(
+    rounds: Sequence[Round], raw: tuple[float, float], curve: tuple[float, float], gigabytes: float, count: int
+) -> Rate:
     speed, cpu = _speed_and_cpu(rounds, gigabytes)
     generator, learner = zip(*rounds, strict=True)
 
@@ -120,6 +125,8 @@ def _summary(rounds: Sequence[Round], raw: tuple[float, float], gigabytes: float
         speed / raw[0],
         cpu,
         raw[1] / cpu,
+        speed / curve[0],
+        curve[1] / cpu,
         worst([m.lag_ms for m in generator]),
         worst([m.own_lag_ms for m in generator]),
         worst([m.lag_ms for m in learner]),
@@ -235,9 +242,9 @@ def render(report: Report) -> str:
             figures = (
                 f"{rate.gb_per_s:.2f}",
                 f"{rate.messages_per_s:,.0f}",
-                f"{rate.share_of_raw:.2f}",
+                f"{rate.share_of_raw:.2f} / {rate.share_of_curve:.2f}",
                 f"{rate.cpu_s_per_gb:.2f}",
-                f"{rate.share_of_raw_cpu:.2f}",
+                f"{rate.share_of_raw_cpu:.2f} / {rate.share_of_curve_cpu:.2f}",
                 *(f"{lag[1]:.1f} ({own[1]:.1f})" if lag else "" for lag, own in lags),
                 f"{rate.generator_mib:.0f}/{rate.learner_mib:.0f}" if rate.learner_mib else "",
             )
@@ -247,9 +254,9 @@ def render(report: Report) -> str:
         "bytes",
         "GB/s",
         "msg/s",
-        "of raw",
+        "of raw / CURVE",
         "CPU s/GB",
-        "of raw",
+        "of raw / CURVE",
         "generator lag ms",
         "learner lag ms",
         "MiB",

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig,
 from r3async.data.records import Sample, TokenTable
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 96
+PADDING = 7
+"""A token that samples have, too: a policy may sample it."""
 
 
 def make_hf_model(directory: Path, *, seed: int = 0, std: float = 0.1, **changes: Any) -> Path:
@@ -33,6 +35,7 @@ def make_hf_model(directory: Path, *, seed: int = 0, std: float = 0.1, **changes
         "norm_topk_prob": True,
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
+        "pad_token_id": PADDING,
     }
     return save_random(directory, Qwen3MoeConfig(**(settings | changes)), seed=seed, std=std)
 
@@ -44,6 +47,8 @@ def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std
         for parameter in model.parameters():
             centre = 1.0 if parameter.ndim == 1 else 0.0
             parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
+        if (padding := model.get_input_embeddings().padding_idx) is not None:
+            model.get_input_embeddings().weight[padding] = 0  # as transformers makes it
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"stand": "in"}))
     return directory

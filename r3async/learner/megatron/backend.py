@@ -25,7 +25,7 @@ from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs,
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
 from r3async.learner.megatron.links import Link, checkpoint_files, gather_weights, held, links, load_weights
-from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, make_plan
+from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, hold_padding, make_plan
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.replay import Binder, MicroBatchRoutes
 from r3async.learner.state import Held
@@ -54,10 +54,12 @@ class MegatronLearner(LearnerBackend):
     ):
         self.model, self.shape, self.links, self._device = model, shape, linked, device
         assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in self.links}, "unlinked"
+        shard = (layout.tp_rank, config.learner.parallel.tp)
+        hold_padding(model, shape.padding, shard)
         replay = attach(
             model,
             moe_layers=[i + 1 for i in shape.moe_layers],
-            shard=(layout.tp_rank, config.learner.parallel.tp),
+            shard=shard,
             top_k=shape.top_k or 1,
             num_experts=shape.experts or 1,
             enabled=config.routing.replay != "off",

@@ -17,11 +17,12 @@ from r3async.learner import LearnerError
 
 
 class Qwen3Shape(ModelShape, frozen=True, kw_only=True):
-    """And what this backend needs besides."""
+    """And what this backend needs besides. `padding`: the token whose embedding is never trained, or None."""
 
     normalize_gates: bool
     norm_eps: float
     rope_theta: float
+    padding: int | None
 
     @property
     def moe_pattern(self) -> list[bool]:
@@ -75,6 +76,8 @@ def read_qwen3(directory: Path) -> Qwen3Shape:
         normalize_gates=c.norm_topk_prob,
         norm_eps=c.rms_norm_eps,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
+        # transformers' own modules: a negative one counts from the end, as `torch.nn.Embedding` has it.
+        padding=None if c.pad_token_id is None else c.pad_token_id % c.vocab_size,
     )
 
 

@@ -203,6 +203,25 @@ def build_model(
     )
 
 
+def hold_padding(model: HiddenStatesModel, token: int | None, shard: tuple[int, int]) -> None:
+    """Keep the embedding of `token`, the model's padding, from being trained: as transformers does (`padding_idx`).
+
+    It is a row of zeros, and a policy may sample the token. The norm behind the embedding multiplies the gradient of a row of
+    zeros by `1 / sqrt(eps)`: a thousand. One such token would decide the norm of the whole gradient, which is clipped by it.
+    `shard`: (index, count) of the parts into which sequence-parallel ranks split the tokens.
+    """
+    if token is None or not model.pre_process:
+        return
+    index, count = shard
+
+    def hold(module: torch.nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """`output` `[N / count, 1, hidden]`."""
+        ids: Tensor = kwargs["input_ids"][0].chunk(count)[index]
+        return torch.where((ids == token)[:, None, None], output.detach(), output)
+
+    model.embedding.register_forward_hook(hold, with_kwargs=True)
+
+
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 

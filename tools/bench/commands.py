@@ -83,6 +83,14 @@ def packing(
 
 
 @app.command()
+def prefixes(json: Json = False, quick: Quick = False) -> None:
+    """What feeding shared prefixes forward once saves the learner, by share of the prompt."""
+    from r3async.tools.bench.prefixes import render, run
+
+    _report(lambda: run(quick, say_on_stderr), render, json)
+
+
+@app.command()
 def wire(json: Json = False, quick: Quick = False) -> None:
     """Bytes and microseconds per token of the wire format, against lists of numbers and pickle."""
     from r3async.tools.bench.wire import render, run

@@ -14,7 +14,7 @@ import numpy as np
 
 from r3async.actors.delivery import receiver
 from r3async.actors.leasing import Gate, Leasing
-from r3async.actors.process import NotLoaded, begin, whereabouts
+from r3async.actors.process import NotLoaded, begin, together, whereabouts
 from r3async.config import Config, EnvConfig, config_from_dict, to_dict
 from r3async.data.records import Trajectory
 from r3async.envs import EnvironmentFactory
@@ -144,9 +144,10 @@ class GeneratorActor:
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
         engine = self._parts.engine(config, self.model_path, seed, clock)
         self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
-        renderer = await threads.run(self._parts.renderer, self.model_path, config.episode.template_args)
+        # The engine's process imports and loads while the tokenizer is loaded here.
+        rendering = threads.run(self._parts.renderer, self.model_path, config.episode.template_args)
+        _, renderer = await together(engine.start(), rendering)
         self._loaded = Loaded(engine, renderer)
-        await engine.start()
         self._events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
         return {
             **self.whereabouts(),

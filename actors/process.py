@@ -103,6 +103,17 @@ class Question:
             await asyncio.gather(self._call, return_exceptions=True)
 
 
+async def together(*calls: Awaitable[Any]) -> list[Any]:
+    """What they return. If one fails, the others are cancelled, and its error is raised when they have ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def wait_until(event: asyncio.Event, seconds: float) -> None:
     """Until it is set, which it is after `seconds` in any case: cheaper than a time-out, which cancels and raises."""
     timer = asyncio.get_running_loop().call_later(seconds, event.set)

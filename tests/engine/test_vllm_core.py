@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityOutput,
+)
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.request import RequestStatus
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from r3async.rollout.engines import EngineError, vllm_core
-from r3async.rollout.engines.vllm_core import Load, WholeAnswers, check_names, sampling
+from r3async.rollout.engines import EngineError, vllm_core, vllm_messages
+from r3async.rollout.engines.vllm_core import WholeAnswers, check_names
+from r3async.rollout.engines.vllm_messages import Decoder, Load, Request, sampling
 
 pytestmark = pytest.mark.engine
 NAMES = ("a", "b", "c")
@@ -84,13 +96,17 @@ def contents(outputs: list[EngineCoreOutput]) -> dict[str, tuple]:
     return found
 
 
+def received(outputs: EngineCoreOutputs) -> vllm_messages.Outputs:
+    """As the engine's owner sees what vLLM sends."""
+    return Decoder().decode([memoryview(frame).cast("B") for frame in MsgpackEncoder().encode(outputs)])
+
+
 def widened(outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
     """Over the wire and back; log-probs in the shape in which vLLM has them."""
-    decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs)))
+    decoded = received(EngineCoreOutputs(outputs=outputs))
     for output in decoded.outputs:
         if output.new_logprobs is not None:
-            values = np.repeat(output.new_logprobs.logprobs, 2).reshape(-1, 2)
-            output.new_logprobs = output.new_logprobs._replace(logprobs=values)
+            output.new_logprobs.logprobs = np.repeat(output.new_logprobs.logprobs, 2).reshape(-1, 2)
     return decoded.outputs
 
 
@@ -180,9 +196,21 @@ def test_the_installed_vllm_has_what_is_used_of_it(monkeypatch):
         check_names()
 
 
-def test_parameters_of_a_request_are_those_that_vllm_would_make():
-    made = sampling(17, 0.7, (3, 5), routes_from=4, logprobs=0)
-    theirs = SamplingParams(
+def test_a_field_that_moved_or_a_value_that_changed_is_found(monkeypatch):
+    class Moved(vllm_messages.Output):
+        one_more: int = 0
+
+    with monkeypatch.context() as patch:
+        patch.setitem(vllm_core._POSITIONS, EngineCoreOutput, Moved)
+        with pytest.raises(EngineError, match="has another EngineCoreOutput: r3async is"):
+            check_names()
+    monkeypatch.setattr(vllm_core, "_VALUES", ((("stop", "length"), ("length", "stop")),))
+    with pytest.raises(EngineError, match="has another"):
+        check_names()
+
+
+def test_requests_arrive_as_those_that_vllm_would_make():
+    params = SamplingParams(
         max_tokens=17,
         temperature=0.7,
         stop_token_ids=[3, 5],
@@ -191,8 +219,39 @@ def test_parameters_of_a_request_are_those_that_vllm_would_make():
         detokenize=False,
         ignore_eos=True,
     )
-    assert MsgpackEncoder().encode(made) == MsgpackEncoder().encode(theirs)
-    assert sampling(9, 0.7, (3, 5), logprobs=0).max_tokens == 9
-    assert made.max_tokens == 17
+    ours = Request(
+        "r", [1, 2], None, sampling(17, 0.7, (3, 5), routes_from=4, logprobs=0), None, 1.5, None, "salt", None
+    )
+    theirs = EngineCoreRequest("r", [1, 2], None, params, None, 1.5, None, "salt", None)
+    decoder = MsgpackDecoder(EngineCoreRequest)
+    assert decoder.decode([msgspec.msgpack.encode(ours)]) == decoder.decode(MsgpackEncoder().encode(theirs))
+    scored = Request("r", [1], None, sampling(1, 0.0, prompt_logprobs=0), None, 1.5, None, None, None)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    theirs = EngineCoreRequest("r", [1], None, params, None, 1.5, None, None, None)
+    assert decoder.decode([msgspec.msgpack.encode(scored)]) == decoder.decode(MsgpackEncoder().encode(theirs))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 2.5, float("nan"), float("inf")])
+def test_a_temperature_that_would_end_the_core_is_refused(temperature):
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        SamplingParams(temperature=temperature)
     with pytest.raises(EngineError, match="temperature"):
-        sampling(1, -1.0)
+        sampling(1, temperature)
+
+
+def test_what_vllm_sends_beside_answers_arrives():
+    values = torch.arange(6, dtype=torch.float32).reshape(3, 2)
+    scores = LogprobsTensors(values.long(), values, values[:, 0].long())
+    output = EngineCoreOutput(
+        "a", [5], new_prompt_logprobs_tensors=scores, events=[EngineCoreEvent(EngineCoreEventType.PREEMPTED, 1.0)]
+    )
+    stats = SchedulerStats(kv_cache_usage=0.25, num_waiting_reqs=7)
+    decoded = received(EngineCoreOutputs(outputs=[output], scheduler_stats=stats))
+    assert decoded.outputs[0].new_prompt_logprobs_tensors.logprobs.tolist() == values.tolist()
+    load = Load()
+    load.take(decoded)
+    assert load.figures() == {"kv_cache_usage": 0.25, "waiting": 7, "preemptions": 1}
+    for answer in (UtilityOutput(3, None, UtilityResult([[4, 2**63]])), UtilityOutput(4, "it failed")):
+        returned = received(EngineCoreOutputs(utility_output=answer)).utility_output
+        assert (returned.call_id, returned.failure_message) == (answer.call_id, answer.failure_message)
+        assert returned.result is None or returned.result[1] == [[4, 2**63]]

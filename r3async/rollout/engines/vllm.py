@@ -1,7 +1,7 @@
 """vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
 
-The model and vLLM's engine core run in child processes; this one drives them: see `vllm_core`. Which version sampled which
-token is known exactly: see `vllm_requests`.
+The model and vLLM's engine core run in child processes; this one drives them, and does not import vLLM: see `vllm_client`.
+Which version sampled which token is known exactly: see `vllm_requests`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.data.routes import RoutingError, check_ids, route_dtype
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engines.vllm_client import Core
+from r3async.rollout.engines.vllm_messages import sampling
 from r3async.rollout.engines.vllm_requests import CALL_TIMEOUT, Requests, Running, differences, install
 from r3async.weights.publish import Difference, WeightManifest
 from r3async.world.stages import begin_task
@@ -36,8 +38,7 @@ class VllmEngine:
     `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
     `on_update` decides what becomes of running requests when weights change (the setting of that name).
     `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
-    ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded, and vLLM is not
-    imported, before `start`.
+    ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded before `start`.
     """
 
     def __init__(
@@ -76,8 +77,6 @@ class VllmEngine:
             self.routing = None
         self.on_update = on_update
         self._requests = Requests()
-        self._core: Any = None
-        """The module `vllm_core`, which imports vLLM; known after `start`."""
         self._receiving: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
         self.pids: list[int] = []
@@ -97,53 +96,27 @@ class VllmEngine:
         return self._requests.llm
 
     async def start(self) -> None:
-        """Load the model, in a thread: seconds to minutes. Raises `EngineError`.
-
-        If it is cancelled, the engine is shut down as soon as it has come up.
-        """
-        starting = asyncio.create_task(asyncio.to_thread(self._start))
+        """Load the model: seconds to minutes. Raises `EngineError`. If it is cancelled, the engine is ended."""
         try:
-            await asyncio.shield(starting)
+            # Before anything else: its process imports vLLM meanwhile.
+            core = self._requests.llm = Core(self._args, self._threads, self._kv_cache_bytes)
+            self._parameter_names = await asyncio.to_thread(checkpoint_names, Path(self._args["model"]))
+            await core.start()
             self._receiving = begin_task("answers", self._requests.receive())
             async with asyncio.timeout(CALL_TIMEOUT):
-                pids = await self._llm.collective_rpc("r3_process")
-                self.gpus = [gpu for gpu in await self._llm.collective_rpc("r3_gpu") if gpu]
+                pids = await core.collective_rpc("r3_process")
+                self.gpus = [gpu for gpu in await core.collective_rpc("r3_gpu") if gpu]
             self._processes = [p for pid in pids for p in lineage(pid)]
-            # What was imported stays: a collection that walks all of it would hold up the event loop for a third of a second.
-            gc.freeze()
-            self.pids = [p.pid for p in self._processes]
-        except asyncio.CancelledError:
-            starting.add_done_callback(lambda done: done.exception() or self._llm.shutdown(timeout=0))
+        except BaseException as error:
+            await self._end(0.0)
+            if isinstance(error, Exception):
+                raise EngineError(f"vLLM could not start with {self._args['model']}: {error}") from error
             raise
-        except Exception as error:
-            raise EngineError(f"vLLM could not start with {self._args['model']}: {error}") from error
+        # What was imported stays: a collection that walks all of it would hold up the event loop.
+        gc.freeze()
+        self.pids = [p.pid for p in self._processes]
         self._requests.failure = None
         self._requests.admit()
-
-    def _start(self) -> None:
-        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        with inherited_environment() as environment:
-            environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
-            # A forked child would share this process's threads' locks, and not read OMP_NUM_THREADS any more.
-            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
-
-            from r3async.rollout.engines import vllm_core
-            from r3async.rollout.engines.vllm_worker import OwnedConfig
-
-            if current_platform.is_cpu():
-                environment["OMP_NUM_THREADS"] = str(self._threads)
-                environment["TORCH_COMPILE_DISABLE"] = "1"
-                # The worker lives in the engine's one child process, and not in a pinned one of its own.
-                environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-                environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
-                self._args = ours(kv_cache_memory_bytes=self._kv_cache_bytes) | self._args
-            self._core = vllm_core
-            self._parameter_names = checkpoint_names(Path(self._args["model"]))
-            config = AsyncEngineArgs(**self._args).create_engine_config()
-            config.additional_config = OwnedConfig(os.getpid(), config.additional_config)
-            self._requests.llm = vllm_core.Core(config)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
@@ -156,7 +129,7 @@ class VllmEngine:
         while True:
             await self._requests.admission()
             first = request.routes_wanted(self.version)
-            params = self._core.sampling(
+            params = sampling(
                 request.max_tokens, request.temperature, request.stop_token_ids, routes_from=first, logprobs=0
             )
             running = self._requests.new(request.request_id, self.version)
@@ -198,7 +171,7 @@ class VllmEngine:
 
     async def cached_from_older(self, token_ids: np.ndarray) -> int:
         """See `Engine.cached_from_older`. The text is repeated until it fills blocks of the cache."""
-        block = self._llm.vllm_config.cache_config.block_size
+        block = self._llm.block_size
         ids = np.resize(token_ids, min(max(len(token_ids), 2 * block + 1), self._args["max_model_len"] - 1)).tolist()
         running = await self._alone("cache", ids, salted=True)
         known, self._cache_checked = self._cache_checked == self.version, self.version
@@ -223,14 +196,21 @@ class VllmEngine:
             return
         await self._requests.fail(EngineError("the engine was stopped"))
         gc.unfreeze()
-        llm, self._requests.llm = self._llm, None
-        if self._receiving is not None:
-            self._receiving.cancel()  # or it would report the end of the engine's process as a failure
-        await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT)
+        await self._end(STOP_TIMEOUT)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout=STOP_TIMEOUT)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    async def _end(self, timeout: float) -> None:
+        """The core's process, if there is one."""
+        if self._llm is None:
+            return
+        llm, self._requests.llm = self._llm, None
+        if self._receiving is not None:
+            self._receiving.cancel()  # or it would report the end of the engine's process as a failure
+        llm.close()
+        await asyncio.to_thread(llm.end, timeout)
 
     def _cache_salt(self) -> str:
         """Of a new request. An older version's cached prefix has another one, so it is never hit."""
@@ -244,7 +224,7 @@ class VllmEngine:
                     await self._requests.admission()
                     running = self._requests.new(name, self.version)
                     salt = self._cache_salt() if salted else None
-                    if await self._requests.run(running, ids, self._core.sampling(1, 0.0, **params), salt):
+                    if await self._requests.run(running, ids, sampling(1, 0.0, **params), salt):
                         return running
         except TimeoutError as error:
             raise EngineError(f"the engine took longer than {SCORE_TIMEOUT} s to {name} a text") from error
@@ -300,26 +280,12 @@ def lineage(pid: int) -> Iterator[psutil.Process]:
         process = process.parent()
 
 
-@contextlib.contextmanager
-def inherited_environment() -> Iterator[os._Environ[str]]:
-    """Environment variables set inside are inherited by processes started inside, and taken back at the end."""
-    before = dict(os.environ)
-    try:
-        yield os.environ
-    finally:
-        for name in set(os.environ) | set(before):
-            if name not in before:
-                os.environ.pop(name, None)
-            elif os.environ.get(name) != before[name]:
-                os.environ[name] = before[name]
-
-
 def checkpoint_names(directory: Path) -> frozenset[str]:
     """Names of the tensors in a safetensors checkpoint."""
     from safetensors import safe_open
 
     names: set[str] = set()
     for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             names.update(file.keys())
     return frozenset(names)

@@ -1,4 +1,4 @@
-"""vLLM's engine core, driven directly: all that r3async knows of vLLM's inner classes, on both sides of the process boundary.
+"""vLLM's engine core, driven directly: what runs in its process. `vllm_client` has the other side.
 
 `AsyncLLM` works on every token of every request in the caller's process: it decodes, counts and copies it, and keeps statistics.
 Here an answer stays in the engine's process until it ends (`WholeAnswers`), and crosses the boundary as arrays, in one message.
@@ -7,59 +7,73 @@ Made for vLLM 0.30: `check_names` says what another version lacks.
 
 from __future__ import annotations
 
-import copy
-import functools
 import time
 from typing import Any
 
 import numpy as np
 import vllm
-from vllm.exceptions import VLLMValidationError
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine import (
+    FINISH_REASON_STRINGS,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityOutput,
+)
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
 
-from r3async.rollout.engines import EngineError
+from r3async.config.generation import ours
+from r3async.rollout.engines import EngineError, vllm_messages
+from r3async.rollout.engines.vllm_client import on_cpu
+from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are
+from r3async.rollout.engines.vllm_owner import OwnedConfig
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
 _NO_IDS = np.empty((0, 0), np.int32)
 _USED: dict[type, str] = {
-    EngineCoreClient: "make_async_mp_client",
-    AsyncMPClient: (
-        "add_request_async abort_requests_async get_output_async pause_scheduler_async resume_scheduler_async"
-        " collective_rpc_async shutdown"
-    ),
+    EngineCoreProc: "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
     AsyncScheduler: "update_from_output finish_requests set_pause_state pause_state has_requests make_stats",
     Executor: "get_class",
-    EngineCoreRequest: (
-        "request_id prompt_token_ids mm_features sampling_params pooling_params arrival_time lora_request cache_salt"
-        " data_parallel_rank"
-    ),
-    EngineCoreOutput: (
-        "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors finish_reason stop_reason events prefill_stats"
-        " routed_experts"
-    ),
-    EngineCoreOutputs: "outputs scheduler_stats",
+    EngineCoreReadyResponse: "max_model_len block_size",
     SchedulerStats: "num_waiting_reqs kv_cache_usage",
     PrefillStats: "num_cached_tokens",
-    LogprobsLists: "logprob_token_ids logprobs sampled_token_ranks",
-    SamplingParams: (
-        "max_tokens temperature stop_token_ids logprobs prompt_logprobs routed_experts_prompt_start ignore_eos detokenize"
-    ),
+    SamplingParams: " ".join(vllm_messages.Sampling.__struct_fields__),
     EngineCoreEventType: "PREEMPTED",
     PauseState: "PAUSED_ALL",
     RequestStatus: "FINISHED_ABORTED",
 }
 """Classes of vLLM, and the names of each that are used here."""
+_POSITIONS: dict[type, type] = {
+    EngineCoreRequest: vllm_messages.Request,
+    EngineCoreOutput: vllm_messages.Output,
+    EngineCoreOutputs: vllm_messages.Outputs,
+    UtilityOutput: vllm_messages.Returned,
+    LogprobsLists: vllm_messages.Logprobs,
+}
+"""Classes of vLLM whose fields travel by position, and what stands for them on the other side."""
+_VALUES = (
+    (tuple(map(str, vllm_messages.Reason)), FINISH_REASON_STRINGS),
+    (vllm_messages.PREEMPTED, EngineCoreEventType.PREEMPTED.value),
+    (vllm_messages.ADD, EngineCoreRequestType.ADD.value),
+    (vllm_messages.ABORT, EngineCoreRequestType.ABORT.value),
+    (vllm_messages.CALL, EngineCoreRequestType.UTILITY.value),
+    (vllm_messages.DEAD, EngineCoreProc.ENGINE_CORE_DEAD),
+    (vllm_messages.RAW_VIEW, CUSTOM_TYPE_RAW_VIEW),
+)
+"""What the other side takes for granted, and what vLLM says."""
 
 
 def check_names() -> None:
@@ -69,13 +83,19 @@ def check_names() -> None:
     ]
     if lacking:
         raise EngineError(f"vLLM {vllm.__version__} has no {', '.join(lacking)}: r3async is made for vLLM 0.30")
+    moved = [kind.__name__ for kind, ours in _POSITIONS.items() if _fields(kind)[: len(_fields(ours))] != _fields(ours)]
+    moved += [str(theirs) for assumed, theirs in _VALUES if assumed != theirs]
+    if moved:
+        raise EngineError(f"vLLM {vllm.__version__} has another {', '.join(moved)}: r3async is made for vLLM 0.30")
 
 
 def _has(kind: type, name: str) -> bool:
     return hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", ())
 
 
-# -- in the engine's process ---------------------------------------------------------------------------------------
+def _fields(kind: Any) -> tuple[str, ...]:
+    """Of a msgspec structure, or of a named tuple."""
+    return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)
 
 
 class Answer:
@@ -194,127 +214,25 @@ class WholeAsyncScheduler(WholeAnswers, AsyncScheduler):
     pass
 
 
-# -- in the generator's process ------------------------------------------------------------------------------------
+def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> None:
+    """Be the core of process `owner`, which waits at `address`, until this process is told to end. Of its main thread.
 
-
-class Load:
-    """The newest figures of the engine's load. `kv_cache_usage`: share of the blocks that hold anything of a running request,
-    0..1. `waiting`: requests in the queue. `preemptions`: requests that were put back into it for want of blocks."""
-
-    def __init__(self) -> None:
-        self.kv_cache_usage = 0.0
-        self.waiting = self.preemptions = 0
-
-    def take(self, outputs: EngineCoreOutputs) -> None:
-        if (stats := outputs.scheduler_stats) is not None:
-            self.kv_cache_usage, self.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
-        for output in outputs.outputs:
-            if output.events:
-                self.preemptions += sum(event.type == EngineCoreEventType.PREEMPTED for event in output.events)
-
-    def figures(self) -> dict[str, float]:
-        return {"kv_cache_usage": self.kv_cache_usage, "waiting": self.waiting, "preemptions": self.preemptions}
-
-
-class Core:
-    """The engine's process, as this one sees it. Made in any thread; then all calls belong to one event loop.
-
-    `config` is a vLLM configuration; a scheduler class that it names must have `WholeAnswers`. Raises what vLLM raises.
+    `args` are those of vLLM's `AsyncEngineArgs`; a scheduler class that they name must have `WholeAnswers`. Raises what vLLM
+    raises.
     """
-
-    def __init__(self, config: Any):
-        check_names()
-        maybe_register_config_serialize_by_value()
-        scheduler = config.scheduler_config
-        if scheduler.scheduler_cls is None:
-            scheduler.scheduler_cls = WholeAsyncScheduler if scheduler.async_scheduling else WholeScheduler
-        self.vllm_config = config
-        self.load = Load()
-        self._client = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
-
-    async def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, salt: str | None) -> None:
-        """Raises `EngineError` for a request that the engine could not serve. The id must be new."""
-        limit = self.vllm_config.model_config.max_model_len
-        if not 0 < len(prompt_ids) < limit:
-            raise EngineError(f"a prompt of {len(prompt_ids)} tokens: it has to have 1 to {limit - 1}")
-        if params.max_tokens is None or params.max_tokens < 1:
-            raise EngineError(f"at most {params.max_tokens} tokens are asked for: it has to be 1 or more")
-        if not 0 <= params.routed_experts_prompt_start <= len(prompt_ids):
-            raise EngineError(
-                f"routes from position {params.routed_experts_prompt_start} of a prompt of {len(prompt_ids)} tokens"
-            )
-        await self._client.add_request_async(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=prompt_ids,
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=salt,
-                data_parallel_rank=None,
-            )
-        )
-
-    async def abort(self, request_ids: list[str]) -> None:
-        """Their last outputs come all the same. Nothing happens for those that have ended."""
-        await self._client.abort_requests_async(request_ids)
-
-    async def outputs(self) -> list[EngineCoreOutput]:
-        """The next ones, in the order in which they left. Raises vLLM's error when the engine is lost."""
-        outputs = await self._client.get_output_async()
-        self.load.take(outputs)
-        return outputs.outputs
-
-    def drained(self) -> bool:
-        """Whether `outputs` has returned everything that came before the last answer to a call."""
-        return bool(self._client.outputs_queue.empty())
-
-    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool) -> None:
-        await self._client.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._client.resume_scheduler_async()
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """What the method of that name returns in each worker."""
-        answers: list[Any] = await self._client.collective_rpc_async(method, None, args)
-        return answers
-
-    def shutdown(self, timeout: float) -> None:
-        """Blocking: up to `timeout` seconds for the engine's processes to end."""
-        self._client.shutdown(timeout=timeout)
-
-
-def sampling(
-    max_tokens: int,
-    temperature: float,
-    stop_token_ids: tuple[int, ...] = (),
-    *,
-    routes_from: int = 0,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
-    """What a request asks for. Raises `EngineError` for a value that has no meaning."""
-    try:
-        params = copy.copy(_sampling(temperature, stop_token_ids, logprobs, prompt_logprobs))
-    except VLLMValidationError as error:
-        raise EngineError(str(error)) from error
-    params.max_tokens, params.routed_experts_prompt_start = max_tokens, routes_from
-    return params
-
-
-@functools.lru_cache(maxsize=64)
-def _sampling(
-    temperature: float, stop_token_ids: tuple[int, ...], logprobs: int | None, prompt_logprobs: int | None
-) -> SamplingParams:
-    """Checking them costs vLLM as much as all the rest of a request."""
-    return SamplingParams(
-        temperature=temperature,
-        stop_token_ids=list(stop_token_ids),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        detokenize=False,
-        ignore_eos=True,
+    check_names()
+    multiply_small_as_they_are()
+    if on_cpu():
+        args = ours(kv_cache_memory_bytes=kv_cache_bytes) | args
+    config = AsyncEngineArgs(**args).create_engine_config()
+    config.additional_config = OwnedConfig(owner, config.additional_config)
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = WholeAsyncScheduler if scheduler.async_scheduling else WholeScheduler
+    EngineCoreProc.run_engine_core(
+        vllm_config=config,
+        local_client=True,
+        handshake_address=address,
+        executor_class=Executor.get_class(config),
+        log_stats=True,
     )

@@ -177,15 +177,6 @@ class Requests:
         """Wait until no request runs: for ever, if further ones may enter."""
         await self._none_running.wait()
 
-    async def counted(self) -> None:
-        """Wait until every output that left the paused engine is counted.
-
-        Results of calls and outputs of steps come through one socket in order, and a pause is confirmed when nothing is held back
-        in the engine's process: whatever was sampled before the pause is in this process by now.
-        """
-        while not self.llm.drained():  # noqa: ASYNC110 - vLLM offers nothing to wait on
-            await asyncio.sleep(0)
-
     async def stamp(self, version: int) -> None:
         """Running requests continue under `version`; those without a token start again. Only while paused and counted."""
         restart = []
@@ -254,7 +245,6 @@ async def install(
             paused = time.perf_counter()  # until then the engine made the step that it was in
             _confirm(await requests.llm.collective_rpc("r3_install", args=(encoded,)), manifest)
             load = time.perf_counter() - paused
-            await requests.counted()
             installed(version)
             await requests.stamp(version)
             await requests.llm.resume_generation()

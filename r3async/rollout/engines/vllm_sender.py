@@ -24,7 +24,7 @@ Carrier = Callable[[Send], None]
 
 def main() -> None:
     """Arguments, after `sys.path`: where to ask for work, the link's name, the owner's process id."""
-    from r3async.rollout.engines.vllm_worker import exit_with
+    from r3async.rollout.engines.vllm_owner import exit_with
 
     endpoint, link, owner = sys.argv[2:]
     exit_with(int(owner))

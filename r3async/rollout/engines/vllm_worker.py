@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: installing published weights, and not outliving the engine's owner.
+"""What runs inside vLLM's worker processes: installing published weights.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and calls its methods by name. Everything
 that crosses the process boundary is bytes, numbers or strings.
@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import torch
 
 from r3async.rollout.engines.vllm_contents import differences
-from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are, repack_cpu_experts
+from r3async.rollout.engines.vllm_cpu import repack_cpu_experts
 from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
 from r3async.weights.nccl import ask
@@ -219,64 +216,3 @@ class WorkerExtension:
             repack_cpu_experts(runner.model)
 
         return msgspec.msgpack.encode(differences(runner.model, published, load))
-
-
-class OwnedConfig(dict[str, Any]):
-    """vLLM's `additional_config`; every process that it is unpickled in ends with process `owner`.
-
-    vLLM hands its whole configuration to each process it spawns, before that process does anything else. A hook in
-    the worker would come too late: an owner that is killed during the start would leave its engine waiting.
-    """
-
-    def __init__(self, owner: int, values: Mapping[str, Any]):
-        super().__init__(values)
-        self.owner = owner
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _owned_config, (self.owner, dict(self))
-
-
-def _owned_config(owner: int, values: dict[str, Any]) -> OwnedConfig:
-    if owner != os.getpid():
-        exit_with(owner)
-        multiply_small_as_they_are()
-    return OwnedConfig(owner, values)
-
-
-def exit_with(owner: int) -> None:
-    """Start a daemon thread that ends this process as soon as process `owner` has ended, however that happened.
-
-    A worker sits in a subprocess of its own; if its owner is killed before it can clean up, nobody else would
-    ever end the worker.
-    """
-
-    def watch() -> None:
-        _wait_for_exit(owner)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="r3async-owner-watch", daemon=True).start()
-
-
-def _wait_for_exit(pid: int) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except (AttributeError, OSError):  # not Linux, or an old kernel or sandbox
-        while _exists(pid):
-            time.sleep(1.0)
-        return
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    while not poller.poll(60_000):
-        pass
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -1,0 +1,275 @@
+"""vLLM's engine core, as the process that owns it sees it.
+
+The core runs in a process of its own, which alone imports vLLM (`vllm_core.run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import itertools
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from r3async.rollout.engines import EngineError
+from r3async.rollout.engines.vllm_messages import (
+    ABORT,
+    ADD,
+    CALL,
+    DEAD,
+    Decoder,
+    Load,
+    Output,
+    Ready,
+    Request,
+    Returned,
+    Sampling,
+)
+
+KILL_SECONDS = 5.0
+"""A process that was killed has ended by then."""
+
+
+class Core:
+    """The engine core's process, which begins to import vLLM at once. All calls belong to one event loop.
+
+    `args` are those of vLLM's `AsyncEngineArgs`. `threads` and `kv_cache_bytes` matter on CPU only. What the process fails with
+    is raised by whatever waits for it, as `EngineError`. `run`: what the process does.
+    """
+
+    def __init__(
+        self, args: Mapping[str, Any], threads: int, kv_cache_bytes: int, run: Callable[..., None] | None = None
+    ):
+        self.load = Load()
+        self.max_model_len = self.block_size = 0
+        """Known after `start`."""
+        self._directory = Path(tempfile.mkdtemp(prefix="r3async-engine-"))
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=2)
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), Decoder()
+        self._input, self._output = self._socket(zmq.ROUTER, "input"), self._socket(zmq.PULL, "output")
+        self._engine = b""
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._serial = itertools.count()
+        self._said, says = multiprocessing.Pipe(duplex=False)
+        self._process = _spawn(
+            run or _run, threads, (dict(args), self._address("start"), os.getpid(), kv_cache_bytes, says)
+        )
+        says.close()
+        self._ending = multiprocessing.util.Finalize(self, _end, (self._process, self._directory, 0.0), exitpriority=10)
+        self._loop = asyncio.get_running_loop()
+        self._failure: EngineError | None = None
+        self._receiving: asyncio.Future[Any] = self._loop.create_future()
+        """The frames of the next message."""
+        self._loop.add_reader(self._process.sentinel, self._has_ended)
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory}/{name}"
+
+    def _socket(self, kind: int, name: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = socket.linger = 0
+        socket.bind(self._address(name))
+        return socket
+
+    async def start(self) -> None:
+        """Until the core has loaded its model. Raises `EngineError` if it ends before that."""
+        with self._socket(zmq.ROUTER, "start") as starting:
+            name, _ = await self._received(starting)
+            addresses = {"inputs": [self._address("input")], "outputs": [self._address("output")]}
+            await starting.send_multipart([name, self._encoder.encode({"addresses": addresses, "parallel_config": {}})])
+            self._engine, ready = await self._received(self._input)
+            await self._received(starting)
+        facts = msgspec.msgpack.decode(ready, type=Ready)
+        self.max_model_len, self.block_size = facts.max_model_len, facts.block_size
+
+    async def add(self, request_id: str, prompt_ids: list[int], params: Sampling, salt: str | None) -> None:
+        """Raises `EngineError` for a request that the engine could not serve. The id must be new."""
+        if not 0 < len(prompt_ids) < self.max_model_len:
+            raise EngineError(f"a prompt of {len(prompt_ids)} tokens: it has to have 1 to {self.max_model_len - 1}")
+        if params.max_tokens < 1:
+            raise EngineError(f"at most {params.max_tokens} tokens are asked for: it has to be 1 or more")
+        if not 0 <= params.routed_experts_prompt_start <= len(prompt_ids):
+            raise EngineError(
+                f"routes from position {params.routed_experts_prompt_start} of a prompt of {len(prompt_ids)} tokens"
+            )
+        await self._send(ADD, Request(request_id, prompt_ids, None, params, None, time.time(), None, salt, None))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Their last outputs come all the same. Nothing happens for those that have ended."""
+        if request_ids and self._failure is None:
+            await self._send(ABORT, request_ids)
+
+    async def outputs(self) -> list[Output]:
+        """The next ones, in the order in which they left. Raises `EngineError` when the engine is lost.
+
+        Somebody has to wait here while calls run: their answers come in one line with the outputs. So whoever has the answer to a
+        call knows that everything that left before it was returned here.
+        """
+        while True:
+            frames = await self._received(self._output)
+            if frames[0] == DEAD:
+                raise await self._failed()
+            message = self._decoder.decode(frames)
+            if message.utility_output is not None:
+                self._returned(message.utility_output)
+            elif message.outputs or message.scheduler_stats:
+                self.load.take(message)
+                return message.outputs
+
+    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool) -> None:
+        await self._call("pause_scheduler", mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._call("resume_scheduler")
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What the method of that name returns in each worker."""
+        answers: list[Any] = await self._call("collective_rpc", method, None, args)
+        return answers
+
+    def close(self) -> None:
+        """No call returns any more. Of the event loop, as all but `end`."""
+        self._loop.remove_reader(self._process.sentinel)
+        self._fail(EngineError("the engine was stopped"))
+        self._context.destroy(linger=0)
+        self._said.close()
+
+    def end(self, timeout: float) -> None:
+        """Blocking: up to `timeout` seconds for the engine's processes to end."""
+        self._ending.cancel()
+        _end(self._process, self._directory, timeout)
+
+    async def _send(self, kind: bytes, content: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        await self._input.send_multipart([self._engine, kind, self._encoder.encode(content)], copy=False)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        number = next(self._serial)
+        self._calls[number] = answer = self._loop.create_future()
+        try:
+            await self._send(CALL, (0, number, method, args))
+            return await answer
+        finally:
+            del self._calls[number]
+
+    def _returned(self, answer: Returned) -> None:
+        call = self._calls.get(answer.call_id)
+        if call is None or call.done():
+            return
+        if answer.failure_message is not None:
+            call.set_exception(EngineError(answer.failure_message))
+        else:
+            call.set_result(answer.result[1])
+
+    async def _received(self, socket: zmq.asyncio.Socket) -> list[Any]:
+        """The frames of its next message. Raises what the process failed with, if it does first."""
+        if self._failure is not None:
+            raise self._failure
+        self._receiving = receiving = asyncio.ensure_future(socket.recv_multipart(copy=False))
+        return [frame.buffer for frame in await receiving]
+
+    async def _failed(self) -> EngineError:
+        """What the process fails with: it is about to end, and to say it."""
+        with contextlib.suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(KILL_SECONDS):
+                await self._received(self._output)
+        return self._fail(EngineError("the engine failed"))
+
+    def _fail(self, failure: EngineError) -> EngineError:
+        """From now on every call raises `failure`, or what there was before it, and so do those that wait."""
+        self._failure = self._failure or failure
+        for waiting in (self._receiving, *self._calls.values()):
+            if not waiting.done():
+                waiting.set_exception(self._failure)
+                waiting.exception()  # it is known, also where nobody waits
+        return self._failure
+
+    def _has_ended(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join(KILL_SECONDS)
+        said = f"its process ended with code {self._process.exitcode}"
+        with contextlib.suppress(EOFError, OSError):
+            if self._said.poll():
+                said = self._said.recv()
+        self._fail(EngineError(said))
+
+
+def _spawn(run: Callable[..., None], threads: int, args: tuple[Any, ...]) -> SpawnProcess:
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with inherited_environment() as environment:
+        environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
+        # A forked child would share its parent's threads' locks, and not read OMP_NUM_THREADS any more.
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if on_cpu():
+            environment["OMP_NUM_THREADS"] = str(threads)
+            environment["TORCH_COMPILE_DISABLE"] = "1"
+            # The worker lives in the engine's one process, and not in a pinned one of its own.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        process = multiprocessing.get_context("spawn").Process(target=run, name="EngineCore", args=args)
+        process.start()
+    return process
+
+
+def _run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int, says: Connection) -> None:
+    """The core's process. What it fails with goes to `says`."""
+    from r3async.rollout.engines.vllm_owner import exit_with
+
+    exit_with(owner)
+    try:
+        from r3async.rollout.engines.vllm_core import run
+
+        run(args, address, owner, kv_cache_bytes)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            says.send(str(error) or repr(error))
+        raise
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM computes on CPU, by what vLLM itself goes by."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # it is installed as vllm-cpu
+
+
+def _end(process: SpawnProcess, directory: Path, timeout: float) -> None:
+    """In order within `timeout` seconds, or by force."""
+    process.terminate()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        process.join(KILL_SECONDS)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def inherited_environment() -> Iterator[os._Environ[str]]:
+    """Environment variables set inside are inherited by processes started inside, and taken back at the end."""
+    before = dict(os.environ)
+    try:
+        yield os.environ
+    finally:
+        for name in set(os.environ) | set(before):
+            if name not in before:
+                os.environ.pop(name, None)
+            elif os.environ.get(name) != before[name]:
+                os.environ[name] = before[name]

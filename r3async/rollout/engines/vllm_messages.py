@@ -1,0 +1,201 @@
+"""Messages to and from vLLM's engine core, without vLLM: its import takes nine seconds, and half a gigabyte.
+
+What is declared here has the fields of vLLM's classes, in their order, as far as they are used. `vllm_core.check_names` compares
+them when the core starts.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r3async.rollout.engines import EngineError
+
+ADD, ABORT, CALL = b"\x00", b"\x01", b"\x03"
+"""Kinds of messages to the core."""
+DEAD = b"ENGINE_CORE_DEAD"
+"""The core's last message when it fails."""
+RAW_VIEW = 3
+"""Kind of a msgpack extension: bytes of a small array."""
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses more."""
+
+
+class Reason(enum.IntEnum):
+    """Why a request ended."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Logprobs(msgspec.Struct, array_like=True, gc=False):
+    """Of sampled tokens, or of a prompt."""
+
+    logprob_token_ids: Any
+    logprobs: np.ndarray
+
+
+class PrefillStats(msgspec.Struct, gc=False):
+    num_cached_tokens: int = 0
+
+
+class Event(msgspec.Struct, gc=False):
+    type: int
+
+
+PREEMPTED = 3
+"""Type of an event."""
+
+
+class Output(msgspec.Struct, array_like=True, gc=False):
+    """What left the core of one request; see `vllm_core.Answer`."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Logprobs | None = None
+    new_prompt_logprobs_tensors: Logprobs | None = None
+    pooling_output: Any = None
+    finish_reason: Reason | None = None
+    stop_reason: Any = None
+    events: list[Event] | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    trace_headers: Any = None
+    prefill_stats: PrefillStats | None = None
+    routed_experts: np.ndarray | None = None
+
+
+class SchedulerStats(msgspec.Struct, gc=False):
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+
+
+class Returned(msgspec.Struct, array_like=True, gc=False):
+    """What a call returned: `result` after its type, which is None."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class Outputs(msgspec.Struct, array_like=True, gc=False):
+    """A message from the core."""
+
+    engine_index: int = 0
+    outputs: list[Output] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: Returned | None = None
+
+
+class Sampling(msgspec.Struct, omit_defaults=True, gc=False):
+    """vLLM's `SamplingParams`; the core adds its own defaults."""
+
+    temperature: float
+    stop_token_ids: list[int]
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int = 0
+    routed_experts_prompt_start: int = 0
+    detokenize: bool | None = None
+    ignore_eos: bool | None = None
+
+
+class Request(msgspec.Struct, array_like=True, gc=False):
+    """vLLM's `EngineCoreRequest`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    mm_features: None
+    sampling_params: Sampling
+    pooling_params: None
+    arrival_time: float
+    lora_request: None
+    cache_salt: str | None
+    data_parallel_rank: None
+
+
+class Ready(msgspec.Struct):
+    """What the core says of itself when it has started."""
+
+    max_model_len: int
+    block_size: int
+
+
+class Load:
+    """The newest figures of the engine's load. `kv_cache_usage`: share of the blocks that hold anything of a running request,
+    0..1. `waiting`: requests in the queue. `preemptions`: requests that were put back into it for want of blocks."""
+
+    def __init__(self) -> None:
+        self.kv_cache_usage = 0.0
+        self.waiting = self.preemptions = 0
+
+    def take(self, outputs: Outputs) -> None:
+        if (stats := outputs.scheduler_stats) is not None:
+            self.kv_cache_usage, self.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
+        for output in outputs.outputs:
+            if output.events:
+                self.preemptions += sum(event.type == PREEMPTED for event in output.events)
+
+    def figures(self) -> dict[str, float]:
+        return {"kv_cache_usage": self.kv_cache_usage, "waiting": self.waiting, "preemptions": self.preemptions}
+
+
+class Decoder:
+    """Of messages from the core. Arrays are views of the frames that they came in."""
+
+    def __init__(self) -> None:
+        self._frames: list[Any] = []
+        self._decoder = msgspec.msgpack.Decoder(Outputs, dec_hook=self._array, ext_hook=_raw)
+
+    def decode(self, frames: list[Any]) -> Outputs:
+        """The first has the message, the others an array each."""
+        self._frames = frames
+        try:
+            return self._decoder.decode(frames[0])
+        finally:
+            self._frames = []
+
+    def _array(self, kind: type, encoded: Any) -> np.ndarray:
+        dtype, shape, data = encoded
+        return np.frombuffer(self._frames[data] if isinstance(data, int) else data, dtype).reshape(shape)
+
+
+def _raw(code: int, data: memoryview) -> memoryview:
+    if code != RAW_VIEW:
+        raise EngineError(f"the engine sent a value of an unknown kind ({code})")
+    return data
+
+
+def sampling(
+    max_tokens: int,
+    temperature: float,
+    stop_token_ids: tuple[int, ...] = (),
+    *,
+    routes_from: int = 0,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Sampling:
+    """What a request asks for. Raises `EngineError` for a value that has no meaning: in the core it would end everything."""
+    if not (math.isfinite(temperature) and 0.0 <= temperature <= MAX_TEMPERATURE):
+        raise EngineError(f"temperature must be in [0, {MAX_TEMPERATURE:g}], and is {temperature}")
+    return Sampling(
+        temperature,
+        list(stop_token_ids),
+        logprobs,
+        prompt_logprobs,
+        max_tokens,
+        routes_from,
+        detokenize=False,
+        ignore_eos=True,
+    )

@@ -1,0 +1,58 @@
+"""A process that plays vLLM's engine core: the same handshake and messages, and answers that the test can foresee."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+import zmq
+
+from r3async.rollout.engines.vllm_messages import ADD, CALL, DEAD, Output, Outputs, Reason, Returned
+
+NAME = b"\0\0"
+
+
+def play(args, address, owner, kv_cache_bytes, says):
+    """`args["do"]`: `serve`; `fail`, before it has started; `hang`, likewise."""
+    if args["do"] == "fail":
+        says.send("there is no such model")
+        raise SystemExit(3)
+    if args["do"] == "hang":
+        time.sleep(60)
+    context = zmq.Context()
+    starting, calls, answers = context.socket(zmq.DEALER), context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+    for socket in (starting, calls):
+        socket.identity = NAME
+    starting.connect(address)
+    starting.send(msgspec.msgpack.encode({"status": "HELLO", "local": True, "headless": False}))
+    where = msgspec.msgpack.decode(starting.recv())["addresses"]
+    calls.connect(where["inputs"][0])
+    answers.connect(where["outputs"][0])
+    calls.send(msgspec.msgpack.encode({"max_model_len": 32, "block_size": 8, "dtype": "float32"}))
+    starting.send(msgspec.msgpack.encode({"status": "READY", "local": True, "headless": False}))
+    while True:
+        kind, content = calls.recv_multipart()
+        message = msgspec.msgpack.decode(content)
+        if kind == ADD:
+            answers.send(msgspec.msgpack.encode(Outputs(outputs=[Output(message[0], message[1][::-1])])))
+        elif kind == CALL:
+            _called(answers, says, *message)
+
+
+def _called(answers, says, client, number, method, args):
+    result, failure = [None, [os.getpid()]], None
+    if method == "resume_scheduler":
+        last = [Output(f"last-{i}", [i], finish_reason=Reason.STOP) for i in range(3)]
+        for output in last:
+            answers.send(msgspec.msgpack.encode(Outputs(outputs=[output])))
+    elif args[0] == "refuse":
+        result, failure = None, "the worker refused"
+    elif args[0] == "die":
+        os._exit(5)
+    elif args[0] == "fail":
+        answers.send(DEAD)
+        says.send("an assertion failed")
+        time.sleep(0.2)
+        os._exit(1)
+    answers.send(msgspec.msgpack.encode(Outputs(utility_output=Returned(number, failure, result))))

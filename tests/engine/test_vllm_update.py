@@ -154,7 +154,7 @@ async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, mo
     for _ in range(2):
         await vllm_engine.install(weights.publish(), 30)
         stale = await vllm_engine.cached_from_older(text)
-    assert stale >= vllm_engine._llm.vllm_config.cache_config.block_size
+    assert stale >= vllm_engine._llm.block_size
     vllm_engine.on_update = "recompute"  # clears the cache: then the salt is not needed
     try:
         await vllm_engine.install(weights.publish(), 30)

@@ -138,16 +138,14 @@ class GeneratorActor:
         return whereabouts(self.world)
 
     async def start(self) -> dict[str, Any]:
-        """Load the engine. Returns what the conductor has to know; `tasks` is how many the environment has, if that is known."""
+        """Load engine and tokenizer at once. Returns what the conductor has to know; `tasks`: of the environment, if known."""
         config, threads, clock = self.config, self.world.threads, self.world.clock.monotonic
         self._lag.start()
         seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
         engine = self._parts.engine(config, self.model_path, seed, clock)
         self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
-        # The engine's process imports and loads while the tokenizer is loaded here.
         rendering = threads.run(self._parts.renderer, self.model_path, config.episode.template_args)
-        _, renderer = await together(engine.start(), rendering)
-        self._loaded = Loaded(engine, renderer)
+        self._loaded = Loaded(engine, (await together(engine.start(), rendering))[1])
         self._events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
         return {
             **self.whereabouts(),

@@ -35,6 +35,12 @@ RESULT_SECONDS = 10.0
 """So long the conductor is waited for when the run has ended, and it is asked for the last time."""
 
 
+def connect(world: World, config: Config) -> None:
+    """To the cluster, or to one that is started here. Blocking. Nothing if it is done already."""
+    count, ranks = config.generator.count, config.learner.parallel.world
+    world.actors.connect(config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0))
+
+
 class Pipeline:
     """One start of a run."""
 
@@ -53,7 +59,7 @@ class Pipeline:
         Blocking; of the running event loop."""
         actors, config, lineage = self.world.actors, self.config, self._take_lineage()
         ranks, count = config.learner.parallel.world, config.generator.count
-        actors.connect(config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0))
+        connect(self.world, config)
         gpus = actors.gpus()
         share = min(1.0, gpus / (count + ranks)) if gpus else 0.0
         plain, resume = to_dict(config), self.resume

@@ -12,10 +12,13 @@ import copy
 import importlib.metadata
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,14 @@ import msgspec
 import numpy as np
 import xxhash
 
-from r3async.config import Config, ConfigError, InitConfig, to_dict
+from r3async.config import Config, ConfigError, InitConfig, config_from_dict, to_dict
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
+from r3async.rollout.engines.vllm_owner import exit_with
 from r3async.world.files import replace_directory
+from r3async.world.processes import find_user_modules
 
 # Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.
 CHAT_TEMPLATE = (
@@ -38,12 +43,16 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 WARM_LR = 1e-3
 WARM_BATCH = 64
-"""Samples of a supervised step, and episodes of an evaluation."""
+"""Episodes of a supervised step."""
+EVALUATED = 64
+"""Episodes of an evaluation."""
 DIGEST = "digest"
-EVALUATE_EVERY = 5
-EVALUATE_CLOSELY = 2
+EVALUATE_EVERY = 10
+LOOKS = ((0.75, 2), (0.5, 4), (0.0, EVALUATE_EVERY))
+"""From a share of the reward on, steps to the next evaluation, which costs as much as two."""
 
 Progress = Callable[[str], object]
+Maker = Callable[[Path, Config, Progress], object]
 
 
 def byte_tokenizer() -> Any:
@@ -203,8 +212,8 @@ def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) 
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR)
-    reward = data.sampled_reward(model, WARM_BATCH)
-    step = 0
+    step, reward = 0, 0.0 if init.warm_reward > 0 else data.sampled_reward(model, EVALUATED)
+    look = EVALUATE_EVERY
     while reward < init.warm_reward and step < init.max_warm_steps:
         tokens, mask = map(torch.from_numpy, data.batch(WARM_BATCH))
         logits = model(tokens).logits[:, :-1]
@@ -213,10 +222,11 @@ def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) 
         loss.backward()
         optimizer.step()
         step += 1
-        # The reward rises steeply near the end: look often there, not to overshoot.
-        close = reward > init.warm_reward / 2
-        if step % (EVALUATE_CLOSELY if close else EVALUATE_EVERY) == 0:
-            reward = data.sampled_reward(model, WARM_BATCH)
+        if step == look:
+            reward = data.sampled_reward(model, EVALUATED)
+            # It rises steeply near the end: look often there, not to overshoot.
+            share = reward / init.warm_reward
+            look += next(steps for least, steps in LOOKS if share >= least)
             progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
     return step, reward
 
@@ -259,8 +269,49 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     return made
 
 
-def kept_model(directory: Path, config: Config, progress: Progress = lambda line: None) -> None:
-    """What `init_model` makes, or a copy of what it made with the same settings before.
+def init_model_apart(directory: Path, config: Config, progress: Progress, meanwhile: Callable[[], None]) -> None:
+    """`init_model` in a process of its own, and `meanwhile` in this one. Raises what either of them raises; the process has ended
+    then."""
+    hears, says = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_init_model, args=(directory, to_dict(config), os.getpid(), says))
+    process.start()
+    says.close()
+    try:
+        meanwhile()
+        while True:
+            news = hears.recv()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
+                return
+            progress(news)
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process that made the start model ended with code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        hears.close()
+
+
+def _init_model(directory: Path, config: dict[str, Any], owner: int, says: Connection) -> None:
+    """Lines of progress go to `says`, then None, or what was raised."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the owner, who ends this process
+    exit_with(owner)
+    find_user_modules()
+    try:
+        init_model(directory, config_from_dict(config), says.send)
+    except Exception as error:
+        says.send(error)
+    else:
+        says.send(None)
+
+
+def kept_model(
+    directory: Path, config: Config, progress: Progress = lambda line: None, make: Maker = init_model
+) -> None:
+    """What `init_model` makes, or a copy of what it made with the same settings before. `make`: calls it.
 
     Models are kept in `$XDG_CACHE_HOME/r3async` (`~/.cache/r3async`) by a digest of the settings and of the code that makes
     them; only of environments that come with r3async, as others change under the same name. A copy whose files do not have
@@ -268,13 +319,13 @@ def kept_model(directory: Path, config: Config, progress: Progress = lambda line
     """
     cached = _cached(config)
     if cached is None:
-        init_model(directory, config, progress)
+        make(directory, config, progress)
         return
     if _intact(cached):
         progress(f"the model was made before: a copy of {cached}")
         _copy(cached, directory)
         return
-    init_model(directory, config, progress)
+    make(directory, config, progress)
     with contextlib.suppress(OSError):
         _copy(directory, cached, noted=True)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -165,7 +166,7 @@ def _train(
     view.rewind(run.resume.state.steps if run.resume else 0)
     try:
         with full_disk_is_named(run.path):
-            model_path = run.model_path(config) or _model(config, run.path, view)
+            model_path = run.model_path(config) or _model(config, run.path, view, request)
         with Outlets(config, run.path, view.say) as outlets:
             front = Front(view, outlets, request)
             asyncio.run(supervise(REAL, config, model_path, run, front, pipeline or Pipeline))
@@ -174,6 +175,7 @@ def _train(
             raise
         raise StoppedWhileLoading from error
     finally:
+        REAL.actors.disconnect()
         run.lock.close()
         _report(run.path, view)
     return run.path
@@ -188,11 +190,18 @@ def _reporter(view: LiveView) -> Report:
     return report
 
 
-def _model(config: Config, run_dir: Path, view: LiveView) -> Path:
-    from r3async.tools.init_model import kept_model
+def _model(config: Config, run_dir: Path, view: LiveView, request: StopRequest) -> Path:
+    """The start model of a run that has none. While it is made, Ray starts."""
+    from r3async.actors.supervise import connect
+    from r3async.tools.init_model import init_model_apart, kept_model
+
+    def meanwhile() -> None:
+        view.phase("starting Ray")
+        connect(REAL, config)
+        request.install()  # Ray installed its own handlers
 
     directory = run_dir / "init"
-    kept_model(directory, config, progress=view.phase)
+    kept_model(directory, config, view.phase, partial(init_model_apart, meanwhile=meanwhile))
     return directory.absolute()
 
 

@@ -1,6 +1,7 @@
 """A new model knows the format of the game and little of the skill."""
 
 import json
+import multiprocessing
 
 import pytest
 
@@ -8,7 +9,7 @@ from r3async.config import ConfigError, load_config
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.tools import init_model as module
-from r3async.tools.init_model import byte_tokenizer, init_model, kept_model
+from r3async.tools.init_model import byte_tokenizer, init_model, init_model_apart, kept_model
 
 SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0.05", "env.args.turns=2"]
 
@@ -106,3 +107,39 @@ def test_the_tokenizer_is_one_token_a_byte():
     tokenizer = byte_tokenizer()
     assert len(tokenizer.encode("abc é", add_special_tokens=False)) == 6
     assert len(tokenizer) <= 264
+
+
+def test_a_model_that_is_made_apart_is_the_same_and_this_process_does_something_else_meanwhile(tmp_path):
+    config = load_config("quickstart", [*SMALL, "model.init.max_warm_steps=1"])
+    init_model(tmp_path / "here", config)
+    lines, done = [], []
+    init_model_apart(tmp_path / "apart", config, lines.append, lambda: done.append(not (tmp_path / "apart").exists()))
+    assert done == [True]
+    assert "loading torch" in lines[0]
+    assert files(tmp_path / "apart") == files(tmp_path / "here")
+    assert not multiprocessing.active_children()
+
+
+def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(tmp_path):
+    config = load_config("quickstart", ["env.name=tests.tools.test_init_model:NoOracle"])
+    with pytest.raises(ConfigError, match="has no oracle"):
+        init_model_apart(tmp_path / "model", config, print, lambda: None)
+
+    class Stop(BaseException):
+        pass
+
+    def stop():
+        assert len(multiprocessing.active_children()) == 1
+        raise Stop
+
+    with pytest.raises(Stop):
+        init_model_apart(tmp_path / "model", load_config("quickstart", SMALL), print, stop)
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        init_model_apart(tmp_path / "model", load_config("quickstart", SMALL), print, kill)
+    assert not multiprocessing.active_children()
+    assert not (tmp_path / "model").exists()
+
+
+def kill():
+    (process,) = multiprocessing.active_children()
+    process.kill()

@@ -235,6 +235,20 @@ def e2e(
     _report(lambda: run(small(plan) if quick else plan, say_on_stderr, keep=keep), render, json)
 
 
+@app.command()
+def start(
+    json: Json = False,
+    cases: Annotated[str, typer.Option(help="of model, none, help")] = "model,none,help",
+    repeats: Annotated[int, typer.Option(help="starts of each case")] = 3,
+    quick: Quick = False,
+) -> None:
+    """From the command to the first trained step: wall and CPU seconds, by stage and by process."""
+    from r3async.tools.bench.start import render, run
+
+    chosen, times = cases.split(","), 1 if quick else repeats
+    _report(lambda: run(chosen, times, say_on_stderr, quick=quick), render, json)
+
+
 @app.command(name="all")
 def every(
     json: Json = False,

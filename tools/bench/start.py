@@ -72,7 +72,7 @@ def trained(words: Sequence[str], place: Path) -> Start:
     """A run of one step, with a cache of its own that is empty."""
     run_dir = place / NAME
     given = ["train", PRESET, f"name={NAME}", "steps=1", "--runs", str(place), *words]
-    began, cpu = command(given, place / "screen.txt", XDG_CACHE_HOME=str(place / "cache"))
+    began, cpu = command(given, place / "screen.txt")
     events = {event["event"]: event["time"] for event in read_objects(run_dir / "events.jsonl")}
     rows = read_objects(run_dir / "metrics.jsonl")
     if not rows:
@@ -106,11 +106,12 @@ def start_of(began: float, ends: dict[str, float], cpu: TreeCpu) -> Start:
     )
 
 
-def command(words: Sequence[str], screen: Path, **environment: str) -> tuple[float, TreeCpu]:
-    """Run a command of r3async to its end. Returns when it began, unix time, and what was read beside it. Raises `BenchError`."""
+def command(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
+    """Run a command of r3async to its end, with an empty cache beside `screen`. Returns when it began, unix time, and what was read beside it. Raises `BenchError`."""
+    cache = str(screen.parent / "cache")
     with TreeCpu() as cpu:
         began = time.time()
-        with started([sys.executable, "-P", "-m", "r3async", *words], screen, **environment) as process:
+        with started([sys.executable, "-P", "-m", "r3async", *words], screen, XDG_CACHE_HOME=cache) as process:
             try:
                 code = process.wait(TIMEOUT)
             except subprocess.TimeoutExpired as error:

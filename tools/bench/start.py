@@ -107,8 +107,8 @@ def start_of(began: float, ends: dict[str, float], cpu: TreeCpu) -> Start:
 
 
 def command(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
-    """Run a command of r3async to its end, with an empty cache beside `screen`. Returns when it began, unix time, and what was read
-    meanwhile. Raises `BenchError`."""
+    """Run a command of r3async to its end, with an empty cache beside `screen`. Returns when it began, unix time, and what was
+    read meanwhile. Raises `BenchError`."""
     cache = str(screen.parent / "cache")
     with TreeCpu() as cpu:
         began = time.time()

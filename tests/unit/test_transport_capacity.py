@@ -165,8 +165,9 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
     spy(intake_module, "decode_trajectory", "decode")
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
-        await send_all(sender, [make_trajectory(0, 10), make_trajectory(1, 20_000)])
-        assert await sender.flush(LIMIT) == 0
+        for size in (10, 20_000):  # one after the other: what arrives together is opened together
+            await send_all(sender, [make_trajectory(size, size)])
+            assert await sender.flush(LIMIT) == 0
     assert here == {"encode": [True, False], "decode": [True, False]}
 
 

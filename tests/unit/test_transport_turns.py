@@ -14,7 +14,7 @@ from tests.helpers.transport import LIMIT, SLOW, Inbox, make_trajectory, receivi
 
 
 async def test_short_work_of_many_tasks_is_done_together_in_order():
-    turns, done = Turns(), []
+    turns, done = Turns("encode"), []
     rounds = 0
 
     async def count_rounds() -> None:
@@ -31,7 +31,7 @@ async def test_short_work_of_many_tasks_is_done_together_in_order():
 
 
 async def test_long_work_of_many_tasks_lets_others_have_their_turn():
-    turns = Turns()
+    turns = Turns("encode")
     tasks = [asyncio.create_task(turns.do(time.sleep, 2 * TURN_SECONDS)) for _ in range(20)]
     rounds = 0
     while not all(task.done() for task in tasks):
@@ -41,7 +41,7 @@ async def test_long_work_of_many_tasks_lets_others_have_their_turn():
 
 
 async def test_what_fails_or_is_cancelled_is_its_own_callers_matter():
-    turns, called = Turns(), []
+    turns, called = Turns("encode"), []
     failing = asyncio.create_task(turns.do(lambda: 1 / 0))
     cancelled = asyncio.create_task(turns.do(called.append, "cancelled"))
     last = asyncio.create_task(turns.do(called.append, "last"))

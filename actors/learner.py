@@ -107,7 +107,7 @@ class LearnerActor:
         self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
         self._lag, self._stages = LagMeter(world.processes), StageSeconds("learner", world.processes)
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
-        self._packer = world.threads.lane("packer")
+        self._packer = world.threads.lane("prepare")
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
         self._interrupted = asyncio.Event()
         self._doing = "between steps"

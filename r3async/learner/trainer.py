@@ -114,8 +114,7 @@ class Trainer:
         """All of a step that follows from its groups alone, and not from the weights or the steps before: in any thread, also
         while another step trains. Blocking. Raises `LearnerError` or `PackingError` for groups that cannot be trained with this
         configuration."""
-        with stage("prepare"):
-            kept = sound(groups, lambda some: prepare(some, self.config), self.stand_in)
+        kept = sound(groups, lambda some: prepare(some, self.config), self.stand_in)
         minibatches, metrics = kept.made
         with stage("pack"):
             packed = [self._packed(samples) for samples in minibatches]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -70,6 +70,25 @@ STAGES = {
             **_ANY_LOOP,
         },
     ),
+    "learner": (
+        "the learner's process, without further ranks",
+        {
+            "messages": "sockets and acknowledgements",
+            "intake": "trajectories decoded and validated",
+            "steps": "steps in order: groups, ages, what was trained",
+            "prepare": "advantages, minibatches, weights of tokens",
+            "pack": "micro-batches",
+            "model": "forward, loss and backward",
+            "optimizer": "clipping and the update",
+            "figures": "what ranks agree on, and metrics of a step",
+            "snapshot": "the copy of new weights",
+            "probe": "the probe's text scored",
+            "writer": "new weights written",
+            "checkpoint": "a checkpoint copied and written",
+            "torch": "the model loaded, and whatever else its thread does",
+            **_ANY_LOOP,
+        },
+    ),
     "conductor": (
         "the conductor's process",
         {
@@ -82,7 +101,9 @@ STAGES = {
     ),
 }
 """By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
-ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"}
+ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
+    ["prepare", "pack", "model", "optimizer", "figures", "snapshot", "probe", "writer", "checkpoint", "torch"], "cpu"
+)
 """Stages that only one kind of time has: the wall time is the event loop's."""
 COLORS = ("blue", "orange", "green", "violet", "red", "amber")
 """Of lines, in turn."""
@@ -90,7 +111,9 @@ COLORS = ("blue", "orange", "green", "violet", "red", "amber")
 
 def _stage_metrics() -> Iterator[Metric]:
     for who, (of, stages) in STAGES.items():
-        for (name, docs), (dash, color) in zip(stages.items(), product(("", "dash", "dot"), COLORS), strict=False):
+        for (name, docs), (dash, color) in zip(
+            stages.items(), cycle(product(("", "dash", "dot"), COLORS)), strict=False
+        ):
             curve = Curve(f"{who.capitalize()} stages", name, color, dash)
             if ONLY.get(name) != "wall":
                 text = f"Processor time since the step before, of {of}: {docs}."

@@ -76,6 +76,7 @@ CHARTS = (
     Chart("Entropy", "of the learner at trained tokens", "nats"),
     Chart("Learner time", "per step", "s", ".2f"),
     Chart("Processor time", "per step", "s", ".2f"),
+    Chart("Learner stages", "processor time per step", "s", ".3f"),
     Chart("Generator stages", "processor time per step", "s", ".3f"),
     Chart("Conductor stages", "processor time per step", "s", ".3f"),
     Chart(

@@ -15,7 +15,7 @@ from r3async.actors.process import NotTrained, ProcessLost, Question, RunFailed
 from r3async.actors.run_dir import RunDir, restart_run
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
-from r3async.config import Config, to_dict
+from r3async.config import Config, ConfigError, to_dict
 from r3async.data.versions import Lineage
 from r3async.record.events import open_events
 from r3async.schedule.health import Watchdog
@@ -36,9 +36,13 @@ RESULT_SECONDS = 10.0
 
 
 def connect(world: World, config: Config) -> None:
-    """To the cluster, or to one that is started here. Blocking. Nothing if it is done already."""
+    """To the cluster, or to one that is started here. Blocking. Nothing if it is done already. Raises `ConfigError` for a cluster
+    that cannot be reached, and `RunFailed` where none can be started."""
     count, ranks = config.generator.count, config.learner.parallel.world
-    world.actors.connect(config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0))
+    try:
+        world.actors.connect(config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0))
+    except ConnectionError as error:
+        raise (ConfigError if config.cluster.address else RunFailed)(str(error)) from error
 
 
 class Pipeline:

@@ -15,6 +15,7 @@ from r3async.tools.inspect.command import app as inspect
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.terminal import Terminal
+from r3async.tools.usage import UsageError, explained
 from r3async.world.processes import find_user_modules, printable
 
 UNTRAINED = 4
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Asynchronous reinforcement learning for mixture-of-experts language models.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 CHECKOUT = importlib.util.find_spec("r3async.tools.bench") is not None
@@ -48,6 +49,23 @@ app.command()(cluster)
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"r3async {version('r3async')}")
+        raise typer.Exit
+
+
+@app.callback()
+def r3async(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning for mixture-of-experts language models."""
 
 
 @app.command()
@@ -307,6 +325,9 @@ def init_model(
     """Make a tiny random Qwen3-MoE with a byte-level tokenizer, warmed up on the environment's oracle."""
     config = load_command(preset, overrides or [])
     from r3async.tools.init_model import init_model as make
+    from r3async.tools.run_dir import check_capacity
+
+    check_capacity(directory.parent)
 
     make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
@@ -333,11 +354,15 @@ def main() -> None:
     all its steps without an update is 4."""
     find_user_modules()
     try:
-        app()
+        sys.exit(app(prog_name="r3async", standalone_mode=False))
+    except UsageError as error:
+        _fail(explained(error, sys.argv), 2)
     except ConfigError as error:
         _fail(f"configuration error: {error}", 2)
     except FileExistsError as error:
         _fail(str(error), 2)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
@@ -349,6 +374,8 @@ def main() -> None:
                 _fail(f"the run failed: {error}", 1)
             case "CheckpointError" | "Unreadable":
                 _fail(f"checkpoint error: {error}", 2)
+            case "Abort":
+                _fail("interrupted", 130)
         sys.stderr.write(printable(traceback.format_exc()))
         sys.exit(1)
 
@@ -363,7 +390,8 @@ def _needs_checkout(command: str) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    Terminal(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    if message:
+        Terminal(stderr=True).print(message, style="bold red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
 
 

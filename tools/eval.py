@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,7 +210,7 @@ def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
 def eval_command(
     target: str | None,
     env: str | None,
-    overrides: Overrides,
+    overrides: Sequence[str],
     *,
     preset: str | None,
     episodes: int,
@@ -222,6 +222,10 @@ def eval_command(
     """Progress on stderr, the result on stdout; with `json`, one object as its last line."""
     if episodes < 1:
         raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
+    if seed is not None and seed < 0:
+        raise ConfigError(f"`--seed` must be 0 or more, got {seed}")
+    if target is not None and "=" in target and not Path(target).exists():
+        overrides, target = [target, *overrides], None  # a setting, and no target
     what = choose_target(target, preset, env, overrides, policy, root)
     if seed is None:
         seed = what.config.evaluation.seed

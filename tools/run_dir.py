@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -43,7 +44,8 @@ def _point_latest(root: Path, name: str) -> None:
 
 
 def check_capacity(directory: Path, needed: int = NEEDED_BYTES) -> None:
-    """Raise `ConfigError` with path, free bytes and what is needed, if the disk, or this user's quota, does not have `needed`."""
+    """Raise `ConfigError` if nothing can be written there; with path, free bytes and what is needed, if the disk, or this user's
+    quota, does not have `needed`."""
     there = _existing(directory)
     probe = there / f".capacity-{os.getpid()}"
     try:
@@ -55,7 +57,8 @@ def check_capacity(directory: Path, needed: int = NEEDED_BYTES) -> None:
     except OSError as error:
         if error.errno in FULL:
             raise _full(directory, needed) from error
-        # Whatever else is wrong there (rights, a file system that cannot reserve) shows where it is needed.
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):  # of a file system that cannot reserve
+            raise _unwritable(directory, error.strerror) from error
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
@@ -76,8 +79,14 @@ def full_disk_is_named(directory: Path) -> Iterator[None]:
 def _existing(directory: Path) -> Path:
     path = directory.absolute()
     while not path.is_dir():
+        if path.exists():
+            raise _unwritable(directory, f"{path} is a file")
         path = path.parent
     return path
+
+
+def _unwritable(directory: Path, why: str | None) -> ConfigError:
+    return ConfigError(f"no run can be written to {directory.absolute()}: {why}. Choose another directory (--runs)")
 
 
 def _full(directory: Path, needed: int) -> ConfigError:

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
-from typer.core import TyperGroup
 
 from r3async.world.processes import printable
 
@@ -31,12 +30,3 @@ def safe(text: Text) -> Text:
     """For a display that is not a `Terminal`: as it is, if all of it is printable; else escaped, in one style."""
     plain = printable(text.plain)
     return text if plain == text.plain else Text(plain, text.style)
-
-
-class WithDefault(TyperGroup):
-    """Subcommands, of which the first is meant where none is named: `submit PRESET` beside `submit status JOB`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = [next(iter(self.commands)), *args]
-        return super().parse_args(ctx, args)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from r3async.config import Config, ConfigError, to_dict
+from r3async.config import Config, to_dict
 from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
 from r3async.tools.tail.live import LiveView
 from r3async.tools.terminal import Terminal
@@ -152,14 +152,14 @@ def _train(
     from r3async.actors.supervise import Pipeline, supervise
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.preflight import check_start
     from r3async.tools.rows import note_rows
 
     check_environment(config)  # a wrong environment is refused before anything starts
-    config = note_rows(config, view.say)
     check_sinks(config.observe)
-    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError(f"`model.path` = {config.model.path!r} is not a model directory (no config.json in it)")
     check_capacity(root)
+    check_start(config)
+    config = note_rows(config, view.say)
     with full_disk_is_named(root):
         run = open_run(config, preset, view.say, root, _reporter(view))
     view.say(f"run directory: {run.path}")

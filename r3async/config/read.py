@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from r3async.config.operation import (
     TransportConfig,
     WeightsConfig,
 )
+from r3async.config.others import ours
 from r3async.config.section import (
     ConfigError,
     PositiveInt,
@@ -129,10 +129,16 @@ def _fields(kind: type) -> dict[str, Any]:
     return {f.encode_name: plain_type(f.type) for f in msgspec.structs.fields(kind)}
 
 
-def _unknown_key(path: str, key: str, names: Sequence[str]) -> ConfigError:
+def _unknown_key(path: str, key: str, inner: Any, names: Sequence[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
     if (now := FORMER.get(f"{prefix}{key}")) is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
+    whole = f"{prefix}{key}"
+    while isinstance(inner, Mapping) and len(inner) == 1:  # as much of the name as it has alone
+        ((more, inner),) = inner.items()
+        whole = f"{whole}.{more}"
+    if instead := ours(whole):
+        return ConfigError(f"unknown key `{whole}`: {instead}")
     names = names if path else [*names, *SHORT]
     hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", near=0.5)
     return ConfigError(f"unknown key `{prefix}{key}`: {hint}")
@@ -146,7 +152,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         except msgspec.ValidationError as error:
             if kind is Secret:  # without the value
                 raise ConfigError(f"`{path}` must be a text") from None
-            raise ConfigError(f"`{path}` = {value!r}: {str(error).split(' - at')[0]}{_expected(kind)}") from error
+            raise ConfigError(f"`{path}` = {value!r}: {_problem(kind, str(error))}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"`{path}` is a section, not the value {value!r}; set one of its keys: {', '.join(_fields(kind))}"
@@ -155,7 +161,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     built = {}
     for key, inner in value.items():
         if key not in fields:
-            raise _unknown_key(path, key, list(fields))
+            raise _unknown_key(path, key, inner, list(fields))
         built[key] = _convert(fields[key], inner, f"{path}.{key}" if path else key)
     try:
         return kind(**built)
@@ -169,24 +175,40 @@ def _secret(kind: type, value: Any) -> Any:
     raise msgspec.ValidationError(f"expected {kind.__name__}")
 
 
-def _expected(kind: Any) -> str:
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _problem(kind: Any, said: str) -> str:
+    """Why a value is not of that type. `said`: what msgspec says of it."""
     if typing.get_origin(kind) is Literal:
-        return f" (one of: {', '.join(map(repr, typing.get_args(kind)))})"
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return ""
-    return f" (a {kind.__name__})" if isinstance(kind, type) else ""
+        return f"it must be one of {', '.join(map(repr, typing.get_args(kind)))}"
+    if kind in _KINDS:
+        return f"it must be {_KINDS[kind]}"
+    if typing.get_origin(kind) is list:
+        inner = typing.get_args(kind)[0]
+        members = (
+            f"of {', '.join(map(repr, typing.get_args(inner)))}" if typing.get_origin(inner) is Literal else "of texts"
+        )
+        return f'it must be a list {members}, in quotes from the shell: \'KEY=["a", "b"]\''
+    if typing.get_origin(kind) is tuple:
+        return f"it must be a list of {len(typing.get_args(kind))}, such as [0.9, 0.95]"
+    if typing.get_origin(kind) is dict:
+        return "it is a table: set KEY.NAME=value, or { NAME = value } in TOML"
+    return said.split(" - at")[0]
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
     """`learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a string."""
     path, equals, raw = text.partition("=")
-    if not equals or not path.strip():
-        raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4")
+    keys = [part.strip() for part in path.split(".")]
+    dashes = ": settings have no dashes" if text.startswith("-") else ""
+    if not equals or not all(keys) or dashes:
+        raise ConfigError(f"override {text!r} is not of the form key=value, for example learner.lr=1e-4{dashes}")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw
-    return [part.strip() for part in path.split(".")], value
+    return keys, value
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,8 +262,13 @@ def find_config(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise ConfigError(f"no such file: {name_or_path}")
+            why = "it is a directory, not a file" if path.is_dir() else "no such file"
+            raise ConfigError(f"{why}: {name_or_path}")
         return path
+    if "=" in name_or_path:
+        raise ConfigError(
+            f"{name_or_path!r} is a setting, and a preset or a TOML file comes before settings: quickstart {name_or_path}"
+        )
     preset = preset_directory() / f"{name_or_path}.toml"
     if not preset.is_file():
         names = sorted(p.stem for p in preset_directory().glob("*.toml"))
@@ -255,9 +282,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
     try:
         data = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     base, data = data.pop("extends", None), _spelled_out(data)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
     return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data
 
 

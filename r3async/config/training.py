@@ -267,7 +267,14 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype; the optimizer keeps fp32 master weights."""
     lr: Positive = 1e-6
+    """The highest learning rate: of every step with `lr_schedule = "constant"` and no warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up: not at all, or in a line or half a cosine down to `min_lr_ratio * lr` at the
+    run's last update (`steps * schedule.minibatches_per_step`). It counts updates that were made, so skipped ones delay it."""
     warmup_steps: int = 0
+    """Updates in which it rises in a line, the last of them with `lr` itself."""
+    min_lr_ratio: Share = 0.0
+    """Where `linear` and `cosine` end, as a share of `lr`."""
     weight_decay: float = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Positive = 1e-8

@@ -36,6 +36,10 @@ class EnvironmentFailed(RuntimeError):
     """An environment that raised, hung or was lost. The episode may be tried again, with a new environment."""
 
 
+class WrongEnvironment(EnvironmentFailed):
+    """An environment that does not keep to the protocol; the message says what it has to do."""
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """Reward of the answer just given, the messages that follow it (none when `done`), and whether the episode ends.
 
@@ -43,7 +47,8 @@ class StepResult(msgspec.Struct, frozen=True):
     on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
     `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
     `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `EnvironmentFailed` for a reward or a metric that is not a finite number; numpy's are taken too.
+    Raises `EnvironmentFailed` for a reward or a metric that is not a finite number (`WrongEnvironment` for what is no number,
+    such as a list of them); numpy's are taken too.
     """
 
     reward: float
@@ -62,8 +67,10 @@ class StepResult(msgspec.Struct, frozen=True):
 def _finite(what: str, value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    except (TypeError, ValueError) as error:
+        raise WrongEnvironment(
+            f"{what} must be a finite number, not {value!r}: a {type(value).__name__} where one number is expected"
+        ) from error
     if not math.isfinite(number):
         raise EnvironmentFailed(f"{what} must be a finite number, not {value!r}")
     return number
@@ -76,6 +83,25 @@ def sum_by_name(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + float(value)
     return sums
+
+
+def checked_result(result: object) -> StepResult:
+    """What `step` returned. Raises `WrongEnvironment` for what is no `StepResult`."""
+    if isinstance(result, StepResult):
+        return result
+    gym = ": that is Gymnasium's form, whose environments are `gymnasium:ID`" if isinstance(result, tuple) else ""
+    raise WrongEnvironment(f"step must return a StepResult(reward, messages, done), not a {type(result).__name__}{gym}")
+
+
+def checked_messages(given: object) -> list[Message]:
+    """What an environment said. A string is one user message. Raises `WrongEnvironment` for what are no messages."""
+    if isinstance(given, str):
+        return [Message("user", given)]
+    messages: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    for message in messages:
+        if not isinstance(message, Message):
+            raise WrongEnvironment(f"an environment speaks in strings or Messages, not {type(message).__name__}")
+    return messages
 
 
 class Environment(Protocol):

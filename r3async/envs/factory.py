@@ -44,7 +44,7 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
     if ":" not in path:
         hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}")
         raise ConfigError(
-            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`; "
+            f"`env.name` = {config.name!r}: no such environment; {hint} Your own is `module:Class`, "
             f"adapters are {', '.join(f'`{name}:...`' for name in ADAPTERS)}."
         )
     return class_factory(load(path, "env.name"), path, config)
@@ -82,7 +82,8 @@ def accept_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()
         if (name not in parameters and not open_ended) or name in extra:
             hint = did_you_mean(name, [p for p in parameters if p not in set(extra)])
             raise ConfigError(
-                f"`env.args.{name}`: {config.name!r} takes no such argument; {hint} It takes {takes(function, extra)}"
+                f"`env.args.{name}`: {config.name!r} takes no such argument; {hint}{' ' * bool(hint)}it takes "
+                f"{takes(function, extra)}"
             )
 
 
@@ -97,8 +98,9 @@ def load(path: str, setting: str) -> Any:
     """What `module:name` names. Raises `ConfigError`, which names `setting`."""
     try:
         return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {error}") from error
+    except Exception as error:  # importing somebody's module may raise anything
+        what = "" if isinstance(error, (ImportError, AttributeError, ValueError)) else f"{type(error).__name__}: "
+        raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {what}{error}") from error
 
 
 def optional_package(name: str, config: EnvConfig) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import EnvConfig
-from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult, WrongEnvironment
 from r3async.envs.pool_worker import Call, Reply
 
 # The path comes first: what is imported there has to be what is imported here, the person's own modules included.
@@ -90,6 +90,8 @@ class Worker:
         if self.lost:  # since the line above: its thread may have ended without having seen the call
             self._refuse_what_waits()
         reply = await asyncio.wrap_future(future)
+        if reply.wrong:
+            raise WrongEnvironment(f"{self.path}: {reply.wrong}")
         if reply.error:
             raise EnvironmentFailed(f"{self.path} raised in `{call.method}`:\n{reply.error}")
         return reply

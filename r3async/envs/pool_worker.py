@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.envs import Action, Message, StepResult
+from r3async.envs import Action, Message, StepResult, WrongEnvironment, checked_messages, checked_result
 from r3async.world.processes import survive_full_disk
 
 PR_SET_PDEATHSIG = 1
@@ -33,12 +33,14 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`error` is a traceback's text. `oracle` is the best answer to what was asked last, if the environment knows it."""
+    """`error` is a traceback's text, and `wrong` that of a `WrongEnvironment`. `oracle` is the best answer to what was asked
+    last, if the environment knows it."""
 
     messages: list[Message] = []
     result: StepResult | None = None
     oracle: str = ""
     error: str = ""
+    wrong: str = ""
 
 
 class Player:
@@ -53,10 +55,11 @@ class Player:
         """Never raises for what an environment does, but for `KeyboardInterrupt` and `SystemExit`."""
         try:
             return self._play(call)
-        except Exception:
+        except Exception as error:
             if call.method == "reset":
                 self._instances.pop(call.instance, None)
-            return Reply(error=traceback.format_exc())
+            wrong = str(error) if isinstance(error, WrongEnvironment) else ""
+            return Reply(error=traceback.format_exc(), wrong=wrong)
 
     def _play(self, call: Call) -> Reply:
         match call.method:
@@ -65,32 +68,21 @@ class Player:
                 return Reply()
             case "reset":
                 env = self._instances[call.instance] = self._kind(**self._arguments)
-                first = messages_of(env.reset(call.seed))
+                first = checked_messages(env.reset(call.seed))
                 return Reply(messages=first, oracle=oracle_of(env))
             case "step":
                 env = self._instances[call.instance]
-                result = env.step(call.action)
-                if not isinstance(result, StepResult):
-                    raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
+                result = checked_result(env.step(call.action))
                 # What numpy says is done, msgpack does not know.
-                result = msgspec.structs.replace(result, done=bool(result.done), messages=messages_of(result.messages))
+                result = msgspec.structs.replace(
+                    result, done=bool(result.done), messages=checked_messages(result.messages)
+                )
                 return Reply(result=result, oracle="" if result.done else oracle_of(env))
             case "drop":
                 close = getattr(self._instances.pop(call.instance, None), "close", None)
                 if close is not None:
                     close()
         return Reply()
-
-
-def messages_of(given: Any) -> list[Message]:
-    """A string is one user message. Raises `TypeError` for what are no messages."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    messages = list(given)
-    for message in messages:
-        if not isinstance(message, Message):
-            raise TypeError(f"an environment speaks in strings or Messages, not {type(message).__name__}")
-    return messages
 
 
 def oracle_of(env: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from r3async.config import LearnerConfig
+from r3async.config import Config, LearnerConfig
 
 Cause = Literal["", "no_contrast", "not_finite", "trust_region"]
 """Why a step made no update: no trained token has an advantage, a number was not finite, or the drift was beyond
@@ -47,13 +47,32 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def learning_rate(config: LearnerConfig, made: int, total: int) -> float:
+    """Of the update after `made` ones, of `total` in the run: `lr` times a share that rises in a line over `warmup_steps`
+    updates and then, with `lr_schedule`, falls to `min_lr_ratio` at update `total`, and stays there."""
+    warm_up = config.warmup_steps
+    if made < warm_up:
+        return config.lr * ((made + 1) / warm_up)
+    if config.lr_schedule == "constant":
+        return config.lr
+    # From the first update at full rate, where `done` is 0, to the last one, where it is 1.
+    done = min(1.0, max(0, made - max(0, warm_up - 1)) / max(1, total - 1 - max(0, warm_up - 1)))
+    share = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+def total_updates(config: Config) -> int:
+    """Optimizer updates of a run in which none is skipped."""
+    return config.steps * config.schedule.minibatches_per_step
+
+
 class MasterAdamW:
     """AdamW (decoupled weight decay, arXiv 1711.05101) over `parameters`, which keep their dtype.
 
     Parameters below float32 get a float32 master copy: gradients of micro-batches accumulate in it, as soon as each is
     made and whatever the order of forward and backward passes, and the update is made on it, so that small updates are not
-    rounded away. Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate rises linearly
-    over `warmup_steps` steps.
+    rounded away. Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate follows from the number
+    of steps made alone (`learning_rate`), so a restored optimizer goes on with the same; `total`: how many there will be.
 
     Where there are several ranks, `reduce_gradients` sums each gradient, in the order of `parameters`, over the ranks that
     hold a copy of the parameter, in place, and `squared_norm` gives the sum of squares over the whole model. With
@@ -65,6 +84,7 @@ class MasterAdamW:
         parameters: Iterable[Parameter],
         config: LearnerConfig,
         *,
+        total: int = 0,
         reduce_gradients: Callable[[Gradients], None] | None = None,
         squared_norm: Callable[[Gradients], float] = squared_norm,
     ):
@@ -76,7 +96,7 @@ class MasterAdamW:
         for parameter, master in self._pairs:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
         self._reduce, self._squared_norm = reduce_gradients, squared_norm
-        self._max_norm, self._lr, self._warmup = config.max_grad_norm, config.lr, config.warmup_steps
+        self._max_norm, self._config, self._total = config.max_grad_norm, config, total
         self.steps = 0
         decayed = [m for m in self._masters if m.ndim >= 2]
         plain = [m for m in self._masters if m.ndim < 2]
@@ -91,7 +111,7 @@ class MasterAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self._lr * min(1.0, (self.steps + 1) / self._warmup) if self._warmup > 0 else self._lr
+        return learning_rate(self._config, self.steps, self._total)
 
     @torch.no_grad()
     def step(self) -> Update:

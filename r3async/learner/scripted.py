@@ -26,7 +26,7 @@ from r3async.data.model_shape import moe_geometry
 from r3async.learner.backend import ALONE, Finish, LearnerBackend
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.minibatch import recorded_load
-from r3async.learner.optimizer import MasterAdamW, Update
+from r3async.learner.optimizer import MasterAdamW, Update, total_updates
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.state import Held
 from r3async.rollout.engines.scripted import DIGEST, MASK, scripted_logprobs
@@ -44,7 +44,7 @@ class DigestOptimizer(MasterAdamW):
 
     def __init__(self, config: Config):
         self.digest = Parameter(torch.zeros(32), requires_grad=True)
-        super().__init__([self.digest], config.learner)
+        super().__init__([self.digest], config.learner, total=total_updates(config))
         self._fed = hashlib.sha256()
 
     @property

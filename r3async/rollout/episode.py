@@ -13,9 +13,10 @@ import msgspec
 from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Sample, Trajectory, trajectory_name
-from r3async.envs import Action, Environment, sum_by_name
+from r3async.envs import Action, Environment, checked_messages, checked_result, sum_by_name
 from r3async.rollout.chat import ChatRenderer, Conversation, Prompt
 from r3async.rollout.engines import Engine, EngineError, Generation, GenerationRequest
+from r3async.rollout.held_up import HeldUp
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.world.real import REAL
 from r3async.world.stages import stage
@@ -142,9 +143,11 @@ class EpisodePlayer:
         generator_id: str = "",
         clock: Callable[[], float] = REAL.clock.time,
         report: Callable[..., object] = lambda event, **fields: None,
+        held_up: HeldUp | None = None,
     ):
+        """`held_up`: of all episodes of this generator."""
         self.task, self.settings = task, settings
-        self._env, self._renderer = env, renderer
+        self._env, self._renderer, self._held_up = env, renderer, held_up or HeldUp(report, clock)
         self._generator_id, self._clock = generator_id, clock
         self._samples = EpisodeSamples(engine.routing, settings.rows)
         name = task.trajectory_id
@@ -180,7 +183,8 @@ class EpisodePlayer:
     async def _turns(self) -> str:
         """Play; returns why it ended."""
         name, settings = self.task.trajectory_id, self.settings
-        messages = await self._env.reset(self.task.task_seed)
+        env, watched = self._env, self._held_up.watched
+        messages = checked_messages(await watched(env, "reset", env.reset(self.task.task_seed)))
         talk = Conversation(self._renderer, messages, getattr(self._env, "tools", ()))
         for index in range(settings.max_turns):
             with stage("tokens"):
@@ -198,7 +202,8 @@ class EpisodePlayer:
             with stage("tokens"):
                 text = talk.answered(token_ids, turn=turn)
             told = token_ids if getattr(self._env, "takes_tokens", False) else []
-            result = await self._env.step(Action(text, generation.stop_reason, told))
+            action = Action(text, generation.stop_reason, told)
+            result = checked_result(await watched(env, "step", env.step(action)))
             self._samples.reward(turn, result.reward)
             self._told.append(result.metrics)
             self._judged = turn + 1
@@ -207,7 +212,7 @@ class EpisodePlayer:
                 self._preview.append({"role": "assistant", "content": text})
             if result.done:
                 return "env_done"
-            messages = result.messages
+            messages = checked_messages(result.messages)
             with stage("tokens"):
                 (talk.rewrite if result.rewrites else talk.observe)(messages)
         return "turns"

@@ -20,6 +20,7 @@ from r3async.rollout.episode import (
     PromptTooLong,
     failed_trajectory,
 )
+from r3async.rollout.held_up import HeldUp
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import By, EpisodeEnd
 from r3async.world.real import REAL
@@ -50,7 +51,7 @@ class GroupPlayer:
         clock: Callable[[], float] = REAL.clock.time,
     ):
         self._retries: dict[By, int] = {"environment": settings.retries, "engine": settings.engine_retries}
-        self._over, self._clock = over, clock
+        self._over, self._clock, self._held_up = over, clock, HeldUp(report, clock)
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
         self.playing = 0
@@ -146,6 +147,7 @@ class GroupPlayer:
             generator_id=self._generator_id,
             clock=self._clock,
             report=self._report,
+            held_up=self._held_up,
         ).play()
 
 

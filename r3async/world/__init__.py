@@ -266,7 +266,7 @@ class Actors(Protocol):
 
     def connect(self, address: str | None, actors: int) -> None:
         """Join the cluster at `address`, or that which the environment names, or start one on this host with capacity for so many
-        actors. Blocking; idempotent."""
+        actors. Blocking; idempotent. Raises `ConnectionError` that says why it is not connected."""
         ...
 
     def gpus(self) -> float:

@@ -58,11 +58,15 @@ class RayActors:
 
         if ray.is_initialized():
             return
-        if address := address or os.environ.get("RAY_ADDRESS"):
-            ray.init(address=address, log_to_driver=True, logging_level="error")
-        else:
-            # Local actors share few cores on purpose: logical CPUs only count actors.
-            ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
+        address = address or os.environ.get("RAY_ADDRESS")
+        try:
+            if address:
+                ray.init(address=address, log_to_driver=True, logging_level="error")
+            else:
+                # Local actors share few cores on purpose: logical CPUs only count actors.
+                ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
+        except Exception as error:
+            raise ConnectionError(_not_connected(address, str(error).partition("\n")[0])) from error
         self._owns = True
 
     def gpus(self) -> float:
@@ -132,6 +136,12 @@ class RayActors:
             ray.shutdown()
             time.sleep(0.1)
         self._owns = False
+
+
+def _not_connected(address: str | None, why: str) -> str:
+    if not address:
+        return f"Ray did not start on this machine: {why} Its logs are in /tmp/ray/session_latest/logs"
+    return f"the Ray cluster at {address} (`cluster.address`, or RAY_ADDRESS) cannot be reached: {why}"
 
 
 def _handle(actor: ActorRef) -> Any:

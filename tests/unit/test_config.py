@@ -13,7 +13,7 @@ from r3async.config import Config, ConfigError, find_config, load_config, parse_
     ("override", "parts"),
     [
         ("algorithm.rolout_kl.coef=1", ["algorithm.rolout_kl", "algorithm.rollout_kl"]),
-        ("learner.lr=abc", ["learner.lr", "float"]),
+        ("learner.lr=abc", ["learner.lr", "a number"]),
         ("learner=3", ["learner", "section"]),
         ("generator.dtype=fp8", ["generator.dtype", "'float32', 'bfloat16'"]),
         ("schedule.max_staleness=-1", ["max_staleness", "0 or more"]),

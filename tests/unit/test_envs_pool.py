@@ -126,7 +126,7 @@ async def test_an_exception_arrives_with_the_environments_own_traceback_and_spar
     await neighbour.reset(2)
     with pytest.raises(EnvironmentFailed, match=r"(?s)helpers/envs\.py.*in step.*ValueError: the dice rolled"):
         await env.step(Action("raise"))
-    with pytest.raises(EnvironmentFailed, match="must return a StepResult, not str"):
+    with pytest.raises(EnvironmentFailed, match=r"must return a StepResult.*, not a str"):
         await env.step(Action("nonsense"))
     assert (await neighbour.step(Action("2"))).reward == 0.5
 

@@ -113,7 +113,7 @@ def transport(
 @app.command()
 def weights(
     json: Json = False,
-    updates: Annotated[int, typer.Option(help="measured updates")] = 20,
+    updates: Annotated[int, typer.Option(help="measured updates", min=1)] = 20,
     layers: Annotated[int, typer.Option(help="layers of the model")] = 4,
     hidden_size: Annotated[int, typer.Option(help="hidden size")] = 128,
     experts: Annotated[int, typer.Option(help="experts of each layer")] = 8,
@@ -144,7 +144,9 @@ def conductor(
     from r3async.tools.bench.fleet import Load
 
     load = Load(0, places, episode_seconds=episode, seconds=seconds)
-    sizes, ways = _seeds(generators), [way for way in WAYS if only in ("", way)]
+    if only and only not in WAYS:
+        raise ConfigError(f"--only {only!r} must be one of {', '.join(WAYS)}")
+    sizes, ways = _seeds(generators, "--generators"), [way for way in WAYS if only in ("", way)]
     if quick:
         load = msgspec.structs.replace(load, episode_seconds=4.0, seconds=8.0, warm_up=4.0)
         sizes, ways = [4, 16], ["simulated"]
@@ -154,7 +156,7 @@ def conductor(
 @app.command()
 def soak(
     json: Json = False,
-    minutes: Annotated[float, typer.Option(help="after the first step")] = 30.0,
+    minutes: Annotated[float, typer.Option(help="after the first step", min=0)] = 30.0,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
     keep: Annotated[Path | None, typer.Option(help="directory for the run; default: a temporary one")] = None,
 ) -> None:
@@ -188,7 +190,9 @@ def overlap(
     """What asynchrony buys with slow tools: steps a second, idle shares, ages and reward, by the bound on staleness."""
     from r3async.tools.bench.overlap import Plan, render, run
 
-    plan = Plan(_seeds(staleness), steps=steps, window=window, latency_median=median, latency_sigma=sigma)
+    plan = Plan(
+        _seeds(staleness, "--staleness"), steps=steps, window=window, latency_median=median, latency_sigma=sigma
+    )
     if quick:
         plan = msgspec.structs.replace(
             plan, staleness=[0, 1], steps=5, settle=2, groups_per_step=4, samples_per_group=4, latency_median=0.1
@@ -289,8 +293,8 @@ def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) ->
     return report
 
 
-def _seeds(text: str) -> list[int]:
+def _seeds(text: str, option: str = "--seeds") -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--seeds {text!r} is not a list of numbers, for example 0,1,2") from error
+        raise ConfigError(f"{option} {text!r} is not a list of numbers, for example 0,1,2") from error

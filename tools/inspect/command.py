@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from r3async.tools.terminal import Terminal, WithDefault
+from r3async.tools.terminal import Terminal
+from r3async.tools.usage import WithDefault
 
 if TYPE_CHECKING:
     from r3async.tools.inspect.look import Inspection

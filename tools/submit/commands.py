@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from r3async.config import load_command
-from r3async.tools.terminal import Terminal, WithDefault, echo
+from r3async.tools.terminal import Terminal, echo
+from r3async.tools.usage import WithDefault
 from r3async.world.processes import printable_log
 
 if TYPE_CHECKING:

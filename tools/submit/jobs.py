@@ -305,8 +305,8 @@ class Jobs:
 
 def _check_port(address: str) -> None:
     """Raise `ConnectionError` if nobody listens there, after seconds and not after the minutes that TCP may take."""
-    url = urllib.parse.urlsplit(address)
-    if url.scheme not in ("http", "https") or url.hostname is None:
+    url = urllib.parse.urlsplit(address if "://" in address else f"ray://{address}")
+    if url.hostname is None or (url.scheme not in ("http", "https") and url.port is None):
         return
     try:
         socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 5.0).close()

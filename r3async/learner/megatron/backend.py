@@ -26,7 +26,7 @@ from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
 from r3async.learner.megatron.links import Link, checkpoint_files, gather_weights, held, links, load_weights
 from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, hold_padding, make_plan
-from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.optimizer import MasterAdamW, total_updates
 from r3async.learner.replay import Binder, MicroBatchRoutes
 from r3async.learner.state import Held
 from r3async.learner.taken import Taken
@@ -69,6 +69,7 @@ class MegatronLearner(LearnerBackend):
         optimizer = MasterAdamW(
             [link.parameter for link in self.links],
             config.learner,
+            total=total_updates(config),
             reduce_gradients=summed.reduce if config.learner.parallel.world > 1 else None,
             squared_norm=summed.squared_norm,
         )

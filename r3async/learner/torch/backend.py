@@ -19,7 +19,7 @@ from r3async.config import Config
 from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, Ranks, Scores
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm
+from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm, total_updates
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.state import Held
 from r3async.learner.taken import Taken
@@ -45,7 +45,12 @@ class TorchLearner(LearnerBackend):
             ranks,
             vocab_size=model.vocab_size,
             replay=replay,
-            optimizer=MasterAdamW(model.parameters(), config.learner, squared_norm=partial(sharded_norm, ranks)),
+            optimizer=MasterAdamW(
+                model.parameters(),
+                config.learner,
+                total=total_updates(config),
+                squared_norm=partial(sharded_norm, ranks),
+            ),
             parameters=model.parameters(),
         )
 

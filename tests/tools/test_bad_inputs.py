@@ -1,0 +1,197 @@
+"""What people get wrong in a configuration: one line that names the setting and the fix, exit code 2, and no run."""
+
+import pytest
+
+from tests.helpers.bad_inputs import judge, make_folder
+from tests.helpers.cli import typed
+
+SETTINGS = [
+    # words of other trainers
+    ("lr=1e-4", "`learner.lr`"),
+    ("learning_rate=1e-4", "`learner.lr`"),
+    ("optim.lr=1e-4", "`learner.lr`"),
+    ("actor_rollout_ref.actor.optim.lr=1e-6", "`learner.lr`"),
+    ("trainer.policy.optimizer_config.lr=1e-6", "`learner.lr`"),
+    ("kl_coef=0.1", "`algorithm.reference_kl.coef`"),
+    ("algorithm.kl_ctrl.kl_coef=0.1", "`algorithm.reference_kl.coef`"),
+    ("beta=0.04", "`algorithm.reference_kl.coef`"),
+    ("batch_size=64", "`schedule.groups_per_step`"),
+    ("data.train_batch_size=1024", "`schedule.groups_per_step`"),
+    ("per_device_train_batch_size=8", "`learner.max_tokens_per_micro_batch`"),
+    ("gradient_accumulation_steps=4", "`learner.max_tokens_per_micro_batch`"),
+    ("learner.gradient_accumulation_steps=4", "`learner.max_tokens_per_micro_batch`"),
+    ("num_generations=8", "`schedule.samples_per_group`"),
+    ("actor_rollout_ref.rollout.n=8", "`schedule.samples_per_group`"),
+    ("generator.n_samples_per_prompt=5", "`schedule.samples_per_group`"),
+    ("orchestrator.rollouts_per_example=16", "`schedule.samples_per_group`"),
+    ("max_staleness=2", "`schedule.max_staleness`"),
+    ("max_async_level=2", "`schedule.max_staleness`"),
+    ("clip_range=0.2", "`algorithm.ppo.clip_low` and `algorithm.ppo.clip_high`"),
+    ("epsilon=0.2", "`algorithm.ppo.clip_low` and `algorithm.ppo.clip_high`"),
+    ("epsilon_high=0.28", "`algorithm.ppo.clip_high`"),
+    ("num_iterations=2", "`schedule.minibatches_per_step`"),
+    ("max_completion_length=512", "`episode.max_new_tokens`"),
+    ("data.max_response_length=512", "`episode.max_new_tokens`"),
+    ("temperature=0.7", "`episode.temperature`"),
+    ("top_p=0.95", "whole distribution"),
+    ("episode.top_p=0.95", "whole distribution"),
+    ("gpu_memory_utilization=0.5", "`generator.engine_args.gpu_memory_utilization`"),
+    ("tensor_parallel_size=2", "`generator.engine_args.tensor_parallel_size`"),
+    ("generator.num_inference_engines=2", "`generator.count`"),
+    ("trainer.n_gpus_per_node=8", "`learner.parallel.dp` and `generator.count`"),
+    ("model_name_or_path=x", "`model.path`"),
+    ("report_to=wandb", "`observe.sinks`"),
+    ("output_dir=x", "--runs"),
+    ("trainer.total_epochs=3", "`steps`"),
+    ("max_steps=3", "`steps`"),
+    ("lr_scheduler_type=cosine", "`learner.lr_schedule`"),
+    ("vf_coef=0.5", "no critic"),
+    ("use_vllm=true", "generator.engine"),
+    ("save_steps=10", "`checkpoint.every_steps`"),
+    ("eval_steps=10", "`evaluation.every`"),
+    # names, types and ranges of each section
+    ("steps", "key=value"),
+    ("=3", "key=value"),
+    ("learner..lr=3", "key=value"),
+    ("-steps=3", "no dashes"),
+    ("stpes=3", "did you mean `steps`"),
+    ("learner.wram_steps=3", "`learner.warmup_steps`"),
+    ("steps=ten", "`steps` = 'ten': it must be a whole number"),
+    ("steps=1.5", "whole number"),
+    ("steps=0", "`steps` must be greater than 0"),
+    ("seed=-1", "`seed` must be 0 or more"),
+    ("name=a/b", "`name` = 'a/b' is a path"),
+    ("name=latest", "link to the newest run"),
+    ("resume=", '"auto", "none"'),
+    ("model=x", "`model` is a section"),
+    ("model.init.top_k=99", "`top_k` = 99 is more than `experts`"),
+    ("env.workers=0", "`workers` must be greater than 0"),
+    ("episode.temperature=0", "`temperature` must be greater than 0"),
+    ("episode.max_prompt_tokens=99999", "`max_prompt_tokens` must be less"),
+    ("generator.engine=sglang", "'vllm', 'scripted'"),
+    ("generator.concurrency_min=999", "`concurrency_min` must not be more"),
+    ("generator.engine_args=3", "`generator.engine_args` = 3: it is a table"),
+    ("generator.engine_args.dtype=half", "set `generator.dtype`"),
+    ("schedule.max_staleness=-1", "`max_staleness` must be 0 or more"),
+    ("schedule.samples_per_group=1", "`schedule.samples_per_group` to 2 or more"),
+    ("schedule.minibatches_per_step=99", "`minibatches_per_step` = 99 is more"),
+    ("routing.replay=on", "'rollout', 'learner', 'off'"),
+    ("algorithm.advantage=gae", "'grpo'"),
+    ("algorithm.policy_loss=ppoo", "did you mean 'ppo'"),
+    ("algorithm.policy_loss=nowhere:loss", "cannot be loaded"),
+    ("algorithm.policy_loss=mine:number", "must be a function"),
+    ("algorithm.policy_loss=mine:function", "one argument"),
+    ("algorithm.rollout_kl.coef_max=0", "`coef_max` must be at least `coef_min`"),
+    ("learner.lr=nan", "`lr` must be a finite number"),
+    ("learner.lr=fast", "`learner.lr` = 'fast': it must be a number"),
+    ("learner.lr.high=3", "it must be a number"),
+    ("learner.lr_schedule=step", "'constant', 'linear', 'cosine'"),
+    ("learner.min_lr_ratio=2", "`min_lr_ratio` must be at most 1"),
+    ("learner.betas=0.9", "a list of 2"),
+    ("learner.parallel.cp=2", "not supported"),
+    ("learner.parallel.ep=3", "must divide"),
+    ("weights.backend=infiniband", "'nccl'"),
+    ("weights.probe=perhaps", "true or false"),
+    ("transport.routes=zip", "'plain', 'bits', 'dense'"),
+    ("buffer.durability=tape", "'memory', 'disk'"),
+    ("supervise.max_failed_fraction=2", "at most 1"),
+    ("checkpoint.keep_last=0", "greater than 0"),
+    ("observe.sinks=[wandb]", "it must be a list"),
+    ('observe.sinks=["neptune"]', "'wandb'"),
+    ("serving.port=99999", "at most 65,535"),
+    ("serving.host=0.0.0.0", "set `token` to a secret"),
+    ("serving.token=abc", "'serving.token=$NAME'"),
+    # environments
+    ("env.name=revers-text", "did you mean 'reverse-text'"),
+    ("env.name=", "no such environment"),
+    ("env.name=nowhere:Env", "No module named 'nowhere'"),
+    ("env.name=mine:Nothing", "no attribute 'Nothing'"),
+    ("env.name=mine:number", "needs `reset(task_seed)` and `step(action)`"),
+    ("env.name=mine:NoStep", "needs `reset(task_seed)` and `step(action)`"),
+    ("env.name=mine:Mixed", "both `async def` or both plain `def`"),
+    ("env.name=mine:Needs", "it takes (path)"),
+    ("env.name=syntax:Env", "SyntaxError"),
+    ("env.name=raises:Env", "RuntimeError: no licence"),
+    ("env.name=dataset:", "set `data` = FILE"),
+    ("env.name=gymnasium:", "say which"),
+    ("env.name=dataset:nowhere.jsonl", "there is no file"),
+    ("env.args.letter=3", "did you mean 'letters'"),
+    ("env.args.letters=0", "must be at least 1"),
+]
+
+STARTS = [
+    (["env.name=mine:Gym"], "step must return a StepResult"),
+    (["env.name=mine:Gym"], "`gymnasium:ID`"),
+    (["env.name=mine:AsyncGym"], "step must return a StepResult"),
+    (["env.name=mine:Number"], "not a float"),
+    (["env.name=mine:Rewards"], "where one number is expected"),
+    (["env.name=mine:Dicts"], "strings or Messages, not dict"),
+    (["model.path=nowhere"], "is not a model directory"),
+    (["model.path=file"], "is a file, not a model directory"),
+    (["model.path=Qwen/Qwen3-30B-A3B"], "hf download Qwen/Qwen3-30B-A3B"),
+    (["model.path=models/no_config"], "no config.json in it"),
+    (["model.path=models/bad_config"], "config.json cannot be read"),
+    (["model.path=models/no_type"], "no `model_type`"),
+    (["model.path=models/no_weights"], "no *.safetensors"),
+    (["model.path=models/no_tokenizer"], "no tokenizer"),
+    (["model.path=models/bad_tokenizer"], "tokenizer_config.json cannot be read"),
+    (["model.path=models/no_template"], "add chat_template.jinja"),
+    (["--runs", "file"], "is a file"),
+    (["--runs", "file/inside"], "is a file"),
+    (["--runs", "/proc/nowhere"], "--runs"),
+    (["resume=nowhere"], "there is no such checkpoint"),
+    (["transport.host=203.0.113.7"], "no address of this machine"),
+    (["serving.enabled=true", "serving.port=7", "generator.count=2"], "serving.port=0"),
+    (["cluster.address=127.0.0.1:1"], "nobody answers there"),
+    (["weights.backend=nccl"], "weights.backend=auto"),
+    (["generator.engine_args.max_num_batched_token=3"], "did you mean 'max_num_batched_tokens'"),
+]
+
+FILES = [
+    ("quikstart", "did you mean 'quickstart'"),
+    ("", "no preset ''"),
+    ("lr=3", "comes before settings"),
+    ("file", "a file must end in .toml"),
+    ("nowhere.toml", "no such file"),
+    ("folder.toml", "it is a directory"),
+    ("broken.toml", "not valid TOML: Invalid value (at line 1"),
+    ("twice.toml", "(at line 2"),
+    ("binary.toml", "not valid TOML"),
+    ("unreadable.toml", "unreadable.toml cannot be read"),
+    ("circle.toml", "goes in a circle"),
+    ("number.toml", "`extends` = 3"),
+    ("base.toml", "no preset 'nowhere'"),
+    ("section.toml", "`learner` is a section"),
+    ("other.toml", "`trainer.total_epochs`: here it is `steps`"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_and_no_cluster(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize(("setting", "part"), SETTINGS, ids=[s for s, _ in SETTINGS])
+def test_a_setting_that_cannot_be(setting, part, folder):
+    words = ["--", "quickstart", setting] if setting.startswith("-") else ["quickstart", setting, "--dry-run"]
+    judge(typed("train", *words, cwd=folder), (part,))
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("words", "part"), STARTS, ids=[" ".join(w) for w, _ in STARTS])
+def test_a_start_that_cannot_be(words, part, folder):
+    judge(typed("train", "quickstart", *words, cwd=folder), (part,))
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("name", "part"), FILES, ids=[n for n, _ in FILES])
+def test_a_file_that_is_no_configuration(name, part, folder):
+    judge(typed("train", name, "--dry-run", cwd=folder), (part,))

@@ -1,0 +1,156 @@
+"""What people get wrong on the command line of every command: one line that names it and the fix, and exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.bad_inputs import judge, make_folder
+from tests.helpers.cli import Said, typed
+
+COMMANDS = [
+    ("trian quickstart", "Did you mean 'train'"),
+    ("--verison", "No such option: --verison"),
+    ("train", "Missing argument 'preset'"),
+    ("train quickstart --steps 10", "Settings have no dashes: steps=10"),
+    ("train quickstart --steps=10", "Settings have no dashes: steps=10"),
+    ("train quickstart --learner.lr 1e-4", "Settings have no dashes: learner.lr=1e-4"),
+    ("train quickstart --lr 1e-4", "here it is `learner.lr`"),
+    ("train quickstart --num-generations 8", "here it is `schedule.samples_per_group`"),
+    ("train quickstart --groups-per-step 8", "it is `schedule.groups_per_step` here"),
+    ("train quickstart --nothing", "No such option: --nothing; for help: r3async train -h"),
+    ("presets quikstart", "did you mean 'quickstart'"),
+    ("tail nowhere", "no run 'nowhere'"),
+    ("tail empty", "empty is not the directory of a run"),
+    ("tail file", "no run 'file'"),
+    ("tail file --patience soon", "--patience"),
+    ("tail file --address nobody", "nobody"),
+    ("report nowhere", "no run 'nowhere'"),
+    ("report nowhere empty", "no run 'nowhere'"),
+    ("report empty", "empty is not the directory of a run"),
+    ("inspect nowhere", "no run 'nowhere'"),
+    ("inspect file", "file holds no message"),
+    ("inspect routes nowhere", "no run 'nowhere'"),
+    ("inspect verify empty", "empty is not the directory of a run"),
+    ("inspect trajectories nowhere", "no run 'nowhere'"),
+    ("inspect trajectories empty --step first", "--step"),
+    ("inspect show empty --limit -1", "--limit"),
+    ("inspect frames file", "file holds no message"),
+    ("export nowhere out", "neither a checkpoint nor a run"),
+    ("export empty out", "neither a checkpoint nor a run"),
+    ("export file out", "file"),
+    ("export empty empty", "empty exists"),
+    ("export empty", "Missing argument"),
+    ("eval nowhere", "RUN_OR_MODEL = 'nowhere'"),
+    ("eval file", "RUN_OR_MODEL = 'file'"),
+    ("eval empty", "RUN_OR_MODEL = 'empty'"),
+    ("eval models/no_weights", "with --env NAME"),
+    ("eval --policy clever", "must be model, oracle or random"),
+    ("eval --policy oracle --episodes 0", "`--episodes` must be at least 1"),
+    ("eval --policy oracle --seed -1", "`--seed` must be 0 or more"),
+    ("eval --policy oracle --env revers-text", "did you mean 'reverse-text'"),
+    ("eval --policy oracle --env mine:Gym", "has no oracle()"),
+    ("eval --policy oracle --env raises:Env", "RuntimeError: no licence"),
+    ("eval --policy oracle --preset quikstart", "did you mean 'quickstart'"),
+    ("eval --policy oracle env.args.letter=3", "did you mean 'letters'"),
+    ("simulate quickstart", "--capacity"),
+    ("simulate --seeds 0", "--seeds"),
+    ("simulate --seed -1", "--seed"),
+    ("simulate --case nowhere.json", "--case nowhere.json cannot be read"),
+    ("simulate --case file", "--case file cannot be read"),
+    ("simulate --capacity", "needs a preset"),
+    ("simulate --capacity quikstart", "did you mean 'quickstart'"),
+    ("simulate --capacity quickstart --hardware tpu", "h100, h200"),
+    ("simulate --capacity quickstart --generators few", "like 1,2,4"),
+    ("simulate --capacity quickstart --calibrate nowhere", "no directory of a run"),
+    ("simulate --capacity quickstart --steps 1", "at least 12"),
+    ("bench nothing", "No such command 'nothing'"),
+    ("bench replay --seeds few", "--seeds 'few'"),
+    ("bench conductor --generators few", "--generators 'few'"),
+    ("bench conductor --only cloud --quick", "must be one of simulated, ray"),
+    ("bench overlap --staleness none", "--staleness 'none'"),
+    ("bench packing --model nowhere --quick", "--model nowhere"),
+    ("bench scale --only nothing --quick", "there are turns"),
+    ("bench e2e --cases z --quick", "there are a, b, c"),
+    ("bench e2e --peer nobody --quick", "there are none, trl"),
+    ("bench all --only nothing --quick", "there are packing"),
+    ("bench compare nowhere.json file", "nowhere.json has no report"),
+    ("bench weights --backend pigeon", "'shared_memory'"),
+    ("bench weights --updates 0", "--updates"),
+    ("bench soak --minutes -1", "--minutes"),
+    ("chaos quikstart", "did you mean 'quickstart'"),
+    ("chaos --scenario earthquake", "must be one of"),
+    ("chaos --engine steam", "scripted, vllm"),
+    ("chaos --kills -1", "--kills"),
+    ("init-model empty", "empty exists already"),
+    ("init-model file", "file exists already"),
+    ("init-model /proc/nowhere/model", "/proc/nowhere"),
+    ("init-model new model.init.top_k=99", "`top_k` = 99"),
+    ("keys file", "file/"),
+    ("keys /proc/nowhere", "/proc/nowhere"),
+    ("keys new --name ../x", "no name for a key"),
+    ("cluster quikstart", "did you mean 'quickstart'"),
+    ("cluster quickstart --address 127.0.0.1:1", "no Ray cluster answers"),
+    ("submit quikstart", "did you mean 'quickstart'"),
+    ("submit quickstart --steps 3", "r3async submit: No such option: --steps. Settings have no dashes: steps=3"),
+    ("submit quickstart --address http://127.0.0.1:1", "no Ray cluster answers"),
+    ("submit status nowhere --address http://127.0.0.1:1", "no Ray cluster answers"),
+    ("submit logs nowhere --token-file nowhere", "--token-file nowhere"),
+    ("doctor --everything", "No such option"),
+]
+
+SAMPLE = [
+    "train quickstart lr=1e-4",
+    "train quickstart --steps 10",
+    "train binary.toml",
+    "train quickstart --runs file",
+    "train quickstart model.path=models/no_template",
+    "train quickstart env.name=mine:Gym",
+    "train quickstart env.name=syntax:Env",
+    "trian quickstart",
+    "tail nowhere",
+    "export file out",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    make_folder(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("line", "part"), COMMANDS, ids=[line for line, _ in COMMANDS])
+def test_a_command_line_that_cannot_be(line, part, folder):
+    judge(typed(*line.split(), cwd=folder), (part,))
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("line", SAMPLE)
+def test_a_real_process_says_the_same(line, folder):
+    """The same words as in this process, and nothing from an interpreter that ends."""
+    command = [sys.executable, "-m", "r3async", *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    said = Said(done.returncode, done.stdout, done.stderr)
+    judge(said, (typed(*line.split(), cwd=folder).stderr.strip().splitlines()[-1],))
+
+
+@pytest.mark.parametrize(
+    "words", ["-h", "train -h", "submit -h", "submit --help", "inspect -h", "bench -h", "bench wire -h"]
+)
+def test_help_is_everywhere(words, folder):
+    said = typed(*words.split(), cwd=folder)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "Usage: r3async" in said.stdout
+
+
+def test_the_help_of_submit_shows_its_options_and_its_subcommands(folder):
+    shown = typed("submit", "--help", cwd=folder).stdout
+    for part in ("--address", "--follow", "--runs", "--dry-run", "status", "logs", "stop"):
+        assert part in shown
+
+
+def test_the_version_is_that_of_the_package(folder):
+    from importlib.metadata import version
+
+    assert typed("--version", cwd=folder) == Said(0, f"r3async {version('r3async')}\n", "")

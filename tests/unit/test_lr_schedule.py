@@ -1,0 +1,76 @@
+"""The learning rate: warm-up, then constant, a line or half a cosine; a function of the updates made alone."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r3async.config import LearnerConfig, load_config
+from r3async.learner.optimizer import MasterAdamW, learning_rate, total_updates
+
+
+def rates(total: int, **settings) -> list[float]:
+    config = LearnerConfig(lr=1.0, **settings)
+    return [learning_rate(config, made, total) for made in range(total)]
+
+
+def test_by_hand():
+    assert rates(4) == [1.0, 1.0, 1.0, 1.0]
+    assert rates(5, lr_schedule="linear") == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(6, lr_schedule="linear", warmup_steps=2) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(5, lr_schedule="linear", min_lr_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    half = math.cos(math.pi / 4) / 2
+    assert rates(5, lr_schedule="cosine") == pytest.approx([1.0, 0.5 + half, 0.5, 0.5 - half, 0.0])
+
+
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    total=st.integers(1, 200),
+    warm_up=st.integers(0, 250),
+    ratio=st.floats(0, 1),
+)
+def test_it_rises_to_lr_and_never_rises_after_or_falls_below_its_end(schedule, total, warm_up, ratio):
+    config = LearnerConfig(lr=0.5, lr_schedule=schedule, warmup_steps=warm_up, min_lr_ratio=ratio)
+    of = [learning_rate(config, made, total) for made in range(max(total, warm_up) + 5)]
+    top = max(0, warm_up - 1)
+    assert of[top] == 0.5
+    assert all(a <= b for a, b in itertools.pairwise(of[: top + 1]))
+    after = of[max(1, warm_up) :]
+    assert all(a >= b for a, b in itertools.pairwise(after))
+    assert all(0.5 * ratio <= rate * (1 + 1e-12) for rate in after)
+    if schedule != "constant" and total > top + 1:
+        assert of[total - 1] == of[total] == 0.5 * ratio
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_restored_optimizer_goes_on_bit_by_bit(schedule):
+    config = LearnerConfig(lr=0.1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.1, weight_decay=0.1)
+
+    def trained(stop: int) -> tuple[torch.Tensor, list[float]]:
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.nn.Parameter(torch.randn(4, 4, generator=generator))
+        optimizer, used = MasterAdamW([weight], config, total=8), []
+        for made in range(8):
+            if made == stop:
+                saved = [{name: tensor.clone() for name, tensor in state.items()} for state in optimizer.states()]
+                weight = torch.nn.Parameter(torch.zeros(4, 4))
+                optimizer = MasterAdamW([weight], config, total=8)
+                optimizer.restore(saved, made)
+            weight.grad = torch.randn(4, 4, generator=generator)
+            used.append(optimizer.step().lr)
+        return weight.detach(), used
+
+    whole, rates_whole = trained(stop=-1)
+    for stop in (1, 2, 5):
+        again, rates_again = trained(stop)
+        assert rates_again == rates_whole
+        assert torch.equal(again, whole)
+    assert rates_whole[-1] == pytest.approx(0.01)
+
+
+def test_every_minibatch_is_an_update():
+    config = load_config("quickstart", ["steps=10", "schedule.minibatches_per_step=4"])
+    assert total_updates(config) == 40

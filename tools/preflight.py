@@ -1,0 +1,218 @@
+"""What is looked at before a run starts anything: it is refused in a second, and not by a process that loads for minutes."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from r3async.config import Config, ConfigError, bare_host, did_you_mean
+from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
+from r3async.envs.factory import environment_factory
+from r3async.rollout.agents.agents import is_agent
+from r3async.rollout.episode import close_environment
+from r3async.tools.memory import engine_memory, rank_memory, shape_of
+
+TRY_SECONDS = 10.0
+"""So long an environment is tried. One that takes longer is not judged."""
+CONNECT_SECONDS = 10.0
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_start(config: Config) -> None:
+    """All that a start on this machine needs. Raises `ConfigError` with the setting and the fix."""
+    if config.resume not in ("auto", "none") and not Path(config.resume).exists():
+        raise ConfigError(f"`resume` = {config.resume!r}: there is no such checkpoint, and no run with checkpoints")
+    if config.model.path:
+        check_model(config.model.path)
+    check_engine_names(config)
+    if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        check_cluster(address)
+    else:
+        check_devices(config)
+        check_addresses(config)
+    asyncio.run(try_environment(config))
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def check_model(name: str) -> None:
+    """`model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
+    path, said = Path(name), f"`model.path` = {name!r}"
+    if not path.exists():
+        raise ConfigError(f"{said} is not a model directory (no config.json in it){_hub(name)}")
+    if not path.is_dir():
+        raise ConfigError(f"{said} is a file, not a model directory: name the directory with config.json in it")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{said} is not a model directory (no config.json in it)")
+    if "model_type" not in _json(path / "config.json", said):
+        raise ConfigError(f"{said}: its config.json has no `model_type`, so it is no Hugging Face model")
+    if not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
+        raise ConfigError(f"{said} has no weights: no *.safetensors in it")
+    if not any((path / file).exists() for file in TOKENIZERS):
+        raise ConfigError(
+            f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
+        )
+    settings = _json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
+    if not settings.get("chat_template") and not any((path / file).exists() for file in TEMPLATES):
+        raise ConfigError(
+            f"{said} has no chat template, so messages cannot be shown to it: add chat_template.jinja, or take the model's "
+            "instruction-tuned version"
+        )
+
+
+def _json(path: Path, said: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{said}: {path.name} cannot be read: {error}") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _hub(name: str) -> str:
+    """Of a name that could be that of a model on the hub."""
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or name.startswith((".", "/", "~")):
+        return ""
+    return f". For the hub's model of that name: hf download {name} --local-dir {parts[1]}, and model.path={parts[1]}"
+
+
+# -- engines and devices -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def engine_names() -> frozenset[str]:
+    """What vLLM's AsyncEngineArgs has, read without importing it, which takes seconds. Empty where vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return frozenset()
+    source = Path(found.origin).parent / "engine" / "arg_utils.py"
+    with contextlib.suppress(OSError, SyntaxError):
+        classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+        fields = [node for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for node in kind.body]
+        return frozenset(f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name))
+    return frozenset()
+
+
+def check_engine_names(config: Config) -> None:
+    """Every key of `generator.engine_args` is one of vLLM's."""
+    if config.generator.engine != "vllm" or not config.generator.engine_args or not engine_names():
+        return
+    for name in config.generator.engine_args:
+        if name not in engine_names():
+            hint = did_you_mean(name, engine_names(), "see vLLM's engine arguments")
+            raise ConfigError(f"`generator.engine_args.{name}`: vLLM has no such argument; {hint}")
+
+
+def has_gpu() -> bool:
+    """Whether processes that start here may see one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def check_cluster(address: str) -> None:
+    """Somebody answers at HOST:PORT: Ray itself tries for minutes, and then ends this process. Other forms are Ray's to judge."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((bare_host(host), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"`cluster.address` = {address!r} (or RAY_ADDRESS): nobody answers there ({error}). Is the cluster running "
+            "(`ray start --head`)? Leave it out to start one on this machine"
+        ) from error
+
+
+def check_devices(config: Config) -> None:
+    """Learner and engines fit what this machine has, where it has no GPU."""
+    if has_gpu() or config.generator.engine == "scripted":
+        return
+    if config.weights.backend == "nccl":
+        raise ConfigError(
+            '`weights.backend` = "nccl" sends from GPU to GPU, and this machine has none: set weights.backend=auto, or '
+            "`cluster.address` to a cluster with GPUs"
+        )
+    import psutil
+
+    shape, _ = shape_of(config)
+    ranks, count = config.learner.parallel.world, config.generator.count
+    needed = ranks * rank_memory(shape, config).weights + count * engine_memory(shape, config).weights
+    here = psutil.virtual_memory().total
+    if needed > here:
+        gib = 2**30
+        raise ConfigError(
+            f"the weights of {shape.name} take {needed / gib:.0f} GiB in {ranks} rank(s) and {count} engine(s), and this "
+            f"machine has no GPU and {here / gib:.0f} GiB of memory: set `cluster.address` to a cluster with GPUs, or take a "
+            "smaller model"
+        )
+
+
+def check_addresses(config: Config) -> None:
+    """What the run listens on is of this machine, and free."""
+    serving = config.serving
+    if serving.enabled or is_agent(config.env):
+        if serving.port and config.generator.count > 1:
+            raise ConfigError(
+                f"`serving.port` = {serving.port} fits one generator a host, and `generator.count` = "
+                f"{config.generator.count}: set serving.port=0, and each takes a free one"
+            )
+        _check_bind("serving", serving.host, serving.port)
+    _check_bind("transport", config.transport.host, 0)
+    if config.observe.prometheus_port is not None:
+        _check_bind("observe", config.observe.prometheus_host, 0, "prometheus_host")
+
+
+def _check_bind(section: str, host: str, port: int, key: str = "host") -> None:
+    bare = bare_host(host)
+    try:
+        found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[4])
+    except OSError as error:
+        if port and not isinstance(error, socket.gaierror) and _is_here(bare):
+            raise ConfigError(
+                f"`{section}.port` = {port} on {host} cannot be used: {error.strerror}. Choose another, or 0 for a free one"
+            ) from error
+        raise ConfigError(
+            f"`{section}.{key}` = {host!r} is no address of this machine ({error.strerror}): 127.0.0.1 is, or leave it out"
+        ) from error
+
+
+def _is_here(host: str) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.getaddrinfo(host, 0)[0][0]) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+# -- the environment -----------------------------------------------------------------------------------------------
+
+
+async def try_environment(config: Config) -> None:
+    """Play one turn with an empty answer. Raises `ConfigError` where the environment breaks the protocol: a `step` that returns
+    a tuple, a reward that is a list. What else goes wrong is not judged: an empty answer may be no answer to it."""
+    if is_agent(config.env):
+        return
+    environment = environment_factory(config.env)()
+    try:
+        async with asyncio.timeout(TRY_SECONDS):
+            checked_messages(await environment.reset(0))
+            checked_result(await environment.step(Action("")))
+    except WrongEnvironment as error:
+        raise ConfigError(f"`env.name` = {config.env.name!r} cannot be played: {error}") from error
+    except Exception:
+        return
+    finally:
+        with contextlib.suppress(Exception):
+            await close_environment(environment)

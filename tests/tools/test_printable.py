@@ -138,7 +138,7 @@ class Hostile:
 
 @pytest.mark.parametrize("raised", [cli.ConfigError(HOSTILE), RuntimeError(HOSTILE)])
 def test_errors_of_any_command(monkeypatch, capsys, raised):
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise raised
 
     monkeypatch.setattr(cli, "app", fail)

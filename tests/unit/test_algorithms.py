@@ -103,5 +103,5 @@ def test_reference_kl_is_unbiased_for_samples_of_the_learner():
 
 
 def test_unknown_estimators_are_refused_when_the_config_is_read():
-    with pytest.raises(ConfigError, match=r"algorithm.rollout_kl.estimator.*'k4'.*one of: 'k1', 'abs', 'k2', 'k3'"):
+    with pytest.raises(ConfigError, match=r"algorithm.rollout_kl.estimator.*'k4'.*one of 'k1', 'abs', 'k2', 'k3'"):
         load_config("quickstart", ["algorithm.rollout_kl.estimator=k4"])

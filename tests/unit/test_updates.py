@@ -155,7 +155,7 @@ def test_the_overview_shows_contrast_and_why_there_was_no_update(tmp_path):
     ],
 )
 def test_each_end_of_a_run_has_its_exit_code_and_its_reason(monkeypatch, capsys, error, code):
-    def app() -> None:
+    def app(**_: object) -> None:
         raise SystemExit(0) if error is None else error
 
     monkeypatch.setattr(cli, "app", app)

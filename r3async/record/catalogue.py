@@ -78,6 +78,8 @@ STAGES = {
             "steps": "steps in order: groups, ages, what was trained",
             "prepare": "advantages, minibatches, weights of tokens",
             "pack": "micro-batches",
+            "packer": "what else the thread of these two does",
+            "spool": "trajectories on disk",
             "model": "forward, loss and backward",
             "optimizer": "clipping and the update",
             "figures": "what ranks agree on, and metrics of a step",
@@ -102,7 +104,21 @@ STAGES = {
 }
 """By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
 ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
-    ["prepare", "pack", "model", "optimizer", "figures", "snapshot", "probe", "writer", "checkpoint", "torch"], "cpu"
+    [
+        "prepare",
+        "pack",
+        "packer",
+        "spool",
+        "model",
+        "optimizer",
+        "figures",
+        "snapshot",
+        "probe",
+        "writer",
+        "checkpoint",
+        "torch",
+    ],
+    "cpu",
 )
 """Stages that only one kind of time has: the wall time is the event loop's."""
 COLORS = ("blue", "orange", "green", "violet", "red", "amber")

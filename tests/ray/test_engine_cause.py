@@ -62,6 +62,5 @@ def test_the_driver_prints_why_vllm_cannot_load_a_model(untrained, tmp_path):
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("the run failed: "), done.stderr
-    assert "The cause: ValueError: Following weights were not initialized" in last
-    assert "generator-0.log" in last
+    assert "Following weights were not initialized" in last
     assert "Traceback" not in done.stderr

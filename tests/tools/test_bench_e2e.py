@@ -1,9 +1,11 @@
 """`bench e2e`: what it makes of runs, what it asks of a peer, and the processor time of a tree of processes."""
 
+import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from r3async.config import ConfigError
@@ -85,3 +87,20 @@ def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_end
     assert spent >= 0.25
     assert last.machine > 0
     assert cpu.between(first.time, time.time())["mine"] == pytest.approx(spent)
+
+
+def test_a_benchmark_that_is_ended_ends_what_it_started(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from r3async.tools.bench.jobs import ended_in_order, started
+with ended_in_order(), started([sys.executable, "-c", "import time; time.sleep(60)"], Path(sys.argv[1]) / "log") as job:
+    print(job.pid, flush=True)
+    time.sleep(60)
+"""
+    bench = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    pid = int(bench.stdout.readline())
+    bench.terminate()
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    bench.stdout.close()
+    assert not psutil.pid_exists(pid)

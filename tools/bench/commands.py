@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from r3async.config import ConfigError
-from r3async.tools.bench.jobs import BenchError, say_on_stderr
+from r3async.tools.bench.jobs import BenchError, ended_in_order, say_on_stderr
 
 app = typer.Typer(
     add_completion=False, help="Measure a part of r3async: `bench NAME --json`. Without a name: the list."
@@ -285,7 +285,8 @@ def compare(
 def _report(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:
     """Measure, and print. Exit 1 if that failed."""
     try:
-        report = measure()
+        with ended_in_order():
+            report = measure()
     except BenchError as error:
         typer.echo(f"the benchmark failed: {error}", err=True)
         raise typer.Exit(1) from error

@@ -40,6 +40,8 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark = uuid.uuid4().hex
     monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
+    if phase == "the model is made":  # and not kept by an earlier run
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = ["name=stopped"]
     words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
     words += [f"model.path={untrained}"] * (phase != "the model is made")

@@ -14,7 +14,7 @@ import numpy as np
 
 from r3async.actors.delivery import receiver
 from r3async.actors.leasing import Gate, Leasing
-from r3async.actors.process import NotLoaded, begin, together, whereabouts, with_logged_cause
+from r3async.actors.process import NotLoaded, begin, together, whereabouts
 from r3async.config import Config, EnvConfig, config_from_dict, to_dict
 from r3async.data.records import Trajectory
 from r3async.envs import EnvironmentFactory
@@ -145,8 +145,7 @@ class GeneratorActor:
         engine = self._parts.engine(config, self.model_path, seed, clock)
         self.world.processes.show_figures(lambda: {f"engine/{name}": value for name, value in engine.stats().items()})
         rendering = threads.run(self._parts.renderer, self.model_path, config.episode.template_args)
-        starting = with_logged_cause(engine.start(), self.run_dir / "logs" / f"{self.generator_id}.log", self.world)
-        self._loaded = Loaded(engine, (await together(starting, rendering))[1])
+        self._loaded = Loaded(engine, (await together(engine.start(), rendering))[1])
         self._events.info("generator_started", **self.whereabouts(), engine=config.generator.engine)
         return {
             **self.whereabouts(),

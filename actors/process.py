@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import operator
-import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +12,8 @@ from typing import Any
 from r3async.checkpoint.directory import RunLock
 from r3async.config import Config
 from r3async.record.sinks import serve_actor
-from r3async.rollout.engines import EngineError
 from r3async.world import ActorLost, ActorRef, World
-from r3async.world.files import make_directory, read_file
+from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules
 
 RPC_SECONDS = 30.0
@@ -138,34 +135,6 @@ async def while_well(call: Awaitable[Any], background: list[asyncio.Task[None]])
         if waiting.done():
             return waiting.result()
         await asyncio.wait([waiting, *background], timeout=RPC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-
-
-_POINTS_ABOVE = ("See root cause above", "Engine core initialization failed")
-_RAISED = re.compile(
-    r"^(?:\(\w+[^)]*\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: \S.*)$", re.MULTILINE
-)
-"""The last line of a traceback, as a process of vLLM logs it."""
-LOG_BYTES = 2**18
-CAUSE_CHARACTERS = 600
-
-
-def cause_in(log: str) -> str:
-    """The last exception in an engine's log that says something itself; "" if there is none."""
-    found = [line for line in _RAISED.findall(log) if not any(text in line for text in _POINTS_ABOVE)]
-    return found[-1][:CAUSE_CHARACTERS] if found else ""
-
-
-async def with_logged_cause(start: Awaitable[None], log: Path, world: World) -> None:
-    """An engine's start. Where its `EngineError` points to what a child process has logged, that is added: who reads the error
-    does not see the log."""
-    try:
-        await start
-    except EngineError as error:
-        cause = ""
-        if any(text in str(error) for text in _POINTS_ABOVE):
-            with contextlib.suppress(OSError):
-                cause = cause_in(read_file(log, files=world.files)[-LOG_BYTES:].decode(errors="replace"))
-        raise EngineError(f"{error}. The cause: {cause} (all of it in {log})" if cause else str(error)) from error
 
 
 def root_cause(error: BaseException, run_dir: Path) -> str:

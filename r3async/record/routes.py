@@ -107,7 +107,8 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
 
     `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn`, `rewards`: columns of the sample. `own`, `used`
     `[T, L, K]`: the experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what
-    the learner thought of the trained tokens before the step, NaN for the others; None if no rank kept it.
+    the learner thought of the trained tokens before the step, NaN for the others; None if no rank kept it. `advantages` float32
+    `[T]`: what the loss took; None in records of before they were kept.
     """
 
     step: int
@@ -122,6 +123,7 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
     own: np.ndarray
     used: np.ndarray
     learner_logprobs: np.ndarray | None = None
+    advantages: np.ndarray | None = None
 
 
 Routes = TypeVar("Routes", EngineCall, TrainedRoutes)
@@ -392,5 +394,6 @@ class StepTracer:
                         own=trace.own[rows].astype(dtype),
                         used=trace.used[rows].astype(dtype),
                         learner_logprobs=None if trace.logprobs is None else trace.logprobs[rows],
+                        advantages=table["advantages"] if "advantages" in table else None,  # noqa: SIM401
                     )
                 )

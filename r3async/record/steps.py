@@ -111,7 +111,8 @@ class StepRows:
             rewards = preview["rewards"]
             answered = zip(_turns(preview["messages"], len(rewards)), rewards, strict=False)
             turns = [{"user": asked, "assistant": answer, "reward": reward} for (asked, answer), reward in answered]
-            self._episodes.append(msgspec.json.encode({"step": step, "reward": preview["reward"], "turns": turns}))
+            told = {"step": step, "trajectory": preview["trajectory"], "reward": preview["reward"], "turns": turns}
+            self._episodes.append(msgspec.json.encode(told))
 
     def amend(self, version: int, figures: dict[str, Any]) -> None:
         """What became known later of the last step that made `version`."""
@@ -225,7 +226,12 @@ def _told(played: Sequence[Trajectory]) -> dict[str, float]:
 def previews(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
     """The first few that carry their conversation, for `episodes.jsonl`."""
     return [
-        {"group": t.group_index, "reward": t.reward, "messages": t.preview, "rewards": [x.reward for x in t.turns]}
+        {
+            "trajectory": t.trajectory_id,
+            "reward": t.reward,
+            "messages": t.preview,
+            "rewards": [x.reward for x in t.turns],
+        }
         for t in trajectories
         if t.preview
     ][:PREVIEWS]

@@ -170,6 +170,17 @@ def test_each_sample_gets_its_own_part_of_the_learners_log_probs(tmp_path: Path)
         np.testing.assert_array_equal(trained.learner_logprobs, scores[trained.sample_id])
 
 
+def test_advantages_are_kept_with_what_they_trained(tmp_path: Path) -> None:
+    samples = [sample(n) for n in range(3)]
+    credited = {s.sample_id: np.full(10, 0.5 + n, np.float32) for n, s in enumerate(samples)}
+    prepared = [Sample(s.sample_id, s.table.with_columns(advantages=credited[s.sample_id])) for s in samples]
+    StepTracer(tmp_path, traced(), Reports()).write(1, prepared, step_result(prepared))
+    written = [load(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained]
+    assert len(written) == 3
+    for trained in written:
+        np.testing.assert_array_equal(trained.advantages, credited[trained.sample_id])
+
+
 def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Path) -> None:
     tracer = StepTracer(tmp_path, traced("off"), Reports())
     samples = [sample(0)]

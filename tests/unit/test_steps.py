@@ -18,7 +18,7 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     book.restart_clock()  # 10
     said = [("system", "reverse"), ("user", "cd"), ("assistant", "dc"), ("user", "ab"), ("assistant", "ba")]
     messages = [{"role": role, "content": text} for role, text in said]
-    preview = {"reward": 1.0, "rewards": [1.0], "messages": messages}
+    preview = {"trajectory": "g00000000e0001", "reward": 1.0, "rewards": [1.0], "messages": messages}
     book.add(1, 1, {"batch/trained_tokens": 50, "grad_norm": 1.0}, [preview])
     book.add(2, 2, {"batch/trained_tokens": 50, "grad_norm": float("nan")}, [])
     assert not book.waits_for(0)
@@ -36,7 +36,8 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     assert [row["step"] for row in book.since(1)] == [2]
     episode = json.loads((tmp_path / "episodes.jsonl").read_text())
     asked = "reverse\n\ncd\n\ndc\n\nab"  # the answer in the prompt is an example, not the policy's
-    assert episode == {"step": 1, "reward": 1.0, "turns": [{"user": asked, "assistant": "ba", "reward": 1.0}]}
+    turn = {"user": asked, "assistant": "ba", "reward": 1.0}
+    assert episode == {"step": 1, "trajectory": "g00000000e0001", "reward": 1.0, "turns": [turn]}
 
 
 def test_steps_of_one_version_share_one_rate(tmp_path):

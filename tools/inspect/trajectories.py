@@ -19,7 +19,7 @@ only the conversation was kept."""
 
 class SeenSample(msgspec.Struct):
     """`columns` by name, all of one length `T`: those of `records.SCHEMA` that are known, and of traces also
-    `learner_logprobs` float32 `[T]` and `learner_experts` `[T, L, K]`."""
+    `learner_logprobs` and `advantages` float32 `[T]`, and `learner_experts` `[T, L, K]`."""
 
     sample_id: str
     columns: dict[str, np.ndarray]
@@ -135,6 +135,8 @@ def of_trained(
             columns |= {"routed_experts": rows[0], "routing_recorded": rows[1]}
         if trained.learner_logprobs is not None:
             columns["learner_logprobs"] = trained.learner_logprobs
+        if trained.advantages is not None:
+            columns["advantages"] = trained.advantages
         columns["learner_experts"] = trained.own
         seen.append(SeenSample(trained.sample_id, columns))
         turns += _turns(trained, number)
@@ -167,8 +169,10 @@ def _turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
 
 
 def of_episode(line: dict[str, Any], where: str) -> Seen | None:
-    """A line of `episodes.jsonl`; None if it is not one. Such a line names no trajectory."""
+    """A line of `episodes.jsonl`; None if it is not one."""
     exchanges, reward, step = line.get("turns"), line.get("reward"), line.get("step")
+    trajectory = str(line.get("trajectory", ""))  # runs of before named none
+    which = parse_id(trajectory)
     if not isinstance(exchanges, list) or not all(isinstance(turn, dict) for turn in exchanges):
         return None
     turns, preview = [], []
@@ -180,8 +184,10 @@ def of_episode(line: dict[str, Any], where: str) -> Seen | None:
     return Seen(
         source="episode",
         where=where,
-        trajectory_id="",
+        trajectory_id=trajectory,
         step=step if isinstance(step, int) else None,
+        group_index=which.group_index if which else None,
+        episode_index=which.episode_index if which else None,
         reward=float(reward) if isinstance(reward, (int, float)) else None,
         turns=turns,
         preview=preview,

@@ -154,8 +154,8 @@ def _search_path() -> str:
 
 
 class CommandAgent:
-    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY and R3ASYNC_TASK_SEED in its environment, beside
-    `environment` and what `passed_on(variables)` lets it have of ours.
+    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and R3ASYNC_TASK_SEED in its
+    environment, beside `environment` and what `passed_on(variables)` lets it have of ours.
 
     The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
     exits with another code than 0. Cancelling ends it, and all that it started.
@@ -210,6 +210,8 @@ class CommandAgent:
             **revealed(self._environment, "env.args.environment"),
             "OPENAI_BASE_URL": server.base_url,
             "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": server.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": session.key,
             "R3ASYNC_TASK_SEED": str(session.task.task_seed),
         }
 

@@ -1,4 +1,7 @@
-"""What the endpoint reads and writes: requests, answers, tool calls and errors in the shape of OpenAI's API.
+"""What the protocols of the endpoint share: one form of a request, of an answer and of a refusal.
+
+Inside, a conversation is that of `/v1/chat/completions`: `Asked.messages` and the message of an `Answer`. Each protocol is an
+`Edge`, which reads its own requests into that form, and writes answers and errors in its own.
 
 What would change how tokens are sampled, and cannot be granted, is refused and never ignored: an episode is trained with the
 log-probs of the distribution that `episode.temperature` gives.
@@ -8,10 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
-import secrets
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,12 +20,10 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.envs import Message
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what the context has left."""
-
 
 class Refused(Exception):
-    """A request that is answered with an error, in OpenAI's shape. `again`: whether asking again may help."""
+    """A request that is answered with an error. `code`, `param` and `kind` are OpenAI's names for it; `again`: whether asking
+    again may help."""
 
     def __init__(
         self,
@@ -39,7 +37,13 @@ class Refused(Exception):
     ):
         super().__init__(message)
         self.status, self.again = status, again
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.code, self.param, self.kind = code, param, kind
+
+
+def openai_error(refused: Refused) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    error = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
+    return {"error": error}
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -62,70 +66,56 @@ class Sampled(msgspec.Struct, frozen=True):
         }
 
 
-class ChatRequest(msgspec.Struct):
-    """What is honoured of `/v1/chat/completions`."""
+class Asked(msgspec.Struct):
+    """A request, whatever protocol it came by. `messages` and `tools` are in the form of `/v1/chat/completions`; `limit`: of new
+    tokens; `one_call`: hand out the first tool call of an answer only; `request`: what else its protocol has to know to answer.
+    `remembered`: the conversation that a later request may go on from by the answer's id, if there is to be one."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    limit: int | None = None
+    stream: bool = False
+    one_call: bool = False
+    request: Any = None
+    remembered: Sequence[Mapping[str, Any]] | None = None
 
 
-class CompletionRequest(msgspec.Struct):
-    """What is honoured of `/v1/completions`."""
+class Answer(msgspec.Struct, frozen=True):
+    """What a request is answered with. `message`: in the form of `/v1/chat/completions`; `token_texts()`: of each sampled
+    token."""
 
-    prompt: str | list[Any]
-    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    logprobs: int | None = None
+    id: str
+    model: str
+    sampled: Sampled
+    message: dict[str, Any]
+    token_texts: Callable[[], list[str]]
 
     @property
-    def one_prompt(self) -> str | list[int]:
-        """Text or token ids; a list of one of them is that one. Raises `Refused` for several."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            if len(prompt) > 1:
-                raise Refused("one prompt a request", param="prompt")
-            prompt = prompt[0]
-        if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-            raise Refused("a prompt must be text or a list of token ids", param="prompt")
-        return prompt
+    def calls(self) -> list[dict[str, Any]]:
+        return self.message.get("tool_calls") or []
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "stop": ([], ""),
-    "suffix": ("",),
-    "echo": (False,),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-}
-"""Parameters that cannot be granted, and the values with which they ask for nothing. None is one for all."""
+Remembered = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By the id of its last answer, a conversation of the session."""
 
 
-def read_request(kind: Any, body: Any, settings: EpisodeConfig) -> Any:
-    """`body` as a `kind`. Raises `Refused` for what is ill-formed or cannot be granted."""
+class Edge(msgspec.Struct, frozen=True):
+    """One protocol. `kind`: what its answers' ids begin with. `read` raises `Refused`. `write` gives the body of an answer, and
+    `events` the same body as a stream: the name of each event, if events have names, and its data; then comes `end`."""
+
+    kind: str
+    read: Callable[[Any, EpisodeConfig, Remembered], Asked]
+    write: Callable[[Asked, Answer], dict[str, Any]]
+    events: Callable[[Asked, dict[str, Any]], Iterator[tuple[str, dict[str, Any]]]]
+    end: bytes = b""
+
+
+def read_fields(kind: Any, body: Any, settings: EpisodeConfig, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
+    """`body` as a `kind`. `neutral`: parameters that cannot be granted, and the values with which they ask for nothing; None is
+    one for all. Raises `Refused` for what is ill-formed or cannot be granted."""
     if not isinstance(body, Mapping):
         raise Refused("the body must be a JSON object")
-    for name, values in _NEUTRAL.items():
+    for name, values in neutral.items():
         asked = body.get(name)
         if asked is not None and asked not in values:
             raise Refused(
@@ -147,6 +137,42 @@ def read_request(kind: Any, body: Any, settings: EpisodeConfig) -> Any:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise Refused(str(error)) from error
+
+
+def offered(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequence[Mapping[str, Any]]:
+    """The tools that an answer may call. `choice` is OpenAI's. Raises `Refused` for one that would force a call."""
+    if choice not in (None, "auto", "none"):
+        raise Refused(
+            f"tool_choice = {choice!r} cannot be enforced: leave it out",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return () if choice == "none" else tools or ()
+
+
+def chat_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """A tool in the form of `/v1/chat/completions`."""
+    function: dict[str, Any] = {"name": name}
+    if description:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool in that form."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def joined_text(content: Any, kinds: Sequence[str], where: str) -> str:
+    """A text, or a list of parts whose `type` is one of `kinds`. Raises `Refused` for what is not text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") in kinds else None for p in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refused(f"{where}: only text is supported", param=where.partition("[")[0])
+    return "".join(texts)  # type: ignore[arg-type]
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -209,143 +235,6 @@ def _structured(call: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(msgspec.DecodeError):
             arguments = msgspec.json.decode(arguments)
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-# -- answers -----------------------------------------------------------------------------------------------------
-
-
-def chat_answer(
-    answer_id: str, model: str, sampled: Sampled, message: dict[str, Any], logprobs: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """The body of an answer to `/v1/chat/completions`."""
-    finish = "tool_calls" if message.get("tool_calls") else sampled.finish
-    choice = {
-        "index": 0,
-        "message": message,
-        "finish_reason": finish,
-        "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
-    }
-    return _body(answer_id, "chat.completion", model, [choice]) | {"usage": sampled.usage}
-
-
-def chat_chunks(body: Mapping[str, Any], usage: bool) -> list[dict[str, Any]]:
-    """The same answer as a stream: the role, the content, tool calls, the end; then `usage`, if it was asked for."""
-    (choice,) = body["choices"]
-    message = choice["message"]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if message["content"]:
-        deltas.append({"content": message["content"]})
-    if calls := message.get("tool_calls"):
-        deltas.append({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
-    choices = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
-    choices[-1]["logprobs"] = choice["logprobs"]
-    choices.append({"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None})
-    head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    return _chunks(head, choices, body["usage"] if usage else None)
-
-
-def completion_answer(answer_id: str, model: str, sampled: Sampled, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """The body of an answer to `/v1/completions`."""
-    choice = {"index": 0, "text": sampled.text, "finish_reason": sampled.finish, "logprobs": logprobs}
-    return _body(answer_id, "text_completion", model, [choice]) | {"usage": sampled.usage}
-
-
-def completion_chunks(body: Mapping[str, Any], usage: bool) -> list[dict[str, Any]]:
-    (choice,) = body["choices"]
-    head = {key: body[key] for key in ("id", "created", "model", "object")}
-    return _chunks(
-        head,
-        [{**choice, "finish_reason": None}, {**choice, "text": "", "logprobs": None}],
-        body["usage"] if usage else None,
-    )
-
-
-def _chunks(
-    head: dict[str, Any], choices: Sequence[dict[str, Any]], usage: dict[str, int] | None
-) -> list[dict[str, Any]]:
-    chunks = [{**head, "choices": [choice]} for choice in choices]
-    return chunks if usage is None else [*chunks, {**head, "choices": [], "usage": usage}]
-
-
-def _body(answer_id: str, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
-
-
-def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> list[dict[str, Any]]:
-    """Of each sampled token; `top`: with itself as its only alternative, since no other was recorded."""
-    entries = []
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        entry = {"token": token, "logprob": float(logprob), "bytes": list(token.encode())}
-        entries.append({**entry, "top_logprobs": [entry] if top else []})
-    return entries
-
-
-def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: bool) -> dict[str, Any]:
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    values = [float(logprob) for logprob in logprobs]
-    return {
-        "tokens": list(tokens),
-        "token_logprobs": values,
-        "top_logprobs": [{t: v} for t, v in zip(tokens, values, strict=True)] if top else None,
-        "text_offset": offsets[:-1],
-    }
-
-
-# -- tool calls -----------------------------------------------------------------------------------------------------
-
-# Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of times; and
-# an answer that is nothing but that JSON object, or a list of them (`parameters` for `arguments` is taken too).
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
-
-
-def parse_answer(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """`content, tool_calls` of an answer, in OpenAI's shape. Where one call cannot be read, or no `tools` were offered, the
-    whole text is content. A call of a tool that was not offered is a call if it is tagged as one."""
-    if not tools:
-        return text, []
-    if blocks := _TAGGED.findall(text):
-        calls = [_read_call(block) for block in blocks]
-        if all(call is not None for call in calls):
-            return _TAGGED.sub("", text).strip(), [_as_openai(*call) for call in calls if call is not None]
-        return text, []
-    bare = text.strip()
-    if fenced := _FENCED.fullmatch(bare):
-        bare = fenced[1]
-    offered = {tool.get("function", tool).get("name") for tool in tools}
-    try:
-        value = msgspec.json.decode(bare)
-    except msgspec.DecodeError:
-        return text, []
-    read = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
-    calls_of_offered = [call for call in read if call is not None and call[0] in offered]
-    if not read or len(calls_of_offered) < len(read):
-        return text, []
-    return "", [_as_openai(*call) for call in calls_of_offered]
-
-
-def _read_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    try:
-        return _call_of(msgspec.json.decode(text.strip()))
-    except msgspec.DecodeError:
-        return None
-
-
-def _call_of(value: Any) -> tuple[str, dict[str, Any]] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def _as_openai(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": name, "arguments": msgspec.json.encode(arguments).decode()},
-    }
 
 
 class SpokenMessages:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bare_host, in_url
-from r3async.rollout.agents.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Refused,
-    Sampled,
-    chat_answer,
-    chat_chunks,
+from r3async.rollout.agents.anthropic_messages import MESSAGES, anthropic_error, anthropic_models, read_count
+from r3async.rollout.agents.chat_completions import (
+    CHAT,
+    DONE,
     completion_answer,
-    completion_chunks,
-    completion_logprobs,
-    read_request,
-    token_logprobs,
+    completion_events,
+    read_completion,
 )
+from r3async.rollout.agents.protocol import Answer, Asked, Edge, Refused, Sampled, openai_error, read_messages
+from r3async.rollout.agents.responses import RESPONSES
 from r3async.rollout.agents.session import Session, closed_refusal
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
@@ -39,6 +37,12 @@ STOP_SECONDS = 2.0
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8190
 """Of one header, and of the request line."""
+
+
+EDGES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+COUNT = "/v1/messages/count_tokens"
+_KINDS = (*(edge.kind for edge in EDGES.values()), "cmpl")
+"""What the ids of answers begin with."""
 
 
 class OutsideTask(EpisodeTask, frozen=True):
@@ -95,7 +99,9 @@ class AgentServer:
     async def start(self) -> None:
         """Listen. Raises `ConfigError` if `serving.host` and `serving.port` cannot be had."""
         app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._answer_errors])
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path, edge in EDGES.items():
+            app.router.add_post(path, functools.partial(self._converse, edge))
+        app.router.add_post(COUNT, self._count)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._models)
@@ -179,11 +185,14 @@ class AgentServer:
         except Exception as error:
             self._report("serving_failed", path=request.path, error=repr(error))
             refused = Refused(f"internal error: {error!r}", status=500, kind="server_error")
-        # What OpenAI's own clients look at before they try again by themselves.
+        # What the official clients look at before they try again by themselves.
         headers = {"x-should-retry": "true" if refused.again else "false"}
-        return web.json_response(refused.body, status=refused.status, headers=headers)
+        write = anthropic_error if _is_anthropic(request) else openai_error
+        return web.json_response(write(refused), status=refused.status, headers=headers)
 
     def _bearer(self, request: web.Request) -> str:
+        if "x-api-key" in request.headers:
+            return request.headers["x-api-key"].strip()
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         return key.strip() if kind.lower() == "bearer" else ""
 
@@ -205,63 +214,70 @@ class AgentServer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(f"the body is not JSON: {error}") from error
 
-    def _refuse_many(self, **lists: list[Any]) -> None:
+    def _refuse_many(self, **lists: Sequence[Any]) -> None:
         for name, items in lists.items():
             if len(items) > self.serving.max_messages:
                 raise Refused(
                     f"{len(items)} {name}, more than serving.max_messages = {self.serving.max_messages}", param=name
                 )
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _converse(self, edge: Edge, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked: ChatRequest = read_request(ChatRequest, await self._body(request), self.settings)
-        if asked.tool_choice not in (None, "auto", "none"):
-            raise Refused(
-                f"tool_choice = {asked.tool_choice!r} cannot be enforced: leave it out",
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
-        self._refuse_many(messages=asked.messages, tools=asked.tools or [])
-        tools = (asked.tools or []) if asked.tool_choice != "none" else []
-        sampled, message = await session.chat(session.read(asked.messages), tools, asked.limit)
-        logprobs = None
-        if asked.logprobs:
-            logprobs = token_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), bool(asked.top_logprobs))
-        answer_id = f"chatcmpl-{session.task.trajectory_id}-{sampled.turn}"
-        body = chat_answer(answer_id, self.serving.model_name, sampled, message, logprobs)
+        asked = edge.read(await self._body(request), self.settings, session.remembered)
+        self._refuse_many(messages=asked.messages, tools=asked.tools)
+        messages = session.read(asked.messages)
+        sampled, message = await session.chat(messages, asked.tools, asked.limit, asked.one_call)
+        answer = self._answer(edge.kind, session, sampled, message)
+        if asked.remembered is not None:
+            session.remembered[answer.id] = [*asked.remembered, message]
+        body = edge.write(asked, answer)
         if asked.stream:
-            return await self._stream(request, chat_chunks(body, _wants_usage(asked.stream_options)))
+            return await self._stream(request, list(edge.events(asked, body)), edge.end)
         return web.json_response(body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked: CompletionRequest = read_request(CompletionRequest, await self._body(request), self.settings)
+        asked = read_completion(await self._body(request), self.settings)
         sampled = await session.complete(asked.one_prompt, asked.max_tokens)
-        logprobs = None
-        if asked.logprobs is not None:
-            logprobs = completion_logprobs(self._tokens(sampled), sampled.logprobs.tolist(), asked.logprobs > 0)
-        answer_id = f"cmpl-{session.task.trajectory_id}-{sampled.turn}"
-        body = completion_answer(answer_id, self.serving.model_name, sampled, logprobs)
+        body = completion_answer(asked, self._answer("cmpl", session, sampled, {}))
         if asked.stream:
-            return await self._stream(request, completion_chunks(body, _wants_usage(asked.stream_options)))
+            return await self._stream(request, list(completion_events(asked, body)), DONE)
         return web.json_response(body)
 
-    def _tokens(self, sampled: Sampled) -> list[str]:
-        return [self._renderer.decode([token]) for token in sampled.token_ids]
+    async def _count(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        asked: Asked = read_count(await self._body(request), self.settings)
+        self._refuse_many(messages=asked.messages, tools=asked.tools)
+        return web.json_response({"input_tokens": await session.count(read_messages(asked.messages), asked.tools)})
 
-    async def _stream(self, request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+    def _answer(self, kind: str, session: Session, sampled: Sampled, message: dict[str, Any]) -> Answer:
+        return Answer(
+            f"{kind}-{session.task.trajectory_id}-{sampled.turn}",
+            self.serving.model_name,
+            sampled,
+            message,
+            lambda: [self._renderer.decode([token]) for token in sampled.token_ids],
+        )
+
+    async def _stream(
+        self, request: web.Request, events: list[tuple[str, dict[str, Any]]], end: bytes
+    ) -> web.StreamResponse:
         """The engine answers at the end of an answer, so nothing can fail any more once this begins."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for chunk in chunks:
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        for name, data in events:
+            head = f"event: {name}\n" if name else ""
+            await response.write(f"{head}data: {json.dumps(data)}\n\n".encode())
+        if end:
+            await response.write(end)
         await response.write_eof()
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self._has_token(request):
             self._session(request)
+        if _is_anthropic(request) and "name" not in request.match_info:
+            return web.json_response(anthropic_models(self.serving.model_name))
         model = {"id": self.serving.model_name, "object": "model", "created": 0, "owned_by": "r3async"}
         if name := request.match_info.get("name"):
             if name != model["id"]:
@@ -335,14 +351,15 @@ class AgentServer:
         return web.json_response({"key": session.key, "base_url": self.base_url, **self._summary(session)})
 
 
-def _wants_usage(options: dict[str, Any] | None) -> bool:
-    return bool((options or {}).get("include_usage"))
+def _is_anthropic(request: web.Request) -> bool:
+    """Whether whoever asks reads errors in Anthropic's form."""
+    return "anthropic-version" in request.headers or request.path.startswith("/v1/messages")
 
 
 def _turn_of(answer_id: Any, session: Session) -> int:
     """Raises `Refused` for what is no answer's id, or that of an answer in another episode."""
     kind, _, rest = str(answer_id).partition("-")
     episode, _, turn = rest.rpartition("-")
-    if kind not in ("chatcmpl", "cmpl") or episode != session.task.trajectory_id or not turn.isdecimal():
+    if kind not in _KINDS or episode != session.task.trajectory_id or not turn.isdecimal():
         raise Refused(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
     return int(turn)

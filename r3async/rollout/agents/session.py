@@ -17,12 +17,12 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs import Message
+from r3async.envs.tool_calls import parse_answer
 from r3async.rollout.agents.protocol import (
     MessageReader,
     Refused,
     Sampled,
     SpokenMessages,
-    parse_answer,
     read_messages,
 )
 from r3async.rollout.chat import ChatRenderer, Conversation, Piece, Prompt, TemplateError, TextTooLong
@@ -84,6 +84,8 @@ class Session:
         """Why a request was refused, if one was for good: `turns` or `length`."""
         self.failure: Exception | None = None
         """What the engine failed with, too often."""
+        self.remembered: dict[str, Sequence[Mapping[str, Any]]] = {}
+        """Conversations that a request may go on from by the id of their last answer."""
         self._generator_id, self._clock = generator_id, clock
         self._unrewarded = unrewarded
         self._samples = EpisodeSamples(engine.routing, settings.rows)
@@ -110,9 +112,14 @@ class Session:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        one_call: bool = False,
     ) -> tuple[Sampled, dict[str, Any]]:
-        """The answer, and the message that it is handed out as. Raises `Refused`. Cancelling it aborts the request."""
+        """The answer, and the message that it is handed out as, with the first of its calls only if `one_call`. Raises `Refused`.
+        Cancelling it aborts the request."""
         try:
             # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
             talk, prompt = await in_tokenizer(self._conversation, messages, tools)
@@ -120,6 +127,8 @@ class Session:
             raise self._too_long(f"{error.characters} characters") from error
         sampled = await self._sample(prompt, max_tokens)
         content, calls = parse_answer(sampled.text, tools)
+        if one_call:
+            calls = calls[:1]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -127,6 +136,13 @@ class Session:
         self._spoken.add(sampled.text, Message("assistant", content, tool_calls=_with_objects(calls)))
         self._show(messages[-1].role, messages[-1].content, sampled.text)
         return sampled, message
+
+    async def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Tokens of a prompt, as if nothing of it had been said here. Raises `Refused`."""
+        try:
+            return await in_tokenizer(lambda: len(self.renderer.encode(self.renderer.render(messages, tools))))
+        except TemplateError as error:
+            raise Refused(str(error), param="messages") from error
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Those of a request; see `read_messages`."""

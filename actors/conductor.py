@@ -21,7 +21,7 @@ from r3async.checkpoint.state import CONDUCTOR_RECORDS, ConductorState
 from r3async.config import Config, config_from_dict
 from r3async.data.versions import FIRST, Lineage
 from r3async.record.events import open_events
-from r3async.record.steps import StepRows
+from r3async.record.steps import Devices, StepRows
 from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.schedule.admission import Admission
 from r3async.schedule.health import Updates
@@ -52,7 +52,7 @@ class Conductor:
         self.run_id, self.run_dir, self.lineage, self.learner = run_id, Path(run_dir), lineage, learner
         self.events = open_events(self.run_dir, "conductor", world=world)
         self.timeline = Timeline(self.run_dir, "weights", enabled=self.config.observe.timeline, world=world)
-        self.rows = StepRows(self.run_dir, self.events.error, world=world)
+        self.rows = StepRows(self.run_dir, self.events.error, Devices.of(self.config), world=world)
         self.tasks = Tasks(self.config, self.run_dir, self.events, world=world)
         schedule, clock = self.config.schedule, world.clock.monotonic
         self.admission = Admission(

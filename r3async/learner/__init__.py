@@ -54,13 +54,15 @@ class MinibatchResult(msgspec.Struct, frozen=True):
 
     `metrics`: see `figures.result_of`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the share of
     recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
-    tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for.
+    tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[n, 2]`: see
+    `figures.drift_sums`; of no row where nothing measured it.
     """
 
     metrics: dict[str, float]
     layer_agreement: np.ndarray
     expert_load: np.ndarray
     traces: list[RouteTrace] = []
+    drift: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 2)))
 
 
 def build_learner(config: Config, model_path: Path, files: Files = REAL.files) -> LearnerBackend:

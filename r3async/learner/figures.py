@@ -45,6 +45,7 @@ class ObjectiveSums:
     ratio_max: Tensor
     entropy: Tensor
     clipped: Tensor
+    clipped_high: Tensor
     left_out: Tensor
     # Over episodes that have a trained token, without the open ones.
     episodes: Tensor
@@ -88,12 +89,14 @@ class ObjectiveSums:
         own: Tensor,
         kept: Tensor,
         clipped: Tensor,
+        clipped_high: Tensor,
         sequence: Tensor,
         sequences: int,
         open: Tensor | None = None,
     ) -> ObjectiveSums:
         """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, of which those count where
-        `own` is True; `kept`, `clipped` bool `[M]`: which of `own` the policy loss trains, and clips. `open`: see `TokenBatch`.
+        `own` is True; `kept`, `clipped`, `clipped_high` bool `[M]`: which of `own` the policy loss trains, clips, and clips
+        from above. `open`: see `TokenBatch`.
         """
         sums = ObjectiveSums.zero(logprobs.device)
         logprobs, rollout_logprobs, entropies = (
@@ -110,7 +113,7 @@ class ObjectiveSums:
         sums.ratio, sums.ratio_squared = ratio.sum(), ratio.square().sum()
         sums.ratio_max = ratio.max() if len(ratio) else ratio.sum()
         sums.entropy = entropies.sum(dtype=torch.float64)
-        sums.clipped = clipped.sum(dtype=torch.float64)
+        sums.clipped, sums.clipped_high = (x.sum(dtype=torch.float64) for x in (clipped, clipped_high))
         sums.left_out = (own & ~kept).sum(dtype=torch.float64)
         columns = (own, kept, logprobs, rollout_logprobs)
         parts = torch.stack([episode_sums(x, sequence, sequences) for x in columns], dim=1)
@@ -161,8 +164,9 @@ class ObjectiveSums:
           `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over episodes of e^2clamp(sum(delta), -20, 20) - 1`, both
           estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of
           `e^-mean(log mu)`; `ppl_ratio` = mean over episodes of `e^-mean(delta)`; `clipped_fraction`: of trained tokens,
-          those that a bound of the policy loss held; `masked_fraction`: those that `correction` left out of it, and
-          `masked_sequence_fraction`: episodes of which it left out every token.
+          those that a bound of the policy loss held, and `clipped_high_fraction`, `clipped_low_fraction` by the side of the
+          bound; `masked_fraction`: those that `correction` left out of it, and `masked_sequence_fraction`: episodes of which
+          it left out every token.
         """
         s = dict(zip(ObjectiveSums.names(), values.tolist(), strict=True))
         n, episodes = max(s["tokens"], 1.0), max(s["episodes"], 1.0)
@@ -190,9 +194,33 @@ class ObjectiveSums:
             "rollout_corr/rollout_ppl": s["rollout_perplexity"] / episodes,
             "rollout_corr/ppl_ratio": s["perplexity_ratio"] / episodes,
             "rollout_corr/clipped_fraction": s["clipped"] / n,
+            "rollout_corr/clipped_high_fraction": s["clipped_high"] / n,
+            "rollout_corr/clipped_low_fraction": (s["clipped"] - s["clipped_high"]) / n,
             "rollout_corr/masked_fraction": s["left_out"] / n,
             "rollout_corr/masked_sequence_fraction": s["episodes_left_out"] / episodes,
         }
+
+
+AGES, TURNS = 8, 16
+"""For so many ages and turns drift is told apart; the last of each stands for those above, too."""
+BY_AGE_OR_TURN = (f"{MEASURED_DRIFT}_age_", f"{MEASURED_DRIFT}_turn_")
+
+
+def drift_sums(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor, turns: Tensor) -> Tensor:
+    """float64 `[AGES + TURNS, 2]`, without gradient: sums of k3 over trained tokens, and their number, by age and then by turn.
+    Log-probs float32 `[M]`, `ages` and `turns` int64 `[M]`, on one device."""
+    drift = k3(logprobs.detach().double() - rollout_logprobs.double())
+    counted = torch.stack([drift, torch.ones_like(drift)], dim=1)
+    sums = torch.zeros(AGES + TURNS, 2, dtype=torch.float64, device=logprobs.device)
+    sums.index_add_(0, ages.clamp(0, AGES - 1), counted)
+    return sums.index_add_(0, AGES + turns.clamp(0, TURNS - 1), counted)
+
+
+def drift_metrics(sums: np.ndarray) -> dict[str, float]:
+    """Means, from what `drift_sums` makes, of the ages and turns of which there are tokens."""
+    by_age, by_turn = BY_AGE_OR_TURN
+    names = [*(f"{by_age}{age}" for age in range(AGES)), *(f"{by_turn}{turn}" for turn in range(TURNS))]
+    return {name: float(total / tokens) for name, (total, tokens) in zip(names, sums.tolist(), strict=False) if tokens}
 
 
 def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: RoutingReplay) -> MinibatchResult:
@@ -200,6 +228,7 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
 
     Metrics (means are over trained tokens, log-probs in nats), besides those of `ObjectiveSums.metrics_of`:
 
+    * `rollout_kl/k3_age_N`, `rollout_kl/k3_turn_N`: means over the tokens of an age or turn, of those that there are.
     * `loss/router_aux`: with the other `loss/*` it adds up to the loss. `rollout_kl/coef`: of the trust region.
     * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes;
       `routing/recorded_fraction_fed`: share of all tokens fed forward that have.
@@ -222,37 +251,42 @@ def result_of(minibatch: Minibatch, total: np.ndarray, update: Update, replay: R
         figures = torch.cat([torch.stack([routing.agreed, routing.compared], dim=1), routing.load], dim=1)
         mine[replay.columns] = figures.cpu().numpy()
     by_layer = minibatch.ranks.reduce(mine.reshape(-1), "sum").reshape(mine.shape)
-    (auxiliary,) = minibatch.ranks.reduce(np.asarray([float(routing.auxiliary)]), "sum").tolist()
+    others = minibatch.ranks.reduce(np.append(minibatch.drift, float(routing.auxiliary)), "sum")
+    auxiliary, drift = float(others[-1]), others[:-1].reshape(-1, 2)
     agreed, compared, load = by_layer[:, 0], by_layer[:, 1], by_layer[:, 2:]
     agreement = np.divide(agreed, compared, out=np.zeros(layers), where=compared > 0)
     budget = max(counts.micro_batches, 1.0) * minibatch.config.learner.max_tokens_per_micro_batch
-    metrics = ObjectiveSums.metrics_of(total) | {
-        "loss/router_aux": auxiliary,
-        "rollout_kl/coef": minibatch.coef,
-        "routing/recorded_fraction": counts.recorded_fraction,
-        "routing/recorded_fraction_fed": counts.recorded_fraction_fed,
-        "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),
-        "grad_norm": update.grad_norm,
-        "lr": update.lr,
-        "optimizer/updates": float(not cause),
-        "optimizer/skipped": float(bool(cause)),
-        "optimizer/no_contrast": float(cause == "no_contrast"),
-        "optimizer/broken": float(cause == "trust_region"),
-        "tokens/dropped_non_finite": counts.dropped,
-        "batch/tokens": counts.fed,
-        "batch/trained_tokens": counts.trained,
-        "batch/micro_batches": counts.micro_batches,
-        "batch/split_episodes": float(minibatch.spread.sum()) if minibatch.needs_logprobs else 0.0,
-        "batch/shared_tokens": counts.shared,
-        "batch/fill": (counts.fed - counts.shared) / budget,
-    }
+    metrics = (
+        ObjectiveSums.metrics_of(total)
+        | drift_metrics(drift)
+        | {
+            "loss/router_aux": auxiliary,
+            "rollout_kl/coef": minibatch.coef,
+            "routing/recorded_fraction": counts.recorded_fraction,
+            "routing/recorded_fraction_fed": counts.recorded_fraction_fed,
+            "routing/agreement": float(agreed.sum() / max(compared.sum(), 1.0)),
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "optimizer/updates": float(not cause),
+            "optimizer/skipped": float(bool(cause)),
+            "optimizer/no_contrast": float(cause == "no_contrast"),
+            "optimizer/broken": float(cause == "trust_region"),
+            "tokens/dropped_non_finite": counts.dropped,
+            "batch/tokens": counts.fed,
+            "batch/trained_tokens": counts.trained,
+            "batch/micro_batches": counts.micro_batches,
+            "batch/split_episodes": float(minibatch.spread.sum()) if minibatch.needs_logprobs else 0.0,
+            "batch/shared_tokens": counts.shared,
+            "batch/fill": (counts.fed - counts.shared) / budget,
+        }
+    )
     if layers:
         worst = load.max(axis=1) / np.maximum(load.mean(axis=1), 1e-9)
         metrics |= {
             "routing/agreement_min": float(agreement.min()),
             "routing/load_imbalance": float(worst.max()),
         }
-    return MinibatchResult(metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.traces())
+    return MinibatchResult(metrics, agreement.astype(np.float32), load.astype(np.int64), minibatch.traces(), drift)
 
 
 def combined(results: Sequence[MinibatchResult]) -> MinibatchResult:
@@ -261,8 +295,10 @@ def combined(results: Sequence[MinibatchResult]) -> MinibatchResult:
         return results[0]
     weights = np.asarray([r.metrics["batch/trained_tokens"] for r in results])
     weights = weights if weights.any() else np.ones(len(results))
-    metrics = {}
+    metrics, drift = {}, np.sum([r.drift for r in results], axis=0)
     for name in results[0].metrics:
+        if name.startswith(BY_AGE_OR_TURN):
+            continue
         values = [r.metrics[name] for r in results]
         if name in COMBINED:
             metrics[name] = float(COMBINED[name](values))
@@ -271,10 +307,11 @@ def combined(results: Sequence[MinibatchResult]) -> MinibatchResult:
         else:
             metrics[name] = float(np.average(values, weights=weights))
     return MinibatchResult(
-        metrics,
+        metrics | drift_metrics(drift),
         np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
         np.sum([r.expert_load for r in results], axis=0),
         [t for r in results for t in r.traces],
+        drift,
     )
 
 

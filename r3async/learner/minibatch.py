@@ -15,7 +15,7 @@ from r3async.config import Config
 from r3async.learner import LearnerError, RouteTrace
 from r3async.learner.backend import ALONE, Ranks
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.figures import ObjectiveSums
+from r3async.learner.figures import AGES, TURNS, ObjectiveSums, drift_sums
 from r3async.learner.losses.objective import TokenBatch, objective, takes_episodes
 from r3async.learner.optimizer import Cause
 from r3async.learner.replay import MicroBatchRoutes
@@ -124,6 +124,8 @@ class Minibatch:
     _everywhere: Columns = field(init=False, default_factory=dict)
     """Of the trained tokens of all ranks, if `complete` was called."""
     _sums: ObjectiveSums | None = field(init=False, default=None)
+    _drift: list[Tensor] = field(init=False, default_factory=list)
+    """Of each micro-batch that was trained: see `drift_sums`."""
     _traces: list[RouteTrace] = field(init=False, default_factory=list)
     _scored: dict[int, Tensor] = field(init=False, default_factory=dict)
     """With `trace`: the log-probs of each micro-batch's trained tokens."""
@@ -171,6 +173,9 @@ class Minibatch:
         if self.trace and self.micro_batches[index].sample_ids:
             self._scored[index] = logprobs.detach()
         columns, device, own = self._columns(index), logprobs.device, None
+        turns = self.micro_batches[index].table["turn"][self.chosen[index].rows]
+        told = (columns["rollout_logprobs"], columns["ages"].astype(np.int64), turns.astype(np.int64))
+        self._drift.append(drift_sums(logprobs, *(torch.from_numpy(x).to(device) for x in told)))
         if self._everywhere and self._is_spread(columns["episode"]).any():
             columns, at = of_episodes(self._everywhere, columns["episode"], self.chosen[index].places)
             here = torch.from_numpy(at).to(device)
@@ -212,6 +217,13 @@ class Minibatch:
             finished.finish(torch.from_numpy(self.ranks.reduce(whole.reshape(-1), "sum").reshape(whole.shape)))
         total += finished.values()
         return total
+
+    @property
+    def drift(self) -> np.ndarray:
+        """float64 `[AGES + TURNS, 2]`: `drift_sums` of this rank's micro-batches, 0 where another rank has them."""
+        if not self._drift or not self.ranks.holds_loss:
+            return np.zeros((AGES + TURNS, 2))
+        return torch.stack(self._drift).sum(dim=0).cpu().numpy()
 
     # -- traces ----------------------------------------------------------------------------------------------------
 

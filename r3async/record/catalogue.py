@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from r3async.record.stage_table import ONLY, STAGES
+
 
 class Curve(NamedTuple):
     """`chart`: the title of the one in which it is drawn. `points`: drawn as points, and without effect on the axis."""
@@ -46,81 +48,6 @@ class Metric(NamedTuple):
         return self.name.partition("/")[0] if "/" in self.name else "step"
 
 
-_ANY_LOOP = {
-    "metrics": "what is measured, and written of it",
-    "calls": "tasks that were made outside of any stage, as for calls of other actors",
-    "loop": "the event loop itself, with callbacks",
-    "threads": "shared threads, for no stage of the loop",
-    "runtime": "all other threads: of Ray, ZeroMQ, torch",
-    "idle": "the event loop has nothing to do, or waits for a core",
-}
-STAGES = {
-    "generator": (
-        "the generators' processes, without engines",
-        {
-            "play": "environments, samples, tasks of groups",
-            "tokens": "chat template and tokenizer",
-            "engine": "requests to the engine, and what becomes of an answer",
-            "answers": "messages of the engine's process",
-            "encode": "validation and wire format",
-            "messages": "sockets and acknowledgements",
-            "lease": "calls to the conductor",
-            "install": "new weights",
-            "evaluation": "episodes of evaluations",
-            **_ANY_LOOP,
-        },
-    ),
-    "learner": (
-        "the learner's process, without further ranks",
-        {
-            "messages": "sockets and acknowledgements",
-            "intake": "trajectories decoded and validated",
-            "steps": "steps in order: groups, ages, what was trained",
-            "prepare": "advantages, minibatches, weights of tokens",
-            "pack": "micro-batches",
-            "packer": "what else the thread of these two does",
-            "spool": "trajectories on disk",
-            "model": "forward, loss and backward",
-            "optimizer": "clipping and the update",
-            "figures": "what ranks agree on, and metrics of a step",
-            "snapshot": "the copy of new weights",
-            "probe": "the probe's text scored",
-            "writer": "new weights written",
-            "checkpoint": "a checkpoint copied and written",
-            "torch": "the model loaded, and whatever else its thread does",
-            **_ANY_LOOP,
-        },
-    ),
-    "conductor": (
-        "the conductor's process",
-        {
-            "lease": "calls of generators",
-            "steps": "steps, versions, checkpoints in order",
-            "deliver": "new weights, and restarts",
-            "watch": "stalls and failed tasks",
-            **_ANY_LOOP,
-        },
-    ),
-}
-"""By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
-ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
-    [
-        "prepare",
-        "pack",
-        "packer",
-        "spool",
-        "model",
-        "optimizer",
-        "figures",
-        "snapshot",
-        "probe",
-        "writer",
-        "checkpoint",
-        "torch",
-    ],
-    "cpu",
-)
-"""Stages that only one kind of time has: the wall time is the event loop's."""
 COLORS = ("blue", "orange", "green", "violet", "red", "amber")
 """Of lines, in turn."""
 
@@ -150,6 +77,20 @@ _TABLE = (
            "first last high", curve=Curve("Reward", "mean", "blue"), gauge="reward"),
     Metric("reward/max", "best reward", "", "high", "Highest reward of the step's trajectories.",
            curve=Curve("Reward", "best", "green", "dot")),
+    Metric("reward/std", "reward spread", "", "", "Standard deviation of the rewards of all episodes of the step.",
+           curve=Curve("Reward spread", "of all episodes", "violet")),
+    Metric("reward/std_in_group", "reward spread in a group", "", "",
+           "Standard deviation of the rewards of a group, mean over groups: what its episodes are compared by.",
+           curve=Curve("Reward spread", "within a group", "orange")),
+    Metric("episode/tokens_mean", "response length", "tokens", "", "Mean number of tokens sampled in an episode, over its turns.",
+           figures="first last", curve=Curve("Response length", "mean", "blue")),
+    Metric("episode/tokens_p95", "response length, p95", "tokens", "", "95th percentile of these.",
+           curve=Curve("Response length", "95th percentile", "orange")),
+    Metric("episode/tokens_max", "longest response", "tokens", "", "The most of these.",
+           curve=Curve("Response length", "longest", "green", "dot")),
+    Metric("episode/truncated_share", "truncated", "fraction", "low",
+           "Share of episodes of which an answer was cut at its length, or whose context was full.",
+           curve=Curve("Truncated", "share of episodes", "orange")),
     Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
     Metric("episode/rows_mean", "samples", "", "1",
            "Mean number of samples (rows of training) of an episode; 1 where no history is rewritten."),
@@ -172,6 +113,11 @@ _TABLE = (
     Metric("rollout_kl/k3", "drift k3", "nats", "low",
            "Mean of e^Δ - 1 - Δ: KL(rollout‖learner) by an estimator that is unbiased and never negative.",
            figures="last high", curve=Curve("Drift", "k3", "blue"), gauge="drift", parts="mean high"),
+    Metric("rollout_kl/k3_age_0", "drift at age 0", "nats", "low",
+           "Drift k3 over the trained tokens of that age; so `rollout_kl/k3_age_1`, and on; the last, 7, is of all older ones."),
+    Metric("rollout_kl/k3_turn_0", "drift in turn 0", "nats", "low",
+           "Drift k3 over the trained tokens of an episode's first turn; so `rollout_kl/k3_turn_1`, and on; the last, 15, is of "
+           "all later ones."),
     Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
     Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
     Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
@@ -187,6 +133,11 @@ _TABLE = (
     Metric("rollout_corr/ppl_ratio", "perplexity ratio", "", "1", "Learner over rollout, mean over episodes."),
     Metric("rollout_corr/clipped_fraction", "clipped", "fraction", "low", "Trained tokens held by a bound of the policy loss.",
            parts="mean"),
+    Metric("rollout_corr/clipped_high_fraction", "clipped above", "fraction", "low",
+           "Of trained tokens, those held by a bound from above: the ratio was to grow no more.",
+           curve=Curve("Clipped", "from above", "orange")),
+    Metric("rollout_corr/clipped_low_fraction", "clipped below", "fraction", "low",
+           "Of trained tokens, those held by a bound from below.", curve=Curve("Clipped", "from below", "blue")),
     Metric("rollout_corr/masked_fraction", "masked", "fraction", "low", "Trained tokens that a correction left out."),
     Metric("rollout_corr/masked_sequence_fraction", "masked episodes", "fraction", "low",
            "Episodes of which a correction left out every token."),
@@ -292,6 +243,10 @@ _TABLE = (
     Metric("throughput/trained_tokens_per_second", "trained", "tokens/s", "high",
            "Trained tokens over the wall time of the step.",
            figures="mean", curve=Curve("Throughput", "trained", "blue"), gauge="trained"),
+    Metric("throughput/generated_tokens_per_second_per_device", "generated a device", "tokens/s", "high",
+           "The same for each device that engines use: a GPU, or on CPU a worker of an engine."),
+    Metric("throughput/trained_tokens_per_second_per_device", "trained a device", "tokens/s", "high",
+           "The same for each rank of the learner."),
     Metric("weights/snapshot_seconds", "snapshot", "s", "low",
            "Time that training paused to copy the step's weights, and for those before to be written."),
     Metric("weights/write_seconds", "write", "s", "low", "Time to write the step's weights, beside the next step."),
@@ -340,6 +295,12 @@ def metric(name: str) -> Metric:
     age = re.fullmatch(r"staleness/age_(\d+)", name)
     if age:
         return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
+    drift = re.fullmatch(r"rollout_kl/k3_(age|turn)_(\d+)", name)
+    if drift:
+        where = f"at age {drift[2]}" if drift[1] == "age" else f"in turn {drift[2]}"
+        return METRICS[f"rollout_kl/k3_{drift[1]}_0"]._replace(name=name, label=f"drift {where}")
+    if name in METRICS:
+        return METRICS[name]
     told = re.fullmatch(r"(reward|env)/(.+)_(mean|std)", name)
     if told:
         of = "Standard deviation" if told[3] == "std" else "Mean"
@@ -349,7 +310,7 @@ def metric(name: str) -> Metric:
             else f"{told[2]!r}, which the environment told"
         )
         return Metric(name, f"{told[2]} {told[3]}", "", "", f"{of} of {what}, over the episodes that have it.")
-    return METRICS.get(name) or Metric(name, name, "", "", name)
+    return Metric(name, name, "", "", name)
 
 
 def in_order(names: Iterable[str]) -> list[Metric]:

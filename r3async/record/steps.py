@@ -8,11 +8,12 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from r3async.config import Config
 from r3async.data.records import Trajectory
 from r3async.rollout.episode import ENDINGS
 from r3async.world import World
@@ -55,6 +56,22 @@ class MetricsWriter:
         self._file.close()
 
 
+class Devices(NamedTuple):
+    """How many devices generate and train: GPUs, or on CPU an engine's workers and the learner's ranks. They may be the same."""
+
+    engines: int = 1
+    learner: int = 1
+
+    @staticmethod
+    def of(config: Config) -> Devices:
+        """As configured, whether or not one is restarted just now."""
+        workers = int(config.generator.engine_args.get("tensor_parallel_size", 1))
+        return Devices(config.generator.count * workers, config.learner.parallel.world)
+
+
+ONE_EACH = Devices()
+
+
 class StepRows:
     """Keeps what the learner reported until the delivery's figures are known, then writes the whole row.
 
@@ -65,11 +82,12 @@ class StepRows:
         self,
         run_dir: Path,
         report: Callable[..., object],
+        devices: Devices = ONE_EACH,
         *,
         world: World = REAL,
         clock: Callable[[], float] | None = None,
     ):
-        self._writer = MetricsWriter(run_dir, world=world)
+        self._writer, self._devices = MetricsWriter(run_dir, world=world), devices
         self._episodes = AppendFile(run_dir / "episodes.jsonl", world=world)
         self._report, self._clock, self._time = report, clock or world.clock.monotonic, world.clock.time
         self._pending: list[dict[str, Any]] = []
@@ -150,6 +168,8 @@ class StepRows:
         rates = {
             "throughput/generated_tokens_per_second": generated / seconds,
             "throughput/trained_tokens_per_second": trained / seconds,
+            "throughput/generated_tokens_per_second_per_device": generated / seconds / self._devices.engines,
+            "throughput/trained_tokens_per_second_per_device": trained / seconds / self._devices.learner,
         }
         if ready:
             rates |= self._spent(ready, cpu, generated) | self._by_stage(len(ready), stages)
@@ -202,15 +222,30 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means over those that were played: one without turns stands for an episode that failed, and only its ending counts."""
     played = [t for t in trajectories if t.turns]
     rewards = [t.reward for t in played] or [0.0]
+    groups: dict[int, list[float]] = {}
+    for t in played:
+        groups.setdefault(t.group_index, []).append(t.reward)
+    lengths = [sum(turn.stop - turn.start for turn in t.turns) for t in played] or [0]
     endings = Counter(t.stop_reason for t in trajectories)
     return {
         "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards)),
+        "reward/std_in_group": float(np.mean([float(np.std(group)) for group in groups.values()] or [0.0])),
         "reward/max": float(np.max(rewards)),
+        "episode/tokens_mean": float(np.mean(lengths)),
+        "episode/tokens_p95": float(np.percentile(lengths, 95)),
+        "episode/tokens_max": float(np.max(lengths)),
+        "episode/truncated_share": float(np.mean([is_truncated(t) for t in played] or [False])),
         "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or [0])),
         "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or [0])),
         **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
         **_told(played),
     }
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """Whether one of its answers was cut, or the context was full."""
+    return trajectory.stop_reason == "length" or any(turn.stop_reason == "length" for turn in trajectory.turns)
 
 
 def _told(played: Sequence[Trajectory]) -> dict[str, float]:

@@ -346,7 +346,7 @@ async def test_keys(tmp_path: Path) -> None:
             await pilot.pause()
             return "\n".join(screen(tail))
 
-        assert "─ rollout_kl" in await press("m")
+        assert "─ episode" in await press("m")
         await press("pagedown")
         await pilot.pause(0.3)
         assert tail.query_one("#body").scroll_y > 0

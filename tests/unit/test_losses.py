@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -232,3 +233,15 @@ def test_what_is_no_loss_is_refused_when_the_config_is_read(module, name, says):
 def test_settings_that_can_not_work_are_refused(settings, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         config_from_dict({"algorithm": settings})
+
+
+def test_sides_of_bounds_are_those_of_the_ratio_that_was_bounded():
+    """Where they are not the token's own: an episode's ratio, or the ratio to another policy than the anchor."""
+    config = algorithm(gspo={"clip_low": 0.2, "clip_high": 0.2})
+    loss = POLICY_LOSSES["gspo"](inputs(config, [0.9, 4.0], [1, 1]))  # of one episode: 1.9
+    assert loss.clipped.tolist() == [True, True]
+    assert loss.high.tolist() == [True, True]
+    given = inputs(algorithm(), [1.5, 0.5], [1, -1])
+    assert POLICY_LOSSES["ppo"](given).high.tolist() == [True, False]
+    capped = replace(given, old_logprobs=given.logprobs.detach() + 3, rollout_logprobs=given.logprobs - 3)
+    assert POLICY_LOSSES["decoupled_ppo"](capped).high.tolist() == [True, True]  # the correction's cap

@@ -193,10 +193,8 @@ def test_figures_against_single_tokens():
     ratios = [math.exp(d) for d in deltas]
     n = len(tokens)
     kept = {id(s): kept_tokens(s, config) for s in samples}
-    clipped = sum(
-        kept[id(s)][t] and ((r > 1.2 and s.advantages[t] > 0) or (r < 0.8 and s.advantages[t] < 0))
-        for (s, t), r in zip(tokens, ratios, strict=True)
-    )
+    trained = [(s.advantages[t], r) for (s, t), r in zip(tokens, ratios, strict=True) if kept[id(s)][t]]
+    above, below = sum(a > 0 and r > 1.2 for a, r in trained), sum(a < 0 and r < 0.8 for a, r in trained)
     own = [s for s in samples if s.mask.any()]
 
     def mean(values) -> float:
@@ -220,13 +218,15 @@ def test_figures_against_single_tokens():
         "rollout_corr/training_ppl": mean(math.exp(-s.logprobs[s.mask].mean()) for s in own),
         "rollout_corr/rollout_ppl": mean(math.exp(-s.rollout[s.mask].mean()) for s in own),
         "rollout_corr/ppl_ratio": mean(math.exp((s.rollout - s.logprobs)[s.mask].mean()) for s in own),
-        "rollout_corr/clipped_fraction": clipped / n,
+        "rollout_corr/clipped_fraction": (above + below) / n,
+        "rollout_corr/clipped_high_fraction": above / n,
+        "rollout_corr/clipped_low_fraction": below / n,
         "rollout_corr/masked_fraction": 1 - mean(kept[id(s)][t] for s, t in tokens),
         "rollout_corr/masked_sequence_fraction": mean(not any(kept[id(s)]) for s in own),
     }
     want |= {"rollout_corr/kl": want["rollout_kl/k1"], "rollout_corr/k3_kl": want["rollout_kl/k3"]}
     want |= {"rollout_corr/ess": want["ratio/ess"]}
-    assert clipped > 0
+    assert min(above, below) > 0
     assert 0 < want["rollout_corr/masked_fraction"] < 1
     assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-9)
     assert set(got) - set(want) == {"loss/policy", "loss/rollout_kl", "loss/reference_kl", "loss/entropy"}

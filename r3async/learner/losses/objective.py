@@ -140,7 +140,8 @@ def objective(
     kept = correction_mask(
         logprobs, rollout, batch.ages, batch.sequence, batch.sequences, config.correction, max_token_age
     )
-    policy = policy_loss(config.policy_loss)(_loss_inputs(logprobs, batch, kept, config))
+    inputs = _loss_inputs(logprobs, batch, kept, config)
+    policy = policy_loss(config.policy_loss)(inputs)
     terms = {"policy": torch.where(kept, policy.value, 0.0)}
     if rollout_kl_coef:
         terms["rollout_kl"] = rollout_kl_coef * ESTIMATORS[config.rollout_kl.estimator](logprobs - rollout)
@@ -158,6 +159,8 @@ def objective(
         others = torch.where(own, 0.0, weighted["policy"]).sum()
         loss = loss + (others - others.detach())
 
+    clipped = policy.clipped & kept & own
+    high = inputs.logprobs.detach() > inputs.anchor_logprobs if policy.high is None else policy.high
     sums = ObjectiveSums.of_batch(
         logprobs.detach(),
         rollout,
@@ -165,7 +168,8 @@ def objective(
         entropies.detach(),
         own=own,
         kept=kept & own,
-        clipped=policy.clipped & kept & own,
+        clipped=clipped,
+        clipped_high=clipped & high,
         sequence=batch.sequence,
         sequences=batch.sequences,
         open=batch.open,

@@ -71,10 +71,12 @@ class LossInputs:
 
 
 class PolicyLoss(NamedTuple):
-    """`value` `[M]`: each token's loss, with gradient. `clipped` bool `[M]`: where a bound changed or stopped its gradient."""
+    """`value` `[M]`: each token's loss, with gradient. `clipped` bool `[M]`: where a bound changed or stopped its gradient.
+    `high` bool `[M]`: where that would be an upper bound, for the figures; None: where the token's own ratio is above 1."""
 
     value: Tensor
     clipped: Tensor
+    high: Tensor | None = None
 
 
 PolicyLossFunction = Callable[[LossInputs], PolicyLoss]
@@ -179,11 +181,11 @@ def decoupled_ppo(inputs: LossInputs) -> PolicyLoss:
     assert inputs.old_logprobs is not None
     settings = inputs.config.decoupled_ppo
     behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
-    surrogate = _clipped(
-        bounded_exp(inputs.logprobs - inputs.old_logprobs), inputs.advantages, settings, settings.dual_clip
-    )
+    ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
+    surrogate, high = _clipped(ratio, inputs.advantages, settings, settings.dual_clip), ratio.detach() > 1
     cap = settings.behaviour_cap
-    return PolicyLoss(behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | (behaviour > cap))
+    capped = behaviour > cap
+    return PolicyLoss(behaviour.clamp(max=cap) * surrogate.value, surrogate.clipped | capped, high | capped)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None) -> PolicyLoss:
@@ -191,10 +193,11 @@ def _clipped(ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip:
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     value = -torch.where(clipped, ratio.detach().clamp(low, high), ratio) * advantages
+    high = ratio.detach() > 1
     if dual_clip is None:
-        return PolicyLoss(value, clipped)
+        return PolicyLoss(value, clipped, high)
     cut = (advantages < 0) & (ratio > dual_clip)
-    return PolicyLoss(torch.where(cut, -dual_clip * advantages, value), clipped | cut)
+    return PolicyLoss(torch.where(cut, -dual_clip * advantages, value), clipped | cut, high)
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {

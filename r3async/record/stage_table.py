@@ -1,0 +1,79 @@
+"""Where a process's time goes, by role: what each stage of `world/stages.py` is."""
+
+from __future__ import annotations
+
+_ANY_LOOP = {
+    "metrics": "what is measured, and written of it",
+    "calls": "tasks that were made outside of any stage, as for calls of other actors",
+    "loop": "the event loop itself, with callbacks",
+    "threads": "shared threads, for no stage of the loop",
+    "runtime": "all other threads: of Ray, ZeroMQ, torch",
+    "idle": "the event loop has nothing to do, or waits for a core",
+}
+STAGES = {
+    "generator": (
+        "the generators' processes, without engines",
+        {
+            "play": "environments, samples, tasks of groups",
+            "tokens": "chat template and tokenizer",
+            "engine": "requests to the engine, and what becomes of an answer",
+            "answers": "messages of the engine's process",
+            "encode": "validation and wire format",
+            "messages": "sockets and acknowledgements",
+            "lease": "calls to the conductor",
+            "install": "new weights",
+            "evaluation": "episodes of evaluations",
+            **_ANY_LOOP,
+        },
+    ),
+    "learner": (
+        "the learner's process, without further ranks",
+        {
+            "messages": "sockets and acknowledgements",
+            "intake": "trajectories decoded and validated",
+            "steps": "steps in order: groups, ages, what was trained",
+            "prepare": "advantages, minibatches, weights of tokens",
+            "pack": "micro-batches",
+            "packer": "what else the thread of these two does",
+            "spool": "trajectories on disk",
+            "model": "forward, loss and backward",
+            "optimizer": "clipping and the update",
+            "figures": "what ranks agree on, and metrics of a step",
+            "snapshot": "the copy of new weights",
+            "probe": "the probe's text scored",
+            "writer": "new weights written",
+            "checkpoint": "a checkpoint copied and written",
+            "torch": "the model loaded, and whatever else its thread does",
+            **_ANY_LOOP,
+        },
+    ),
+    "conductor": (
+        "the conductor's process",
+        {
+            "lease": "calls of generators",
+            "steps": "steps, versions, checkpoints in order",
+            "deliver": "new weights, and restarts",
+            "watch": "stalls and failed tasks",
+            **_ANY_LOOP,
+        },
+    ),
+}
+"""By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
+ONLY = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
+    [
+        "prepare",
+        "pack",
+        "packer",
+        "spool",
+        "model",
+        "optimizer",
+        "figures",
+        "snapshot",
+        "probe",
+        "writer",
+        "checkpoint",
+        "torch",
+    ],
+    "cpu",
+)
+"""Stages that only one kind of time has: the wall time is the event loop's."""

@@ -1,0 +1,64 @@
+"""What a step says of its episodes, and how rates are divided among devices."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from r3async.config import config_from_dict
+from r3async.data.records import Sample, TokenTable, Trajectory, Turn
+from r3async.record.steps import Devices, StepRows, episode_metrics
+
+
+def played(group: int, lengths: list[int], reward: float, *, cut: bool = False, ended: str = "env_done") -> Trajectory:
+    """An episode with answers of so many tokens, one after the other; the last is `cut`."""
+    edges = np.cumsum([0, *lengths])
+    turns = [
+        Turn(i, 0, int(start), int(stop), reward / len(lengths), "length" if cut and i == len(lengths) - 1 else "stop")
+        for i, (start, stop) in enumerate(itertools.pairwise(edges))
+    ]
+    name = f"g{group:08d}e0000"
+    samples = [Sample(f"{name}/0", TokenTable.of_tokens(np.arange(max(sum(lengths), 1))))]
+    return Trajectory(name, group, 0, group, "", ended, turns, samples)
+
+
+def test_lengths_and_spreads_are_over_the_episodes_that_were_played():
+    episodes = [
+        played(0, [10, 10], 1.0),
+        played(0, [30], 0.0, cut=True),
+        played(1, [40], 0.5),
+        played(1, [50], 0.5, ended="length"),
+        played(1, [], 0.0, ended="error"),
+    ]
+    row = episode_metrics(episodes)
+    assert row["episode/tokens_mean"] == 35
+    assert row["episode/tokens_p95"] == pytest.approx(np.percentile([20, 30, 40, 50], 95))
+    assert row["episode/tokens_max"] == 50
+    assert row["episode/truncated_share"] == 0.5
+    assert row["reward/mean"] == 0.5
+    assert row["reward/std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
+    assert row["reward/std_in_group"] == 0.25  # 0.5 in the first, nothing in the second
+    assert row["episode/ended_error"] == 1
+
+
+def test_a_step_in_which_everything_failed_has_figures_too():
+    row = episode_metrics([played(0, [], 0.0, ended="error")])
+    assert all(np.isfinite(value) for value in row.values())
+    assert row["episode/tokens_max"] == row["episode/truncated_share"] == row["reward/std_in_group"] == 0
+
+
+def test_rates_of_a_device_are_of_the_side_that_it_is_on(tmp_path):
+    parallel = {"dp": 2, "tp": 2, "ep": 4}
+    config = config_from_dict(
+        {"generator": {"count": 3, "engine_args": {"tensor_parallel_size": 2}}, "learner": {"parallel": parallel}}
+    )
+    devices = Devices.of(config)
+    assert devices == (6, 4)
+    now = iter([0.0, 10.0]).__next__
+    rows = StepRows(tmp_path, lambda event, **fields: None, devices, clock=now)
+    rows.add(1, 1, {"batch/trained_tokens": 80}, [])
+    rows.delivered(1, 600, {})
+    (row,) = rows.since(0)
+    assert row["throughput/generated_tokens_per_second"] == 60.0
+    assert row["throughput/generated_tokens_per_second_per_device"] == 10.0
+    assert row["throughput/trained_tokens_per_second_per_device"] == 2.0

@@ -12,6 +12,7 @@ import typer
 
 from r3async.config import ConfigError, load_command
 from r3async.tools.inspect.command import app as inspect
+from r3async.tools.model_commands import export
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.terminal import Terminal
@@ -45,6 +46,7 @@ else:
 app.add_typer(submit, name="submit")
 app.add_typer(inspect, name="inspect")
 app.command()(cluster)
+app.command()(export)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
@@ -140,28 +142,6 @@ def evaluate(
         policy=policy,  # type: ignore[arg-type]
         json=json,
     )
-
-
-@app.command()
-def export(
-    source: Annotated[
-        str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
-    ],
-    directory: Annotated[Path, typer.Argument(help="directory to make")],
-    model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
-) -> None:
-    """Write a checkpoint's model as a Hugging Face directory: safetensors, configuration, tokenizer."""
-    from r3async.checkpoint import CheckpointError
-    from r3async.tools.export import export as write
-
-    named = Path("runs") / source
-    path = Path(source) if Path(source).exists() or not named.exists() else named
-    try:
-        opened = write(path, directory, model=model)
-    except CheckpointError as error:
-        _fail(str(error), 2)
-        return
-    typer.echo(f"{directory}: the model after step {opened.state.steps}, from {opened.path}")
 
 
 @app.command()

@@ -1,14 +1,17 @@
-"""`r3async export`: the model of a checkpoint as a Hugging Face directory."""
+"""`r3async export`: the model of a checkpoint as a Hugging Face directory, or its adapters in PEFT's format."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
 
 from r3async.checkpoint import CheckpointError, Opened, find_checkpoint
+from r3async.checkpoint.resume import check_model
 from r3async.config import Config, ParallelConfig, config_from_dict
+from r3async.world.files import make_directory, replace_directory
 
 
 def export(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Opened:
@@ -20,13 +23,7 @@ def export(run_or_checkpoint: Path, directory: Path, *, model: Path | None = Non
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists: name another directory, or remove it")
-    opened = find_checkpoint(run_or_checkpoint)
-    source = model or Path(opened.state.model_path)
-    if not (source / "config.json").is_file():
-        raise CheckpointError(
-            f"the start model is not in {source} any more, and architecture and tokenizer are read there: name its directory "
-            "with --model"
-        )
+    opened, source = _found(run_or_checkpoint, model)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a model that many devices trained need not fit on one
     from r3async.learner import build_learner
 
@@ -37,6 +34,58 @@ def export(run_or_checkpoint: Path, directory: Path, *, model: Path | None = Non
     finally:
         learner.close()
     return opened
+
+
+def export_adapter(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Opened:
+    """Write the adapters of a run with `learner.lora` as PEFT reads them; otherwise as `export`. No model is loaded."""
+    from r3async.checkpoint.tensors import Place
+    from r3async.learner.lora import save_adapter
+
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists: name another directory, or remove it")
+    opened, source = _found(run_or_checkpoint, model)
+    lora, parts = _alone(opened).learner.lora, opened.learner()
+    if not lora.rank:
+        raise CheckpointError(
+            "`learner.lora.rank` is 0: the run has no adapters; without --adapter its model is exported"
+        )
+    kind = "master/"
+    names = sorted(name for name in parts.names() if name.startswith(kind))
+    tensors = {name.removeprefix(kind): parts.read(Place.whole(name, parts.shape(name))) for name in names}
+    stacked = any(tensor.ndim > 2 for tensor in tensors.values())
+    scratch = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    make_directory(scratch)
+    try:
+        save_adapter(scratch, tensors, lora, base=str(source), order=_parameters(source) if stacked else ())
+        replace_directory(scratch, directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return opened
+
+
+def _parameters(source: Path) -> list[str]:
+    """Names of the model's parameters, in its order; no weight is read."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
+    return [name for name, _ in model.named_parameters()]
+
+
+def _found(run_or_checkpoint: Path, model: Path | None) -> tuple[Opened, Path]:
+    """The checkpoint, and its start model. Raises `CheckpointError`."""
+    opened = find_checkpoint(run_or_checkpoint)
+    source = model or Path(opened.state.model_path)
+    if not (source / "config.json").is_file():
+        raise CheckpointError(
+            f"the start model is not in {source} any more, and architecture and tokenizer are read there: name its directory "
+            "with --model"
+        )
+    learner = _alone(opened).learner
+    if learner.lora.rank or learner.freeze_router:  # the checkpoint has only a part of the weights
+        check_model(opened.state, source)
+    return opened, source
 
 
 def _alone(opened: Opened) -> Config:

@@ -39,8 +39,11 @@ FIXED = (
     "schedule.tokens_per_step",
     "schedule.window",
     "learner.backend",
+    "learner.lora",
+    "learner.freeze_router",
 )
-"""Settings, and whole sections, that a run keeps: which tasks come next, slots and leases, and the layout of the tensors."""
+"""Settings, and whole sections, that a run keeps: which tasks come next, slots and leases, what is trained, and the layout
+of the tensors."""
 
 MAY_DIFFER = (
     "steps, learner.lr and the rest of learner (parallel, dtype, …), algorithm, generator, checkpoint, supervise"

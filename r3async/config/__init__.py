@@ -40,11 +40,13 @@ from r3async.config.section import check_kept as check_kept
 from r3async.config.section import did_you_mean as did_you_mean
 from r3async.config.section import revealed as revealed
 from r3async.config.section import secret_settings as secret_settings
+from r3async.config.training import ALL_MATRICES as ALL_MATRICES
 from r3async.config.training import POLICY_LOSSES as POLICY_LOSSES
 from r3async.config.training import AlgorithmConfig as AlgorithmConfig
 from r3async.config.training import ClipConfig as ClipConfig
 from r3async.config.training import CorrectionConfig as CorrectionConfig
 from r3async.config.training import LearnerConfig as LearnerConfig
+from r3async.config.training import LoraConfig as LoraConfig
 from r3async.config.training import OverlongPenaltyConfig as OverlongPenaltyConfig
 from r3async.config.training import ParallelConfig as ParallelConfig
 from r3async.config.training import RolloutKLConfig as RolloutKLConfig

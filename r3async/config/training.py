@@ -257,6 +257,27 @@ class ParallelConfig(Section):
 Beta = Annotated[float, Range(0, 0.999999999)]
 
 
+ALL_MATRICES = "all-linear"
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B A` in the place of each targeted matrix `W`, of which
+    only `A` and `B` are trained. Engines are given the merged weights."""
+
+    rank: int = 0
+    """Columns of `B` and rows of `A`; 0: no adapters, all weights are trained."""
+    alpha: Positive = 32.0
+    """What the adapters add is multiplied by `alpha / rank`."""
+    targets: list[str] = msgspec.field(default_factory=lambda: [ALL_MATRICES])
+    """Matrices that get adapters, by a part of their names in the checkpoint, between dots: `q_proj`, `self_attn`, `experts`,
+    `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`) is targeted by name
+    only; embeddings and the output layer cannot be."""
+
+    def check(self) -> None:
+        if not self.targets or not all(target.strip(".") for target in self.targets):
+            raise ValueError(f'`targets` must name matrices, such as ["{ALL_MATRICES}"] or ["q_proj", "experts"]')
+
+
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
     """`megatron`: Qwen3-MoE on megatron-core. `torch`: any mixture of experts that transformers has, with FSDP2. `scripted`: no
@@ -284,6 +305,9 @@ class LearnerConfig(Section):
     share_prefixes: bool = True
     """Feed what samples have in common, a group's prompt above all, forward once: tokens that are not trained, with the same
     routes. The gradient is the same."""
+    lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
+    freeze_router: bool = False
+    """Leave the routers' weights as they are in the start model."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: Positive = 600.0
@@ -298,3 +322,5 @@ class LearnerConfig(Section):
             )
         if self.backend == "scripted" and p.world > 1:
             raise ValueError('`backend` = "scripted" is one process: it needs `parallel` of one rank')
+        if self.backend == "scripted" and self.lora.rank:
+            raise ValueError('`backend` = "scripted" has no matrices: `lora.rank` needs another backend')

@@ -20,6 +20,7 @@ from r3async.data.records import Sample, TokenTable
 from r3async.data.routes import route_dtype
 from r3async.learner import LearnerError
 from r3async.learner.batch.packing import MicroBatch, aligned, collate
+from r3async.learner.lora import Adapters
 from r3async.learner.losses.drift import TrustRegion
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.replay import Binder, MicroBatchRoutes, RoutingReplay
@@ -82,7 +83,8 @@ class LearnerBackend:
     grad mode and the number of OpenMP threads are per thread in torch.
 
     `source`: the Hugging Face directory that the run began with. `vocab_size`: token ids are `0..vocab_size - 1`.
-    `parameters`: the model's, for the copy that `algorithm.reference_kl` takes of them.
+    `parameters`: the model's, for the copy that `algorithm.reference_kl` takes of them. `adapters`: what is trained in their
+    place, with `learner.lora`.
     """
 
     name: str
@@ -98,11 +100,15 @@ class LearnerBackend:
         replay: RoutingReplay,
         optimizer: MasterAdamW,
         parameters: Iterable[Parameter],
+        adapters: Adapters | None = None,
     ):
         self.config, self.source, self.ranks, self.vocab_size = config, source, ranks, vocab_size
         self.replay, self.optimizer = replay, optimizer
         self.trust_region = TrustRegion(config.algorithm.rollout_kl)
-        self._reference = Reference(parameters) if config.algorithm.reference_kl.coef else None
+        self._adapters = adapters
+        self._reference: Reference | Adapters | None = None
+        if config.algorithm.reference_kl.coef:
+            self._reference = adapters or Reference(parameters)
 
     @property
     def version(self) -> int:
@@ -136,9 +142,13 @@ class LearnerBackend:
         copies them himself, at once."""
         raise NotImplementedError
 
-    def places(self) -> list[Held]:
-        """Where this rank's part of each trained parameter lies in the whole, in the optimizer's order."""
+    def weight_places(self) -> list[Held]:
+        """Where this rank's part of each parameter that is not frozen lies in the whole, in the optimizer's order."""
         raise NotImplementedError
+
+    def places(self) -> list[Held]:
+        """The same of what is trained: these, or their adapters."""
+        return self.weight_places() if self._adapters is None else [one.held for one in self._adapters.trained()]
 
     def schedule(
         self,

@@ -76,7 +76,8 @@ class MasterAdamW:
 
     Where there are several ranks, `reduce_gradients` sums each gradient, in the order of `parameters`, over the ranks that
     hold a copy of the parameter, in place, and `squared_norm` gives the sum of squares over the whole model. With
-    `reduce_gradients`, a parameter without a gradient has zeros, since the other ranks expect it to take part.
+    `reduce_gradients`, a parameter without a gradient has zeros, since the other ranks expect it to take part. `changed` is
+    called whenever the parameters have new values.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class MasterAdamW:
         total: int = 0,
         reduce_gradients: Callable[[Gradients], None] | None = None,
         squared_norm: Callable[[Gradients], float] = squared_norm,
+        changed: Callable[[], None] = lambda: None,
     ):
         self._model = [p for p in parameters if p.requires_grad]
         self._masters: list[Tensor] = [
@@ -95,7 +97,7 @@ class MasterAdamW:
         self._pairs = [(p, m) for p, m in zip(self._model, self._masters, strict=True) if p is not m]
         for parameter, master in self._pairs:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
-        self._reduce, self._squared_norm = reduce_gradients, squared_norm
+        self._reduce, self._squared_norm, self._changed = reduce_gradients, squared_norm, changed
         self._max_norm, self._config, self._total = config.max_grad_norm, config, total
         self.steps = 0
         decayed = [m for m in self._masters if m.ndim >= 2]
@@ -134,6 +136,7 @@ class MasterAdamW:
             self.steps += 1
             for parameter, master in self._pairs:
                 parameter.copy_(master)
+            self._changed()
         self.clear()
         return Update(norm, lr, "" if finite else "not_finite")
 
@@ -166,6 +169,7 @@ class MasterAdamW:
                 for name, moment in moments.items():
                     local(moment).copy_(saved[name])
                 self._adam.state[master] = {"step": count, **moments}
+        self._changed()
 
     def clear(self) -> None:
         """Forget accumulated gradients."""

@@ -127,7 +127,7 @@ class ScriptedLearner(LearnerBackend):
         at = np.arange(1, len(token_ids))
         return scripted_logprobs(at, np.full(len(at), key), np.asarray(token_ids)[1:]) / temperature
 
-    def places(self) -> list[Held]:
+    def weight_places(self) -> list[Held]:
         """Of the digest."""
         return [Held((Place.whole(DIGEST, (32,)),))]
 

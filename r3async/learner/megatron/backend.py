@@ -22,7 +22,9 @@ from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, Scores
 from r3async.learner.batch.packing import MicroBatch
 from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
+from r3async.learner.lora import Adapters
 from r3async.learner.megatron import cpu, parallel
+from r3async.learner.megatron.adapters import adapt, adapter_links, trained_links
 from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
 from r3async.learner.megatron.links import Link, checkpoint_files, gather_weights, held, links, load_weights
 from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, hold_padding, make_plan
@@ -51,6 +53,7 @@ class MegatronLearner(LearnerBackend):
         model: HiddenStatesModel,
         linked: list[Link],
         device: torch.device,
+        adapters: Adapters | None = None,
     ):
         self.model, self.shape, self.links, self._device = model, shape, linked, device
         assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in self.links}, "unlinked"
@@ -65,13 +68,15 @@ class MegatronLearner(LearnerBackend):
             enabled=config.routing.replay != "off",
             device=device,
         )
-        summed = parallel.GradientSum(self.links, layout)
+        trained = adapter_links(adapters, linked) if adapters else trained_links(linked)
+        summed = parallel.GradientSum(trained, layout)
         optimizer = MasterAdamW(
-            [link.parameter for link in self.links],
+            [link.parameter for link in trained],
             config.learner,
             total=total_updates(config),
             reduce_gradients=summed.reduce if config.learner.parallel.world > 1 else None,
             squared_norm=summed.squared_norm,
+            changed=adapters.merge if adapters else lambda: None,
         )
         self._logits_here, self._logprobs_of = vocabulary_of(shape.vocab, layout)
         super().__init__(
@@ -82,6 +87,7 @@ class MegatronLearner(LearnerBackend):
             replay=replay,
             optimizer=optimizer,
             parameters=model.parameters(),
+            adapters=adapters,
         )
 
     @classmethod
@@ -108,7 +114,8 @@ class MegatronLearner(LearnerBackend):
         ).to(device)
         linked = list(links(model, shape))
         load_weights(linked, shape, checkpoint_files(source))
-        return cls(config, source, layout, shape, model, linked, device)
+        adapters = adapt(model, linked, config)
+        return cls(config, source, layout, shape, model, linked, device, adapters)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -194,8 +201,8 @@ class MegatronLearner(LearnerBackend):
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 
-    def places(self) -> list[Held]:
-        return [held(link) for link in self.links]
+    def weight_places(self) -> list[Held]:
+        return [held(link) for link in trained_links(self.links)]
 
     def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """With one rank on the model's device, with several on the host."""

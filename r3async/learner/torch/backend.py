@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from r3async.checkpoint.tensors import Place
-from r3async.config import Config
+from r3async.config import Config, LearnerConfig
 from r3async.learner import LearnerError
-from r3async.learner.backend import LearnerBackend, Ranks, Scores
+from r3async.learner.backend import ALONE, LearnerBackend, Ranks, Scores
 from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.lora import Adapters, Candidate, Divided, targeted
 from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm, total_updates
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.state import Held
@@ -37,8 +39,18 @@ class TorchLearner(LearnerBackend):
 
     name = "torch"
 
-    def __init__(self, config: Config, source: Path, ranks: Ranks, model: PackedModel, replay: RoutingReplay):
+    def __init__(
+        self,
+        config: Config,
+        source: Path,
+        ranks: Ranks,
+        model: PackedModel,
+        replay: RoutingReplay,
+        adapters: Adapters | None = None,
+    ):
         self.model = model
+        trained = adapters.trained() if adapters else []
+        shared = [one.shared for one in trained]
         super().__init__(
             config,
             source,
@@ -46,12 +58,15 @@ class TorchLearner(LearnerBackend):
             vocab_size=model.vocab_size,
             replay=replay,
             optimizer=MasterAdamW(
-                model.parameters(),
+                [one.parameter for one in trained] or model.parameters(),
                 config.learner,
                 total=total_updates(config),
-                squared_norm=partial(sharded_norm, ranks),
+                reduce_gradients=partial(sum_shared, shared) if any(shared) else None,
+                squared_norm=partial(sharded_norm, ranks, shared),
+                changed=adapters.merge if adapters else lambda: None,
             ),
             parameters=model.parameters(),
+            adapters=adapters,
         )
 
     @classmethod
@@ -70,11 +85,17 @@ class TorchLearner(LearnerBackend):
         if model.routing:
             attach_replay(model.routers, model.routing, replay)
         model.recompute(config.learner.recompute)
+        chosen = freeze(model, config.learner)
         if ranks.world > 1:
             shard(model, ranks, dtype)
         else:
             model.to(ranks.device)
-        return cls(config, source, ranks, model, replay)
+        adapters = None
+        if config.learner.lora.rank:
+            adapters = Adapters(
+                candidates(model, ranks, config.learner), chosen, config.learner.lora, seed=config.seed, dtype=dtype
+            )
+        return cls(config, source, ranks, model, replay, adapters)
 
     def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Scores:
         """The scores themselves: what FSDP shards is all of a pass."""
@@ -101,20 +122,9 @@ class TorchLearner(LearnerBackend):
             self.model.zero_grad()
             self.model.reset_iter_state()
 
-    def places(self) -> list[Held]:
-        out = []
-        for name, parameter in self.model.causal.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            held = Held((Place.whole(name, parameter.shape),), writes=self.ranks.rank == 0)
-            if isinstance(parameter, DTensor):
-                # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
-                rows = -(-parameter.shape[0] // parameter.device_mesh.size())
-                size = tuple(parameter.to_local().shape)
-                offset = (min(self.ranks.rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
-                held = Held((Place(name, tuple(parameter.shape), offset, size),))
-            out.append(held)
-        return out
+    def weight_places(self) -> list[Held]:
+        named = self.model.causal.named_parameters()
+        return [held(name, parameter, self.ranks) for name, parameter in named if parameter.requires_grad]
 
     def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """In host memory."""
@@ -135,9 +145,60 @@ def join(dp: int) -> Ranks:
     return Ranks(dist.get_rank() if world > 1 else 0, world, device)
 
 
-def sharded_norm(ranks: Ranks, gradients: Gradients) -> float:
-    """Sum of squares over all shards."""
-    mine = squared_norm([local(g) for g in gradients])
+def held(name: str, parameter: Tensor, ranks: Ranks) -> Held:
+    """What this rank has of that parameter."""
+    if not isinstance(parameter, DTensor):
+        return Held((Place.whole(name, parameter.shape),), writes=ranks.rank == 0)
+    # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
+    rows = -(-parameter.shape[0] // parameter.device_mesh.size())
+    size = tuple(parameter.to_local().shape)
+    offset = (min(ranks.rank * rows, parameter.shape[0]), *(0 for _ in size[1:]))
+    return Held((Place(name, tuple(parameter.shape), offset, size),))
+
+
+def candidates(model: PackedModel, ranks: Ranks, config: LearnerConfig) -> list[Candidate]:
+    """What may be adapted: matrices, and stacks of them."""
+    ends = {id(m.weight) for m in (model.causal.get_input_embeddings(), model.causal.get_output_embeddings())}
+    routers = {id(p) for router in model.routers for p in router.parameters()}
+    out = []
+    for name, p in model.causal.named_parameters():
+        router = id(p) in routers
+        if p.ndim < 2 or id(p) in ends or name.endswith("bias") or (router and config.freeze_router):
+            continue
+        divided: Divided = ("rows" if p.ndim == 2 else "matrices") if ranks.world > 1 else None
+        out.append(Candidate(p, held(name, p, ranks), divided, router))
+    return out
+
+
+def freeze(model: PackedModel, config: LearnerConfig) -> set[str]:
+    """Leave gradients to what is trained; the names of matrices that have adapters. Raises `LearnerError`."""
+    if not config.lora.rank:
+        for router in model.routers if config.freeze_router else ():
+            router.requires_grad_(False)
+        return set()
+    matrices = candidates(model, ALONE, config)
+    chosen = targeted(config.lora, [(name, one.router) for one in matrices for name in one.names])
+    adapted = {id(one.parameter) for one in matrices if chosen & set(one.names)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in adapted)
+    return chosen
+
+
+def sum_shared(shared: Sequence[bool], gradients: Gradients) -> None:
+    """Over all ranks, in place: of what each of them has whole. FSDP has summed the gradients of weights."""
+    mine = [g for g, all_have_it in zip(gradients, shared, strict=True) if all_have_it]
+    total = torch.cat([g.reshape(-1) for g in mine])
+    dist.all_reduce(total)
+    for gradient, part in zip(mine, total.split([g.numel() for g in mine]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def sharded_norm(ranks: Ranks, shared: Sequence[bool], gradients: Gradients) -> float:
+    """Sum of squares over all shards; what each rank has whole counts once."""
+    counted = (
+        gradients if ranks.rank == 0 or not shared else [g for g, s in zip(gradients, shared, strict=True) if not s]
+    )
+    mine = squared_norm([local(g) for g in counted])
     return float(ranks.reduce(np.asarray([mine]), "sum")[0])
 
 

@@ -1,0 +1,274 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on the weights of any backend, whatever ranks divide them.
+
+An adapted matrix, or stack of matrices (the experts of a layer), is `W = W0 + s B A`, with `s = alpha / rank`. The model always
+has the merged `W` in the compute dtype: what engines have, so the learner's log-probs are those of the policy that is served,
+and nothing in a forward pass knows of adapters. The backward pass makes the gradient of one `W` at a time. It is projected
+onto the adapter and let go of, in float32:
+
+    dL/dA = s Bᵀ dL/dW      dL/dB = s dL/dW Aᵀ
+
+Only `A` and `B` have gradients, float32 values and moments. `W0` is kept in host memory. Forward and backward passes cost what
+they cost when all weights are trained; what is saved is memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from r3async.checkpoint.tensors import Place
+from r3async.config import ALL_MATRICES, LoraConfig
+from r3async.learner import LearnerError
+from r3async.learner.optimizer import local
+from r3async.learner.state import Held
+
+SIDES = ("lora_A", "lora_B")
+Divided = Literal["rows", "columns", "matrices"] | None
+"""What of a matrix, or stack of them, ranks divide among themselves."""
+
+
+class Candidate(NamedTuple):
+    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places that `held` names."""
+
+    parameter: Parameter
+    held: Held
+    divided: Divided = None
+    router: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [module_of(place.name) for place in self.held.places]
+
+
+def module_of(name: str) -> str:
+    """Of a weight: without `.weight`, which all but stacked ones end with."""
+    return name.removesuffix(".weight")
+
+
+def is_target(name: str, target: str, *, router: bool) -> bool:
+    """Whether a matrix, by its name without `.weight`, is one of those that `target` names."""
+    return not router if target == ALL_MATRICES else f".{target.strip('.')}." in f".{name}."
+
+
+def targeted(config: LoraConfig, names: Iterable[tuple[str, bool]]) -> set[str]:
+    """Of the model's matrices, each with whether it is a router's, the names of those that have adapters. Raises `LearnerError`
+    for a target that names none."""
+    known = sorted(set(names))
+    chosen: set[str] = set()
+    for target in config.targets:
+        found = {name for name, router in known if is_target(name, target, router=router)}
+        if not found:
+            there = sorted({".".join(p for p in name.split(".")[3:] if not p.isdigit()) or name for name, _ in known})
+            raise LearnerError(
+                f"`learner.lora.targets`: {target!r} names no matrix that can be adapted; there are {', '.join(there)}, "
+                "and `learner.freeze_router` leaves out routers"
+            )
+        chosen |= found
+    return chosen
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of the matrices at `place`: `a` float32 `[.., rank, columns]` and `b` `[.., rows, rank]`, of this rank's part."""
+
+    place: Place
+    a: Parameter
+    b: Parameter
+    scale: float
+
+    @staticmethod
+    def of(place: Place, config: LoraConfig, seed: int, device: torch.device) -> Adapter:
+        """`B` is 0, and `A` uniform within `1 / sqrt(columns)`, as PEFT has it; the same on any layout of ranks."""
+        shape = (*place.shape[:-2], config.rank, place.shape[-1])
+        digest = hashlib.sha256(f"{seed} {place.name}".encode()).digest()
+        rng = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        whole = torch.rand(shape, generator=rng).mul_(2).sub_(1).div_(math.sqrt(place.shape[-1]))
+        box = _without(place, -2, config.rank)
+        part = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+        b = torch.zeros(*place.size[:-1], config.rank)
+        return Adapter(place, Parameter(part.clone().to(device)), Parameter(b.to(device)), config.alpha / config.rank)
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        """Of `a` and `b`."""
+        name = module_of(self.place.name)
+        rank = self.a.shape[-2]
+        a, b = _without(self.place, -2, rank), _without(self.place, -1, rank)
+        return Place(f"{name}.{SIDES[0]}.weight", *a), Place(f"{name}.{SIDES[1]}.weight", *b)
+
+    def project(self, gradient: Tensor) -> None:
+        """Add what a gradient of the weight's part is for the adapter."""
+        g = gradient.float().mul_(self.scale) if gradient.dtype != torch.float32 else gradient * self.scale
+        for parameter, part in ((self.a, self.b.detach().mT @ g), (self.b, g @ self.a.detach().mT)):
+            parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+
+    def merged(self, base: Tensor) -> Tensor:
+        """float32: the weight's part, of that of the start model."""
+        return torch.add(base.float(), self.b.detach() @ self.a.detach(), alpha=self.scale)
+
+
+class _Box(NamedTuple):
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def _without(place: Place, dimension: int, rank: int) -> _Box:
+    """The box with `rank` in the place of that dimension, which is then whole."""
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        out = list(values)
+        out[dimension] = value
+        return tuple(out)
+
+    return _Box(put(place.shape, rank), put(place.offset, 0), put(place.size, rank))
+
+
+class Trained(NamedTuple):
+    """An `A` or `B`, where it lies in the whole, and what is divided of the weight that it is for. `shared`: each rank has all of
+    it, and the gradient of its own rows or columns of the weight only."""
+
+    parameter: Parameter
+    held: Held
+    candidate: Candidate
+    shared: bool
+
+
+class _Adapted(NamedTuple):
+    """A parameter, its values in the start model, and the adapters of its parts, None for those that have none."""
+
+    candidate: Candidate
+    base: Tensor
+    adapters: list[Adapter | None]
+
+
+class Adapters:
+    """The adapters of this rank's part of a model. Every other parameter is frozen by who builds the model.
+
+    `chosen`: names of the matrices that have one, see `targeted`. From now on a gradient of an adapted parameter becomes one
+    of its adapters when it has been accumulated.
+    """
+
+    def __init__(
+        self, candidates: Sequence[Candidate], chosen: set[str], config: LoraConfig, *, seed: int, dtype: torch.dtype
+    ):
+        self._adapted: list[_Adapted] = []
+        for candidate in candidates:
+            parameter, places = candidate.parameter, candidate.held.places
+            device = local(parameter.detach()).device
+            adapters = [Adapter.of(p, config, seed, device) if module_of(p.name) in chosen else None for p in places]
+            if any(adapters):
+                base = local(parameter.detach()).to("cpu", dtype, copy=True)
+                one = _Adapted(candidate, base, adapters)
+                self._adapted.append(one)
+                parameter.register_post_accumulate_grad_hook(lambda p, one=one: _project(one, p))
+
+    def trained(self) -> list[Trained]:
+        """Every `A` and `B`, in the optimizer's order."""
+        out = []
+        for candidate, _, adapters in self._adapted:
+            for adapter in filter(None, adapters):
+                for parameter, place, over, whole in (
+                    (adapter.a, adapter.places[0], "rows", adapter.place.offset[-2]),
+                    (adapter.b, adapter.places[1], "columns", adapter.place.offset[-1]),
+                ):
+                    shared = candidate.divided == over
+                    # Of the ranks that have all of it, the one with the first of the weight's rows, or columns.
+                    writes = candidate.held.writes and not (shared and whole)
+                    out.append(Trained(parameter, Held((place,), writes=writes), candidate, shared))
+        return out
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Make the model's weights those that the adapters say."""
+        for candidate, base, adapters in self._adapted:
+            target = local(candidate.parameter.detach())
+            parts = zip(candidate.held.split(base.to(target.device)), adapters, strict=True)
+            made = [part.float() if adapter is None else adapter.merged(part) for part, adapter in parts]
+            target.copy_(candidate.held.join(made))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """In this block the model is the start model; afterwards itself again, bit by bit. As `state.Reference`."""
+        with torch.no_grad():
+            for candidate, base, _ in self._adapted:
+                local(candidate.parameter.detach()).copy_(base)
+        try:
+            yield
+        finally:
+            self.merge()
+
+
+@torch.no_grad()
+def _project(one: _Adapted, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    gradient, parameter.grad = local(parameter.grad), None
+    for adapter, part in zip(one.adapters, one.candidate.held.split(gradient), strict=True):
+        if adapter is not None:
+            adapter.project(part)
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, *, base: str, order: Sequence[str] = ()
+) -> None:
+    """Write adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+    `tensors`: whole ones, float32, by the names of `Adapter.places`. `base`: the start model, a path or a name. Adapters of
+    stacked experts are PEFT's of parameters (`target_parameters`), all experts' ranks in one dimension; `order` has the model's
+    names of its parameters, in order, for these.
+    """
+    stacked: set[str] = set()
+    modules: set[str] = set()
+    out = {}
+    for name, tensor in sorted(tensors.items()):
+        module, side = name.removesuffix(".weight").rsplit(".", 1)
+        (stacked if tensor.ndim == 3 else modules).add(module)
+    for name, tensor in sorted(tensors.items()):
+        module, side = name.removesuffix(".weight").rsplit(".", 1)
+        wrapper = _wrapper(module, [n for n in order if n in stacked]) if module in stacked else module
+        out[f"base_model.model.{wrapper}.{side}.weight"] = _flat(tensor, side)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(stacked) or None,
+    }
+    save_file(out, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _flat(tensor: Tensor, side: str) -> Tensor:
+    """Of a stack `[experts, ..]` the matrix that PEFT has: ranks of all experts in one dimension."""
+    if tensor.ndim == 2:
+        return tensor.contiguous()
+    if side == SIDES[0]:
+        return tensor.flatten(0, 1).contiguous()
+    return tensor.permute(1, 2, 0).flatten(1, 2).contiguous()
+
+
+def _wrapper(name: str, stacked: Sequence[str]) -> str:
+    """PEFT's name of what wraps that parameter: those of one module are around one another, the first parameter's innermost."""
+    owner = name.rsplit(".", 1)[0]
+    beside = [other for other in stacked if other.rsplit(".", 1)[0] == owner]
+    return owner + ".base_layer" * (len(beside) - 1 - beside.index(name))

@@ -1,0 +1,149 @@
+"""Learners with adapters: what their gradients are, and those of full training at the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from r3async.config import Config, LoraConfig
+from r3async.learner import build_learner
+from r3async.learner.backend import LearnerBackend
+from r3async.learner.trainer import train_minibatch
+from tests.helpers import checkpoint as hc
+from tests.helpers.parity import batch, of_rank
+
+RANK, ALPHA = 3, 6.0
+
+
+def with_lora(config: Config, *targets: str, **changes: Any) -> Config:
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, **({"targets": list(targets)} if targets else {}))
+    learner = msgspec.structs.replace(config.learner, lora=lora, **changes)
+    return msgspec.structs.replace(config, learner=learner)
+
+
+def without_lora(config: Config) -> Config:
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, lora=LoraConfig()))
+
+
+def settings(backend: str, **options: Any) -> Config:
+    """Without weight decay, or the warm-up's steps of almost nothing."""
+    config = hc.settings(backend, **options)
+    return msgspec.structs.replace(
+        config, learner=msgspec.structs.replace(config.learner, warmup_steps=0, weight_decay=0.0)
+    )
+
+
+def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor], float]:
+    """What the optimizer was given of this rank, by the names of a checkpoint, before clipping, and the global norm."""
+    config, optimizer = learner.config, learner.optimizer
+    p = config.learner.parallel
+    rank = dist.get_rank() if p.world > 1 else 0
+    taken: list[torch.Tensor] = []
+    norm = optimizer._squared_norm
+
+    def capture(gradients):
+        taken.extend(g.detach().clone() for g in gradients)
+        return norm(gradients)
+
+    optimizer._squared_norm = capture
+    metrics = train_minibatch(learner, of_rank(batch(), rank // p.tp % p.dp, p.dp)).metrics
+    optimizer._squared_norm = norm
+    out = {}
+    for held, gradient in zip(learner.places(), taken, strict=True):
+        for place, part in zip(held.places, held.split(gradient), strict=True):
+            out[place.name] = part
+    return out, metrics["grad_norm"]
+
+
+def randomize(learner: LearnerBackend, seed: int = 5) -> None:
+    """Adapters that add something, the same on any ranks."""
+    assert learner._adapters is not None
+    with torch.no_grad():
+        for one in learner._adapters.trained():
+            (place,) = one.held.places
+            if ".lora_B." in place.name:
+                rng = torch.Generator().manual_seed(seed + len(place.name) + sum(map(ord, place.name)))
+                whole = torch.randn(place.shape, generator=rng) * 0.1
+                box = tuple(slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True))
+                one.parameter.copy_(whole[box])
+    learner._adapters.merge()
+
+
+def adapter_gradients(
+    path: Path, config: Config, merged: Path | None = None
+) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
+    """On a rank: gradients of this rank's adapters, which are not 0, by name; their norm; and the adapters themselves. The merged
+    model is written to `merged`."""
+    learner = build_learner(config, path)
+    try:
+        randomize(learner)
+        if merged is not None:
+            learner.save(merged)
+        values = {one.held.places[0].name: one.parameter.detach().clone() for one in learner._adapters.trained()}
+        gradients, norm = gradients_of_step(learner)
+        return gradients, norm, values
+    finally:
+        learner.close()
+
+
+def full_gradients(path: Path, config: Config) -> dict[str, torch.Tensor]:
+    """Of all weights."""
+    learner = build_learner(without_lora(config), path)
+    try:
+        return gradients_of_step(learner)[0]
+    finally:
+        learner.close()
+
+
+def projected(full: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`full` on the subspace of the adapters `values`, in float64."""
+    out, scale = {}, ALPHA / RANK
+    for name in values:
+        module, side = name.removesuffix(".weight").rsplit(".", 1)
+        g = full[f"{module}.weight" if f"{module}.weight" in full else module].double()
+        a, b = (values[f"{module}.{s}.weight"].double() for s in ("lora_A", "lora_B"))
+        out[name] = scale * (b.mT @ g if side == "lora_A" else g @ a.mT)
+    return out
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, exact in expected.items():
+        scale = float(exact.norm())
+        assert float((found[name].double() - exact).norm()) <= 1e-5 * max(scale, 1e-6), name
+
+
+def parts_of_rank(path: Path, config: Config) -> tuple[list[tuple[Any, torch.Tensor]], float]:
+    """On a rank: the places of its adapters, each with its part of the gradient; the global norm."""
+    learner = build_learner(config, path)
+    try:
+        randomize(learner)
+        gradients, norm = gradients_of_step(learner)
+        return [(held.places[0], gradients[held.places[0].name]) for held in learner.places()], norm
+    finally:
+        learner.close()
+
+
+def trained_and_saved(path: Path, config: Config, out: Path, merged: Path) -> None:
+    """On a rank: two steps, then the checkpoint and the merged model."""
+    learner = build_learner(config, path)
+    try:
+        hc.train(learner, config, hc.batches(2))
+        hc.write_part(out, learner.state())
+        learner.save(merged)
+    finally:
+        learner.close()
+
+
+def restored_and_saved(path: Path, config: Config, saved: list[Path], merged: Path) -> None:
+    """On a rank: the model of a checkpoint."""
+    learner = build_learner(config, path)
+    try:
+        learner.restore(hc.LearnerParts(saved))
+        learner.save(merged)
+    finally:
+        learner.close()

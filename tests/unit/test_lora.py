@@ -1,0 +1,147 @@
+"""LoRA on one rank: gradients, the start, what is trained, saved, resumed and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3async.checkpoint.resume import check_settings
+from r3async.checkpoint.state import CheckpointError
+from r3async.config import ConfigError, config_from_dict, to_dict
+from r3async.learner import LearnerError, build_learner
+from tests.helpers import checkpoint as hc
+from tests.helpers import lora as hl
+from tests.helpers import models as hm
+
+BACKENDS = ["megatron", "torch"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "mlp.gate", "experts"), ("layers.2",)])
+def test_the_gradient_is_that_of_full_training_on_the_adapters_subspace(model_path, tmp_path, backend, targets):
+    config = hl.with_lora(hl.settings(backend), *targets)
+    found, norm, values = hl.adapter_gradients(model_path, config, tmp_path / "merged")
+    expected = hl.projected(hl.full_gradients(tmp_path / "merged", config), values)
+    assert all(g.norm() > 0 for n, g in expected.items() if "experts." not in n)
+    hl.assert_close(found, expected)
+    assert norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_layers_have_the_same_gradient(model_path, backend, recompute):
+    config = hl.with_lora(hl.settings(backend), "layers.2", "layers.3")
+    plain, norm, _ = hl.adapter_gradients(model_path, config)
+    again, _, _ = hl.adapter_gradients(model_path, hl.with_lora(config, "layers.2", "layers.3", recompute=recompute))
+    assert norm > 0
+    hl.assert_close(again, {n: g.double() for n, g in plain.items()})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_start_is_the_base_and_only_targets_move(model_path, backend, dtype):
+    config = hl.settings(backend, dtype=dtype)
+    base = build_learner(config, model_path)
+    start = base.export()
+    base.close()
+    learner = build_learner(hl.with_lora(config, "q_proj", "experts"), model_path)
+    try:
+        assert all(torch.equal(t, start[n]) for n, t in learner.export().items())
+        hc.train(learner, config, hc.batches(2))
+        moved = {n for n, t in learner.export().items() if not torch.equal(t, start[n])}
+        assert all(".q_proj." in n or ".experts." in n for n in moved)
+        assert sum(".q_proj." in n for n in moved) == 4
+        # The optimizer has moments of adapters alone, and no weight keeps a gradient.
+        names = {held.places[0].name for held in learner.places()}
+        assert all(".lora_" in n for n in names)
+        assert all(p.grad is None for p in learner.model.parameters())
+        elements = sum(s["exp_avg"].numel() for s in learner.optimizer.states() if "exp_avg" in s)
+        assert 0 < elements < sum(t.numel() for t in start.values()) / 2
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_routers_stay_frozen(model_path, backend):
+    config = hl.settings(backend)
+    config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, freeze_router=True))
+    learner = build_learner(config, model_path)
+    try:
+        start = learner.export()
+        hc.train(learner, config, hc.batches(1))
+        still = {n for n, t in learner.export().items() if torch.equal(t, start[n])}
+        assert still == {n for n in start if n.endswith("mlp.gate.weight")}
+    finally:
+        learner.close()
+    with pytest.raises(
+        LearnerError, match=r"learner.lora.targets.*'mlp.gate'.*self_attn.q_proj.*learner.freeze_router"
+    ):
+        build_learner(hl.with_lora(config, "mlp.gate", freeze_router=True), model_path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ten_steps_are_five_and_five(model_path, tmp_path, backend, dtype):
+    config = hl.with_lora(hc.settings(backend, dtype=dtype))
+    straight, half, whole = (hc.fresh(tmp_path / name) for name in ("straight", "half", "whole"))
+    hc.begun(model_path, config, 4, straight)
+    hc.begun(model_path, config, 2, half)
+    hc.continued(model_path, config, hc.paths(half), 2, 2, whole)
+    hc.assert_same(hc.paths(straight), hc.paths(whole))
+    saved = hc.contents(hc.paths(whole))
+    assert all(".lora_" in name for name in saved)
+    # As small as adapters are: nothing of the start model is in it.
+    assert sum(t.numel() for t in saved.values()) < parameters_of(model_path)
+
+
+def parameters_of(path: Path) -> int:
+    return sum(t.numel() for t in load_file(path / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_reference_is_the_start_model(model_path, backend):
+    config = hl.with_lora(hl.settings(backend))
+    config.algorithm.reference_kl.coef = 0.1
+    learner = build_learner(config, model_path)
+    try:
+        (step,) = hc.batches(1)
+        before = learner.logprobs(step)
+        hl.randomize(learner)
+        moved = learner.logprobs(step)
+        assert max(abs(a - b).max() for a, b in zip(before, moved, strict=True)) > 1e-3
+        assert all((a == b).all() for a, b in zip(before, learner.logprobs(step, reference=True), strict=True))
+        assert all((a == b).all() for a, b in zip(moved, learner.logprobs(step), strict=True))
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_that_names_nothing_is_refused_with_what_there_is(model_path, backend):
+    for target in ("query_key_value", "embed_tokens", "lm_head"):
+        with pytest.raises(
+            LearnerError, match=rf"`learner.lora.targets`: '{target}' names no matrix.*self_attn.q_proj"
+        ):
+            build_learner(hl.with_lora(hl.settings(backend), "q_proj", target), model_path)
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ConfigError, match=r"lora.rank` needs another backend"):
+        config_from_dict({"learner": {"backend": "scripted", "lora": {"rank": 2}}})
+    with pytest.raises(ConfigError, match="must name matrices"):
+        config_from_dict({"learner": {"lora": {"rank": 2, "targets": []}}})
+
+
+@pytest.mark.parametrize("change", [{"lora": {"rank": 4}}, {"freeze_router": True}])
+def test_a_run_keeps_what_it_trains(change):
+    saved = to_dict(config_from_dict({"learner": {"lora": {"rank": 2}}}))
+    with pytest.raises(CheckpointError, match=rf"learner.{next(iter(change))}"):
+        check_settings(saved, config_from_dict({"learner": {"lora": {"rank": 2}} | change}))

@@ -11,7 +11,7 @@ from typing import Any
 
 from r3async.checkpoint.directory import RunLock
 from r3async.config import Config
-from r3async.record.sinks import serve_actor
+from r3async.record.prometheus import serve_actor
 from r3async.world import ActorLost, ActorRef, World
 from r3async.world.files import make_directory
 from r3async.world.processes import find_user_modules

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from r3async.config import Config, to_dict
+from r3async.config import Config
+from r3async.tools.outlets import Outlets
 from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
 from r3async.tools.tail.live import LiveView
 from r3async.tools.terminal import Terminal
@@ -25,34 +25,6 @@ from r3async.world.real import REAL
 if TYPE_CHECKING:
     from r3async.actors.supervise import Pipeline
     from r3async.world.appending import Report
-
-
-class Outlets:
-    """Where the driver hands each step's row on to: sinks, and its own Prometheus endpoint. Never waits but at the end."""
-
-    def __init__(self, config: Config, run_dir: Path, say: Callable[[str], object]):
-        from r3async.record.sinks import open_sinks, serve_metrics
-
-        self._sinks = open_sinks(config.observe, run_dir, to_dict(config), say)
-        self._run_dir = run_dir
-        self._endpoint = serve_metrics("driver", run_dir, config.observe)
-
-    def show(self, status: Mapping[str, Any]) -> None:
-        """A status of the conductor, with rows that were not in the one before."""
-        for row in status["rows"]:
-            self._sinks.write(row)
-            if self._endpoint is not None:
-                self._endpoint.update(row)
-
-    def __enter__(self) -> Outlets:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._sinks.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
-        # The run is over: whoever did not take its address away was killed.
-        shutil.rmtree(self._run_dir / "prometheus", ignore_errors=True)
 
 
 class StoppedWhileLoading(BaseException):
@@ -97,7 +69,7 @@ class Front:
 
     def __init__(self, view: LiveView, outlets: Outlets, request: StopRequest):
         self.view, self.outlets, self.request = view, outlets, request
-        self.say, self.phase, self.rewind, self.report = view.say, view.phase, view.rewind, _reporter(view)
+        self.say, self.phase, self.report = view.say, view.phase, _reporter(view)
 
     @property
     def stop_requested(self) -> bool:
@@ -117,6 +89,10 @@ class Front:
         self.request.loading = False
         if self.request.requested:
             raise StoppedWhileLoading
+
+    def rewind(self, step: int) -> None:
+        self.outlets.rewind()
+        self.view.rewind(step)
 
     def show(self, status: dict[str, Any]) -> None:
         self.outlets.show(status)

@@ -169,7 +169,8 @@ class ObserveConfig(Section):
     timeline: bool = True
     """Write who did what when into `timeline.jsonl`: a few lines a step and one a group. The report draws them."""
     sinks: list[SinkName] = msgspec.field(default_factory=list)
-    """Where each step's row goes too. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
+    """Where each step's row goes too, with evaluations and a table of sample episodes. A run that resumes continues its run
+    there. Each needs its package: `pip install "r3async[sinks]"`. None can slow or stop a run."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow) that the run belongs to; in it, it has the name of its directory."""
     wandb_mode: Literal["online", "offline"] = "offline"

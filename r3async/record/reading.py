@@ -17,6 +17,8 @@ from r3async.world.real import REAL
 
 EVALUATION = "evaluation.jsonl"
 """Of a run: an object an evaluation, with the step after which it began."""
+EPISODES = "episodes.jsonl"
+"""Of a run: examples of episodes, an object each."""
 QUARANTINE = "quarantine.jsonl"
 """Of a run: tasks that are not posed any more, because every episode of them failed."""
 BLOCK = 2**20

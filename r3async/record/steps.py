@@ -15,6 +15,7 @@ import numpy as np
 
 from r3async.config import Config
 from r3async.data.records import Trajectory
+from r3async.record.reading import EPISODES
 from r3async.rollout.episode import ENDINGS
 from r3async.world import World
 from r3async.world.appending import AppendFile
@@ -88,7 +89,7 @@ class StepRows:
         clock: Callable[[], float] | None = None,
     ):
         self._writer, self._devices = MetricsWriter(run_dir, world=world), devices
-        self._episodes = AppendFile(run_dir / "episodes.jsonl", world=world)
+        self._episodes = AppendFile(run_dir / EPISODES, world=world)
         self._report, self._clock, self._time = report, clock or world.clock.monotonic, world.clock.time
         self._pending: list[dict[str, Any]] = []
         self._written_at, self._tokens = self._clock(), 0

@@ -14,17 +14,9 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, ObserveConfig, config_from_dict, load_config, to_toml
-from r3async.record.sinks import (
-    BACKENDS,
-    PACKAGES,
-    Sink,
-    SinkSet,
-    check_sinks,
-    metric_name,
-    missing_package,
-    open_sinks,
-    serve_metrics,
-)
+from r3async.record.backends import BACKENDS, PACKAGES
+from r3async.record.prometheus import metric_name, serve_metrics
+from r3async.record.sinks import Sink, SinkSet, check_sinks
 
 ROWS = [{"step": i, "time": 1_700_000_000.0 + i, "reward/mean": i / 4, "lr": None, "note": "text"} for i in (1, 2, 3)]
 
@@ -35,6 +27,9 @@ class Memory:
 
     def write(self, row):
         self.rows.append(row)
+
+    def show(self, examples):
+        self.rows.append(examples)
 
     def close(self):
         self.closed = True
@@ -113,53 +108,6 @@ def test_nonsense_is_refused_by_name(override, part):
 
 def test_every_sink_that_can_be_named_has_a_package_and_a_backend():
     assert set(PACKAGES) == set(BACKENDS)
-
-
-def written(name, tmp_path, **options):
-    """A run directory with three rows in sink `name`."""
-    if missing_package(name):
-        pytest.skip(f"{name} is not installed (pip install 'r3async[sinks]')")
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    reported = []
-    config = ObserveConfig(sinks=[name], **options)
-    with open_sinks(config, run_dir, {"seed": 1, "learner": {"lr": 1e-4}}, reported.append, timeout=60.0) as sinks:
-        for row in ROWS:
-            sinks.write(row)
-    assert reported == []
-    return run_dir
-
-
-def test_tensorboard_files_hold_the_rows(tmp_path):
-    run_dir = written("tensorboard", tmp_path)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert events.Tags()["scalars"] == ["reward/mean"]
-
-
-def test_wandb_offline_keeps_the_run_in_the_run_directory(tmp_path):
-    run_dir = written("wandb", tmp_path)
-    (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"reward/mean" in file.read_bytes()
-
-
-def test_mlflow_holds_rows_and_settings(tmp_path):
-    run_dir = written("mlflow", tmp_path)
-    from mlflow import MlflowClient
-
-    client = MlflowClient((run_dir / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("r3async").experiment_id])
-    assert run.data.params == {"seed": "1", "learner.lr": "0.0001"}
-    assert [m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [0.25, 0.5, 0.75]
-
-
-def test_trackio_takes_the_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    written("trackio", tmp_path)
-    assert any((tmp_path / "trackio").rglob("*.db"))
 
 
 def scrape(endpoint):
@@ -261,7 +209,7 @@ def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
 
 
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
-    from r3async.tools.train import Outlets
+    from r3async.tools.outlets import Outlets
 
     reported = []
     with Outlets(load_config("quickstart", ["observe.prometheus_port=0"]), tmp_path, reported.append) as outlets:

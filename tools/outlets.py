@@ -1,0 +1,77 @@
+"""What the driver of a run hands on to others while it lasts: to sinks, and to whoever asks its Prometheus endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from r3async.config import Config, to_dict
+from r3async.record.backends import Example, example_of
+from r3async.record.reading import EPISODES, EVALUATION
+from r3async.views.follow import FollowedFile
+
+EXAMPLES = 16
+"""That a table has at least, but for the last one of a run."""
+
+
+class Outlets:
+    """Takes the conductor's status whenever it was asked for: steps are in it. Evaluations and examples of episodes come from the
+    files of the run, since an evaluation may end any time after its step. Never waits but at the end."""
+
+    def __init__(self, config: Config, run_dir: Path, say: Callable[[str], object]):
+        from r3async.record.prometheus import serve_metrics
+        from r3async.record.sinks import open_sinks
+
+        self._sinks = open_sinks(config.observe, run_dir, to_dict(config), say)
+        self._run_dir = run_dir
+        self._endpoint = serve_metrics("driver", run_dir, config.observe)
+        self._evaluations, self._episodes = (FollowedFile(run_dir / name) for name in (EVALUATION, EPISODES))
+        self._examples: list[Example] = []
+        self._figures: dict[str, Any] = {}
+        self.rewind()
+
+    def rewind(self) -> None:
+        """The run resumes: what its files have now was handed on before, or is of steps that are made again."""
+        for file in (self._evaluations, self._episodes):
+            for _ in file.objects():
+                pass
+        self._examples = []
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        """A status of the conductor, with rows that were not in the one before."""
+        for row in status["rows"]:
+            self._write(row)
+        self._follow(EXAMPLES)
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._sinks.write(row)
+        self._figures |= row
+        if self._endpoint is not None:
+            self._endpoint.update(self._figures)
+
+    def _follow(self, at_least: int) -> None:
+        for row in self._evaluations.objects():
+            if {"step", "time"} <= row.keys():
+                self._write(row)
+        for episode in self._episodes.objects():
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # of another release
+                self._examples.append(example_of(episode))
+        if len(self._examples) >= at_least:
+            self._sinks.write(self._examples)
+            self._examples = []
+
+    def __enter__(self) -> Outlets:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._follow(1)
+        for file in (self._evaluations, self._episodes):
+            file.close()
+        self._sinks.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        # The run is over: whoever did not take its address away was killed.
+        shutil.rmtree(self._run_dir / "prometheus", ignore_errors=True)

@@ -80,8 +80,7 @@ class Conductor:
         self.version = state.version if state else 0
         """That the last step made, or had a part in."""
         self._updates = Updates(self.config.supervise.max_skipped_steps, self.events.warning, self.events.info)
-        self._due = Due(self.config.checkpoint, clock)
-        self._due.done(self.made)
+        self._due = Due(self.config.checkpoint, clock, self.config.evaluation.every, self.made)
         self._tokens_before = state.generated_tokens if state else 0
         self._began = clock() - (state.elapsed if state else 0.0)
 
@@ -104,11 +103,12 @@ class Conductor:
     # -- called by the driver ------------------------------------------------------------------------------------
 
     def status(self, since: int) -> dict[str, Any]:
-        """For the live line; cheap. `rows` are the metrics of the steps after step `since`."""
+        """For the live line; cheap. `rows`: of the steps after step `since`; `evaluations`: the last rows of this start."""
         return {
             "phase": self._phase,
             "steps": self.config.steps,
             "rows": self.rows.since(since),
+            "evaluations": list(self.evaluator.recent),
             "slots_taken": self.admission.slots_taken,
             "slots": self.admission.slots,
             "generators": self.fleet.describe(),
@@ -160,7 +160,7 @@ class Conductor:
             background += [delivering, watching, begin_task("watch", self.tasks.watch())]
             me = self.world.actors.current()
             background += installer.supervised(me, stopping=lambda: self.stopping, lost=self._lose)
-            self.evaluator.after(self.made)
+            self.evaluator.after(self.made, self.version)
             await self._train(installer, list(background))
             self._phase = "writing a checkpoint"
             if self.made != self._due.last:
@@ -169,7 +169,7 @@ class Conductor:
             await self._settle(delivering)
             updates = await self._save_model() if self.made else 0
             self._phase = "evaluating"
-            await self.evaluator.finish(self.made, lambda: self.stopping)
+            await self.evaluator.finish(self.made, self.version, lambda: self.stopping)
             ended = {
                 "steps": self.made,
                 "stopped": self.stopping,
@@ -297,7 +297,7 @@ class Conductor:
         self.rows.add(self.made, self.version, metrics, result["previews"])
         if reason := self._updates.stepped(self.made, metrics):
             raise RunFailed(reason)
-        self.evaluator.after(self.made)
+        self.evaluator.after(self.made, self.version)
 
     async def _checkpoint(self) -> None:
         """Begin a checkpoint of the run as it is between two steps."""

@@ -26,8 +26,9 @@ from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, InstallReport, build_engine, sample_probe
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
-from r3async.rollout.evaluation import Evaluation, count_tasks, drop_long_prompts, evaluate, evaluated
+from r3async.rollout.evaluation import count_tasks, drop_long_prompts, evaluate_all
 from r3async.rollout.group import GroupPlayer
+from r3async.rollout.outcomes import Evaluation
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
@@ -373,18 +374,12 @@ class GeneratorActor:
 
         Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
         """
-        config, settings, env = self.config, self.config.evaluation, evaluated(self.config)
-        evaluating = evaluate(
-            env,
-            await self.world.threads.run(self._factory, env),
+        evaluating = evaluate_all(
+            self.config,
+            lambda env: self.world.threads.run(self._factory, env),
             self._engine,
             self._renderer,
-            config.episode,
-            config.serving,
-            episodes=settings.episodes,
-            seed=settings.seed,
-            trained=config.env,
-            concurrency=config.generator.concurrency,
+            trained=self.config.env,
             generator_id=self.generator_id,
             report=self._events.warning,
             world=self.world,
@@ -392,8 +387,9 @@ class GeneratorActor:
         playing = begin_task("evaluation", evaluating)
         self._evaluations.append(playing)
         try:
-            return msgspec.to_builtins(await asyncio.wait_for(playing, settings.timeout))
+            return msgspec.to_builtins(await asyncio.wait_for(playing, self.config.evaluation.timeout))
         except TimeoutError as error:
-            raise TimeoutError(f"it took longer than evaluation.timeout = {settings.timeout} s") from error
+            limit = self.config.evaluation.timeout
+            raise TimeoutError(f"it took longer than evaluation.timeout = {limit} s") from error
         finally:
             self._evaluations.remove(playing)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ import msgspec
 
 from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import RPC_SECONDS, RunFailed
+from r3async.checkpoint import Checkpoints
+from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, write_evaluation
 from r3async.config import Config
 from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
+from r3async.rollout.outcomes import figures_of
 from r3async.schedule.admission import slots_of
 from r3async.schedule.tasks import By, Cursor, EpisodeEnd, FailedTask, TaskFailures
 from r3async.world import World
@@ -21,6 +26,8 @@ from r3async.world.real import REAL
 
 ERROR_CHARACTERS = 500
 POLL_SECONDS = 0.2
+RECENT = 8
+"""Evaluations that the driver may ask for."""
 PING_SECONDS = 1.0
 """Between two questions to a generator that plays an evaluation, whether it answers."""
 
@@ -102,15 +109,19 @@ class Silent(RuntimeError):
 class Evaluator:
     """At most one evaluation at a time, beside training and never in its way: one that fails is an event.
 
-    One generator plays it. If that does not answer for `supervise.silence_seconds`, another one plays it from the beginning.
-    `run_dir/evaluation.jsonl` gets an object for each, `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it
-    began, and the versions of the weights that sampled it. `events`: a structlog logger.
+    One generator plays it, with the weights of the step, and with newer ones as they are installed. If that does not answer for
+    `supervise.silence_seconds`, another one plays it from the beginning. `run_dir/evaluation.jsonl` gets an object for each,
+    `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it began, and the versions of the weights that sampled
+    it. All of it is in a file beside the checkpoints (`checkpoint/evaluations.py`). `events`: a structlog logger.
     """
 
     def __init__(self, config: Config, run_dir: Path, events: Any, fleet: Fleet, *, world: World = REAL):
         self.config, self.settings = config, config.evaluation
-        self._clock, self._events, self._fleet = world.clock, events, fleet
+        self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
         self._file = AppendFile(run_dir / EVALUATION, world=world)
+        self._directory = Checkpoints.of(config, run_dir, files=world.files).directory
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        """The last rows of `evaluation.jsonl`, of this start."""
         self._task: asyncio.Task[None] | None = None
         self._evaluated = -1
         """The step after which the last one began."""
@@ -119,42 +130,78 @@ class Evaluator:
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def after(self, step: int) -> None:
-        """Step `step` has been made (0: none yet). Begins an evaluation if one is due; returns at once."""
+    def after(self, step: int, version: int = 0) -> None:
+        """Step `step` has been made (0: none yet), and its weights are `version`. Begins an evaluation if one is due; returns at
+        once."""
         every = self.settings.every
         if every and (step % every == 0 if step else self.settings.at_start):
-            self._begin(step)
+            self._begin(step, version)
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, version: int) -> None:
         if self.running:
             self._events.warning("evaluation_skipped", step=step, running_since_step=self._evaluated)
             return
         self._evaluated = step
-        self._task = asyncio.create_task(self._evaluate(step))
+        self._task = asyncio.create_task(self._evaluate(step, version))
 
-    async def _evaluate(self, step: int) -> None:
-        silent: set[str] = set()
+    async def _evaluate(self, step: int, version: int) -> None:
+        result = None
+        await self._keep(EvaluationFile(step, self._clock.time()))
+        try:
+            await self._installed(version)
+            result = await self._played(step)
+        finally:
+            if result is None:  # failed, or cancelled
+                with contextlib.suppress(OSError):
+                    self._world.files.remove(evaluation_path(self._directory, step))
+        if result is None:
+            return
+        figures, now = figures_of(result), self._clock.time()
+        row = {"step": step, "time": now, **{f"evaluation/{name}": value for name, value in figures.items()}}
+        self._file.append(msgspec.json.encode(row))
+        self.recent.append(row)
+        await self._keep(EvaluationFile(step, now, figures, result))
+
+    async def _keep(self, evaluation: EvaluationFile) -> None:
+        try:
+            await self._world.threads.run(write_evaluation, self._directory, evaluation, files=self._world.files)
+        except OSError as error:
+            self._events.warning("evaluation_not_kept", step=evaluation.step, error=str(error))
+
+    async def _installed(self, version: int) -> None:
+        """Wait until a healthy generator has these weights, if there is one, but no longer than installing them may take."""
+        deadline = self._clock.monotonic() + self.config.weights.install_timeout
         while True:
-            able = (g for g in self._fleet if g.state == "healthy" and g.generator_id not in silent)
-            generator = next(able, None)
+            newest = self._able()[:1]
+            if not newest or newest[0].version >= version or self._clock.monotonic() > deadline:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _able(self) -> list[Generator]:
+        """Healthy generators, those with the newest weights first."""
+        return sorted((g for g in self._fleet if g.state == "healthy"), key=lambda g: -g.version)
+
+    async def _played(self, step: int) -> dict[str, Any] | None:
+        """An `Evaluation` in plain data; None, with an event, if it failed."""
+        silent: dict[str, None] = {}
+        while True:
+            generator = next((g for g in self._able() if g.generator_id not in silent), None)
             if generator is None:
                 error = f"{', '.join(sorted(silent))} did not answer" if silent else "no generator is healthy"
                 self._events.warning("evaluation_failed", step=step, error=error)
-                return
+                return None
             name = generator.generator_id
             try:
                 result = await self._played_by(generator)
             except Silent:
-                silent.add(name)
+                silent[name] = None
                 self._events.warning("evaluation_moved", step=step, generator=name, hint="it does not answer")
                 continue
             except Exception as error:
                 self._events.warning("evaluation_failed", step=step, generator=name, error=str(error)[-500:])
-                return
-            figures = {f"evaluation/{name}": value for name, value in result.items()}
-            self._file.append(msgspec.json.encode({"step": step, "time": self._clock.time(), **figures}))
-            self._events.info("evaluation_finished", step=step, generator=name, **result)
-            return
+                return None
+            self._events.info("evaluation_finished", step=step, generator=name, **figures_of(result))
+            return result
 
     async def _played_by(self, generator: Generator) -> dict[str, Any]:
         """Its result. Raises `Silent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation raised."""
@@ -182,14 +229,14 @@ class Evaluator:
                 await asyncio.Event().wait()
             await asyncio.sleep(PING_SECONDS)
 
-    async def finish(self, step: int, stopping: Callable[[], bool]) -> None:
+    async def finish(self, step: int, version: int, stopping: Callable[[], bool]) -> None:
         """The run has made its last step: wait for what is running, then evaluate the last weights if that has not been done.
 
         A run that is stopped begins nothing, and waits `supervise.stop_grace_seconds` at most.
         """
         await self._wait(stopping)
         if self.settings.every and step and self._evaluated != step and not stopping():
-            self._begin(step)
+            self._begin(step, version)
             await self._wait(stopping)
 
     async def _wait(self, stopping: Callable[[], bool]) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from r3async.learner.losses.policy_loss import LossInputs as LossInputs
     from r3async.learner.losses.policy_loss import PolicyLoss as PolicyLoss
     from r3async.learner.losses.policy_loss import by_token as by_token
-    from r3async.rollout.evaluation import Evaluation as Evaluation
+    from r3async.rollout.outcomes import Evaluation as Evaluation
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,7 @@ _HOME = {
         "StepResult",
     ),
     "r3async.learner.losses.policy_loss": ("LossInputs", "PolicyLoss", "by_token"),
-    "r3async.rollout.evaluation": ("Evaluation",),
+    "r3async.rollout.outcomes": ("Evaluation",),
 }
 """Loaded when they are used: an environment's process does not need torch."""
 

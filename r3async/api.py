@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from r3async.config import Config, load_config
 from r3async.config.read import with_overrides
-from r3async.rollout.evaluation import Evaluation
+from r3async.rollout.outcomes import Evaluation
 
 
 def train(preset: str | Path | Config = "quickstart", *, runs: str | Path = "runs", **settings: Any) -> Path:
@@ -34,7 +34,7 @@ def evaluate(
     target: str | Path | None = None,
     env: str | None = None,
     *,
-    episodes: int = 64,
+    episodes: int | None = None,
     seed: int | None = None,
     policy: Literal["model", "oracle", "random"] = "model",
     preset: str | None = None,
@@ -54,8 +54,7 @@ def evaluate(
 
     _refuse_running_loop()
     chosen = choose_target(None if target is None else str(target), preset, env, settings, policy, Path(runs))
-    tasks = chosen.config.evaluation.seed if seed is None else seed
-    return asyncio.run(run_evaluation(chosen, episodes=episodes, seed=tasks, policy=policy))
+    return asyncio.run(run_evaluation(chosen.posing(episodes, seed), policy=policy))
 
 
 def _refuse_running_loop() -> None:

@@ -116,7 +116,7 @@ def evaluate(
     env: Annotated[
         str | None, typer.Option(help="the environment, as env.name", show_default="that of the run's evaluations")
     ] = None,
-    episodes: Annotated[int, typer.Option(help="how many tasks")] = 64,
+    episodes: Annotated[int | None, typer.Option(help="how many tasks", show_default="64, or the sets' own")] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="of the tasks; training poses none of them", show_default="the run's evaluation.seed"),

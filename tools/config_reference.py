@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config import Config, DataConfig, RewardConfig, Section
+from r3async.config.evaluation import EvaluationSet
 from r3async.config.section import plain_type
 from r3async.record.catalogue import METRICS
 
@@ -93,6 +94,7 @@ def reference() -> str:
     """The whole page."""
     out = [HEAD]
     _section("", Config, Config(), out)
+    _section("evaluation.sets.NAME", EvaluationSet, EvaluationSet(), out)
     _section("data", DataConfig, DataConfig(), out)
     _section("reward", RewardConfig, RewardConfig(fn=""), out)
     return "\n".join(out).rstrip("\n") + "\n"

@@ -12,33 +12,63 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from r3async.actors.process import RunFailed
+from r3async.checkpoint import Checkpoints
 from r3async.config import HIDDEN, Config, ConfigError, EnvConfig, config_from_dict, load_config, to_dict
 from r3async.config.read import Overrides, nested, refuse_spoken, with_overrides
+from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.engines import Engine, build_engine
 from r3async.rollout.evaluation import (
-    Evaluation,
-    Outcome,
     Policy,
     drop_long_prompts,
-    evaluate,
+    evaluate_all,
     evaluate_without_model,
     evaluated,
+    refuse_shared_prompts,
 )
+from r3async.rollout.outcomes import Evaluation, Outcome, joined
 from r3async.tools.terminal import Terminal
+from r3async.world.files import make_directory, replace_file
+from r3async.world.real import REAL
 
 STOP_SECONDS = 30.0
 
 
+EPISODES = 64
+"""Tasks where neither the person nor `evaluation.sets` says how many."""
+
+
 class Target(msgspec.Struct, frozen=True):
     """What to evaluate. `model` is a directory, or None where a policy plays that needs none; `config` says how to play, and its
-    `env` what; `trained` is the environment that the run trained, if a run is evaluated."""
+    `evaluation` what, in its `env` where that names none; `run` is the run that is evaluated, if it is one, and `trained` the
+    environment that it trained."""
 
     model: Path | None
     config: Config
     trained: EnvConfig | None = None
+    run: Path | None = None
+
+    def posing(self, episodes: int | None, seed: int | None) -> Target:
+        """With so many tasks, and others, than the configuration says. Raises `ConfigError`."""
+        if episodes is not None and episodes < 1:
+            raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
+        if seed is not None and seed < 0:
+            raise ConfigError(f"`--seed` must be 0 or more, got {seed}")
+        settings, given = self.config.evaluation, {}
+        if episodes is not None or not settings.sets:
+            given["episodes"] = EPISODES if episodes is None else episodes
+        if seed is not None:
+            given["seed"] = seed
+        sets = {name: msgspec.structs.replace(each, **given) for name, each in settings.sets.items()}
+        settings = msgspec.structs.replace(settings, sets=sets, **given)
+        return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, evaluation=settings))
+
+    @property
+    def environments(self) -> dict[str, EnvConfig]:
+        """Of the sets, by name."""
+        return {name: evaluated(self.config, each) for name, each in self.config.evaluation.each().items()}
 
 
 def find_target(
@@ -54,7 +84,7 @@ def find_target(
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and "name" not in nested(overrides).get("env", {}):
             raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME")
-        model, base, trained = Path(name), load_config(preset) if preset else Config(), None
+        run, model, base, trained = None, Path(name), load_config(preset) if preset else Config(), None
     else:
         try:
             run = find_run(name, root)
@@ -68,14 +98,18 @@ def find_target(
         if found is None:
             raise ConfigError(f"{run} has no model yet: neither {made[0]} nor {made[1]} has a config.json")
         model, trained = found, base.env
-    return Target(model.absolute(), _override(base, env, overrides), trained)
+    return Target(model.absolute(), _override(base, env, overrides), trained, run)
 
 
 def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
-    """`env` of what is returned is what evaluation plays; overrides of `env` change that, as overrides of `evaluation.env` do."""
+    """`env` of what is returned is what evaluation plays, but for the sets that name their own; overrides of `env` change that,
+    as overrides of `evaluation.env` do. With `env`, there are no sets."""
     data = to_dict(base, reveal=True)
-    data["env"] = to_dict(evaluated(base), reveal=True)
+    data["env"] = to_dict(evaluated(base, base.evaluation), reveal=True)
     data["evaluation"].pop("env", None)
+    data["checkpoint"].pop("keep_best", None)  # nothing is trained
+    if env is not None:
+        data["evaluation"].pop("sets", None)
     if data["serving"]["token"] == HIDDEN:  # nobody from outside is served here
         data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
@@ -83,7 +117,7 @@ def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
     config = with_overrides(config_from_dict(data), overrides)
     if not isinstance(overrides, Mapping):
         refuse_spoken(config, overrides)
-    return msgspec.structs.replace(config, env=evaluated(config))
+    return msgspec.structs.replace(config, env=evaluated(config, config.evaluation))
 
 
 def without_model(preset: str | None, env: str | None, overrides: Overrides) -> Target:
@@ -102,20 +136,22 @@ def choose_target(
 
 def check_target(target: Target, policy: str) -> None:
     """Raise `ConfigError` for an environment that cannot be played, or not so."""
-    env, episode = target.config.env, target.config.episode
     if policy == "model":
         assert target.model is not None
-        _check_positions(target.model, episode.max_total_tokens)
-    if env.name == OUTSIDE:
-        raise ConfigError(
-            f'`env.name` = "{OUTSIDE}" cannot be evaluated: name something that plays by itself, with --env'
-        )
-    if is_agent(env):
-        make_agent(env)
-        if policy != "model":
+        _check_positions(target.model, target.config.episode.max_total_tokens)
+    for env in target.environments.values():
+        if env.name == OUTSIDE:
             raise ConfigError(
-                f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only environments have policies"
+                f'`env.name` = "{OUTSIDE}" cannot be evaluated: name something that plays by itself, with --env'
             )
+        if is_agent(env):
+            make_agent(env)
+            if policy != "model":
+                raise ConfigError(
+                    f"`--policy {policy}`: {env.name!r} is an agent, which asks a model; only environments have policies"
+                )
+        elif target.trained is not None:
+            refuse_shared_prompts(env, target.trained)
 
 
 def _check_positions(model: Path, tokens: int) -> None:
@@ -130,8 +166,6 @@ def _check_positions(model: Path, tokens: int) -> None:
 async def run_evaluation(
     target: Target,
     *,
-    episodes: int,
-    seed: int,
     policy: Literal["model", "oracle", "random"] = "model",
     phase: Callable[[str], object] = lambda text: None,
     progress: Callable[[Outcome], object] = lambda outcome: None,
@@ -141,19 +175,23 @@ async def run_evaluation(
     """Raises `ConfigError` for what can be mended beforehand, and `RunFailed` with what an episode or the engine failed with."""
     check_target(target, policy)
     config = target.config
-    factory = None if is_agent(config.env) else environment_factory(config.env)
+    factories = {name: None if is_agent(env) else environment_factory(env) for name, env in target.environments.items()}
     if policy != "model":
-        assert factory is not None
         phase(f"playing the {policy} policy")
-        return await evaluate_without_model(
-            config.env,
-            factory,
-            policy,
-            episodes=episodes,
-            seed=seed,
-            trained=target.trained,
-            max_turns=config.episode.max_turns,
-            progress=progress,
+        return joined(
+            {
+                name: await evaluate_without_model(
+                    env,
+                    factory,
+                    policy,
+                    config.evaluation.each()[name],
+                    trained=target.trained,
+                    max_turns=config.episode.max_turns,
+                    progress=progress,
+                )
+                for name, env in target.environments.items()
+                if (factory := factories[name]) is not None
+            }
         )
     phase("loading the model")
     assert target.model is not None
@@ -162,24 +200,27 @@ async def run_evaluation(
         engine = make_engine(config, str(target.model), config.seed)
     except (TemplateError, ValueError, OSError) as error:
         raise ConfigError(f"the model in {target.model} cannot be used: {error}") from error
-    if factory is not None and (dropped := drop_long_prompts(factory, renderer, config.episode)):
-        phase(
-            f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and not posed"
-        )
+    for factory in factories.values():
+        if factory is not None and (dropped := drop_long_prompts(factory, renderer, config.episode)):
+            phase(
+                f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and not posed"
+            )
+    made = {
+        msgspec.json.encode(to_dict(env, reveal=True)): factories[name] for name, env in target.environments.items()
+    }
+
+    async def factory_of(env: EnvConfig) -> EnvironmentFactory | None:
+        return made[msgspec.json.encode(to_dict(env, reveal=True))]
+
     try:
         await engine.start()
         phase("playing")
-        return await evaluate(
-            config.env,
-            factory,
+        return await evaluate_all(
+            config,
+            factory_of,
             engine,
             renderer,
-            config.episode,
-            config.serving,
-            episodes=episodes,
-            seed=seed,
             trained=target.trained,
-            concurrency=config.generator.concurrency,
             generator_id="eval",
             report=report,
             progress=progress,
@@ -194,17 +235,57 @@ async def run_evaluation(
         await asyncio.wait_for(engine.stop(), STOP_SECONDS)
 
 
-def describe(result: Evaluation, name: str, env: EnvConfig) -> list[str]:
+def keep_result(target: Target, result: Evaluation) -> Path | None:
+    """Beside the checkpoints of the run that was evaluated, as `evaluation-model-1.json` and so on. None where there is no run,
+    or its directory cannot be written."""
+    if target.run is None:
+        return None
+    directory = Checkpoints.of(target.config, target.run).directory
+    about = {
+        "model": str(target.model),
+        "time": REAL.clock.time(),
+        "evaluation": to_dict(target.config.evaluation),
+        "env": {name: env.name for name, env in target.environments.items()},
+        "result": msgspec.to_builtins(result),
+    }
+    try:
+        make_directory(directory)
+        number = 1
+        while (path := directory / f"evaluation-model-{number}.json").exists():
+            number += 1
+        replace_file(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+    except OSError:
+        return None
+    return path
+
+
+def describe(result: Evaluation, name: str, envs: Mapping[str, EnvConfig]) -> list[str]:
+    """Lines for a person. `envs`: of the sets, by name."""
+    if not result.sets:
+        return describe_set(result, name, next(iter(envs.values())).name)
+    return [line for of, each in result.sets.items() for line in describe_set(each, f"{name}, {of},", envs[of].name)]
+
+
+def describe_set(result: Evaluation, name: str, env: str) -> list[str]:
     """Lines for a person."""
     error = "" if result.reward_error is None else f" ± {result.reward_error:.4f}"
     lines = [
-        f"{name} on {env.name}: mean reward {result.reward_mean:.4f}{error}  "
+        f"{name} on {env}: mean reward {result.reward_mean:.4f}{error}  "
         f"({result.episodes} episodes, {result.reward_min:.3g} to {result.reward_max:.3g}, {result.seconds:.1f} s)",
         f"  of an episode: {result.turns_mean:.2f} turns, {result.tokens_mean:.1f} sampled tokens",
     ]
+    samples = max(int(k) for k in result.passes)
+    low_high = _interval(result.reward_low, result.reward_high)
+    lines.append(f"  avg@{samples} {result.reward_mean:.4f}{low_high}, over {result.tasks} tasks")
+    for k, (estimate, low, high) in result.passes.items():
+        lines.append(f"  pass@{k} {estimate:.4f}{_interval(low, high)}")
     for reason, (count, mean) in result.stop_reasons.items():
         lines.append(f"  ended by {reason:<10} {count:>5}  mean reward {mean:.4f}")
     return lines + [f"  mean {name} {mean:.4f}" for name, mean in result.metrics.items()]
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"  (95 %: {low:.4f} to {high:.4f})"
 
 
 def eval_command(
@@ -213,33 +294,27 @@ def eval_command(
     overrides: Sequence[str],
     *,
     preset: str | None,
-    episodes: int,
+    episodes: int | None,
     seed: int | None,
     policy: Literal["model"] | Policy,
     json: bool,
     root: Path = Path("runs"),
 ) -> Evaluation:
-    """Progress on stderr, the result on stdout; with `json`, one object as its last line."""
-    if episodes < 1:
-        raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
-    if seed is not None and seed < 0:
-        raise ConfigError(f"`--seed` must be 0 or more, got {seed}")
+    """Progress on stderr, the result on stdout; with `json`, one object as its last line. What came of a run's model is kept
+    beside its checkpoints."""
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *overrides], None  # a setting, and no target
-    what = choose_target(target, preset, env, overrides, policy, root)
-    if seed is None:
-        seed = what.config.evaluation.seed
+    what = choose_target(target, preset, env, overrides, policy, root).posing(episodes, seed)
+    settings = what.config.evaluation.each()
     screen = Terminal(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
     )
     with bar:
-        task = bar.add_task("starting", total=episodes)
+        task = bar.add_task("starting", total=sum(each.episodes * each.samples for each in settings.values()))
         result = asyncio.run(
             run_evaluation(
                 what,
-                episodes=episodes,
-                seed=seed,
                 policy=policy,
                 phase=lambda text: bar.update(task, description=text),
                 progress=lambda outcome: bar.advance(task),
@@ -248,10 +323,13 @@ def eval_command(
         )
     out = Terminal()
     name = what.model.name if what.model is not None and policy == "model" else policy
-    for line in describe(result, name, what.config.env):
+    for line in describe(result, name, what.environments):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+    if policy == "model" and (path := keep_result(what, result)) is not None:
+        out.print(f"kept as {path}", markup=False, highlight=False, soft_wrap=True)
     if json:
         data: dict[str, Any] = msgspec.to_builtins(result)
-        about = {"model": str(what.model or ""), "env": what.config.env.name, "policy": policy, "seed": seed}
+        first = next(iter(what.environments.values())).name
+        about = {"model": str(what.model or ""), "env": first, "policy": policy, "seed": what.config.evaluation.seed}
         print(json_module.dumps({**about, **data}))
     return result

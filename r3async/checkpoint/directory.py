@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from r3async.checkpoint.evaluations import best_of, read_evaluation_files, remove_evaluations
 from r3async.checkpoint.state import (
     MANIFEST,
     SCHEMA,
@@ -106,20 +107,22 @@ class Checkpoints:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        keep_best: str = "",
         report: Report = silent,
         files: Files = REAL.files,
     ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
         self.directory, self.files, self._report = Path(directory), files, report
-        self._keep_last, self._keep_every = keep_last, keep_every
+        self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
 
     @classmethod
     def of(cls, config: Config, run_dir: Path, *, report: Report = silent, files: Files = REAL.files) -> Checkpoints:
         """Those of a run, where `checkpoint.directory` says."""
         settings = config.checkpoint
         where = Path(settings.directory) if settings.directory else run_dir / "checkpoints"
-        return cls(where, keep_last=settings.keep_last, keep_every=settings.keep_every, report=report, files=files)
+        last, every, best = settings.keep_last, settings.keep_every, settings.keep_best
+        return cls(where, keep_last=last, keep_every=every, keep_best=best, report=report, files=files)
 
     def steps(self) -> list[int]:
         """Of the complete checkpoints, oldest first."""
@@ -139,6 +142,7 @@ class Checkpoints:
             if path.suffix in (".partial", ".removing") and _STEP.fullmatch(path.stem):
                 self.files.remove_tree(path)
                 self._report("checkpoint_remains_removed", path=str(path))
+        remove_evaluations(self.directory, files=self.files)  # those that were not finished
 
     def begin(self, step: int) -> Path:
         """An empty directory, in which all files of that step's checkpoint are to be written."""
@@ -227,6 +231,7 @@ class Checkpoints:
             if later > step:
                 aside = self._set_aside(self.path(later), "superseded")
                 self._report("checkpoint_superseded", step=later, kept_as=str(aside))
+        remove_evaluations(self.directory, after=step, files=self.files)
         for bad in self._bad() if step < 0 else ():
             self._set_aside(bad, "superseded")
 
@@ -239,14 +244,29 @@ class Checkpoints:
         self.files.sync_directory(self.directory)
         return aside
 
+    def best(self) -> tuple[int, float] | None:
+        """The step of the checkpoint that is the best by its evaluation's `keep_best`, and that figure. None without either."""
+        if not self._keep_best:
+            return None
+        return best_of(read_evaluation_files(self.directory, files=self.files), self._keep_best, self.steps())
+
+    def _held(self) -> set[int]:
+        """Steps of the best, and of those that are being evaluated."""
+        if not self._keep_best:
+            return set()
+        evaluations, best = read_evaluation_files(self.directory, files=self.files), self.best()
+        playing = {step for step, one in evaluations.items() if not one.finished}
+        return playing | ({best[0]} if best else set())
+
     def prune(self) -> list[int]:
-        """Remove all but the last `keep_last`, every step that `keep_every` divides, and the newest that is intact.
+        """Remove all but the last `keep_last`, every step that `keep_every` divides, the newest that is intact, and with
+        `keep_best` the best and those that are being evaluated.
 
         Nothing is removed before one of those that stay has been read again and is intact. Returns the steps removed.
         """
         steps = self.steps()
         kept = set(steps[-self._keep_last :])
-        kept |= {s for s in steps if self._keep_every and s % self._keep_every == 0}
+        kept |= {s for s in steps if self._keep_every and s % self._keep_every == 0} | self._held()
         extra = [s for s in steps if s not in kept]
         if not extra:
             return []

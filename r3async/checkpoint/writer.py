@@ -24,19 +24,29 @@ WriteParts = Callable[[Path], Sequence[FileRecord]]
 class Due:
     """Whether a step is followed by a checkpoint. Pure but for the clock (seconds, monotonic) that it is given."""
 
-    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = REAL.clock.monotonic):
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        clock: Callable[[], float] = REAL.clock.monotonic,
+        evaluated_every: int = 0,
+        last: int = 0,
+    ):
+        """`evaluated_every`: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has one. `last`: the
+        step that the run resumes from."""
         self._config, self._clock = config, clock
-        self.last, self._time = 0, clock()
+        self._evaluated_every = evaluated_every if config.keep_best else 0
+        self.last, self._time = last, clock()
         """Step of the last checkpoint that was begun."""
 
     def __call__(self, step: int) -> bool:
         """`step` was just made. `checkpoint.every_steps` counts from step 0, so that a resumed run keeps its rhythm."""
         every, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = bool(every) and step // every > self.last // every
-        return by_steps or (bool(minutes) and self._clock() - self._time >= 60 * minutes)
+        evaluated = bool(self._evaluated_every) and step % self._evaluated_every == 0
+        return by_steps or evaluated or (bool(minutes) and self._clock() - self._time >= 60 * minutes)
 
     def done(self, step: int) -> None:
-        """A checkpoint of `step` was begun, or the run was resumed from it."""
+        """A checkpoint of `step` was begun."""
         self.last, self._time = step, self._clock()
 
 

@@ -7,6 +7,7 @@ key's path and the nearest valid name (`ConfigError`).
 from r3async.config.data import DataConfig as DataConfig
 from r3async.config.data import RewardConfig as RewardConfig
 from r3async.config.data import rewards_of as rewards_of
+from r3async.config.evaluation import EvaluationConfig as EvaluationConfig
 from r3async.config.generation import EnvConfig as EnvConfig
 from r3async.config.generation import EpisodeConfig as EpisodeConfig
 from r3async.config.generation import InitConfig as InitConfig
@@ -25,7 +26,6 @@ from r3async.config.read import Config as Config
 from r3async.config.read import config_from_dict as config_from_dict
 from r3async.config.read import data_config as data_config
 from r3async.config.read import find_config as find_config
-from r3async.config.read import flat as flat
 from r3async.config.read import load_command as load_command
 from r3async.config.read import load_config as load_config
 from r3async.config.read import parse_override as parse_override
@@ -38,6 +38,7 @@ from r3async.config.section import Secret as Secret
 from r3async.config.section import Section as Section
 from r3async.config.section import check_kept as check_kept
 from r3async.config.section import did_you_mean as did_you_mean
+from r3async.config.section import flat as flat
 from r3async.config.section import revealed as revealed
 from r3async.config.section import secret_settings as secret_settings
 from r3async.config.training import ALL_MATRICES as ALL_MATRICES

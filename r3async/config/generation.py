@@ -1,4 +1,4 @@
-"""Sections about what plays: model, environment, episodes, generators, the endpoint, evaluation."""
+"""Sections about what plays: model, environment, episodes, generators, the endpoint."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class EpisodeConfig(Section):
     `stepwise`: one sample a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
-    temperature: Positive = 1.0
+    temperature: float = 1.0
     timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
@@ -209,26 +209,6 @@ class ServingConfig(Section):
             raise ValueError(
                 f"`host` = {self.host!r} is open to other machines: set `token` to a secret, or leave `host` at 127.0.0.1"
             )
-
-
-class EvaluationConfig(Section):
-    """Episodes that are played beside the training, and are never trained."""
-
-    every: int = 0
-    """Steps between two evaluations; one more follows the last step. 0: none."""
-    at_start: bool = False
-    """Also before the first step."""
-    episodes: PositiveInt = 32
-    env: EnvConfig = msgspec.field(default_factory=lambda: EnvConfig(name=""))
-    """Which environment. An empty name: the one that is trained, with its arguments."""
-    seed: Seed = 0
-    """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
-    timeout: Positive = 1800.0
-    """Seconds after which an evaluation times out."""
-
-    def check(self) -> None:
-        if not self.env.name and self.env.args:
-            raise ValueError("`env.args` without `env.name`: name the environment that they are for")
 
 
 # -- vLLM's arguments --------------------------------------------------------------------------------------------

@@ -153,6 +153,9 @@ class CheckpointConfig(Section):
     """The newest so many are kept, and always the newest that is intact."""
     keep_every: int = 0
     """If not 0, those of steps that it divides are kept for good."""
+    keep_best: str = ""
+    """By which figure of the evaluations the best checkpoint is kept for good: `reward_mean`, `pass@K`, or that of one of
+    `evaluation.sets`, as `greedy/reward_mean`. Each step that is evaluated then has a checkpoint. Empty: none is."""
     asynchronous: bool = True
     """Write beside the steps that follow, from a copy in host memory: 12 bytes a parameter, over all ranks. One copy waits at
     most."""

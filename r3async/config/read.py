@@ -12,10 +12,10 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config.data import DataConfig
+from r3async.config.evaluation import EvaluationConfig
 from r3async.config.generation import (
     EnvConfig,
     EpisodeConfig,
-    EvaluationConfig,
     GeneratorConfig,
     ModelConfig,
     ServingConfig,
@@ -98,8 +98,14 @@ class Config(Section):
             )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
+        if not self.episode.temperature:
+            raise ValueError(
+                "`episode.temperature` must be greater than 0, got 0: greedy answers are all the same, and have no log-probs to "
+                "train on. Evaluations may be greedy: `evaluation.temperature` = 0"
+            )
         if self.generator.engine == "scripted" and self.weights.probe and self.learner.backend != "scripted":
             raise ValueError('`generator.engine = "scripted"` has no weights to compare: set `weights.probe` = false')
+        self.evaluation.check_best(self.checkpoint.keep_best, self.schedule.steps_per_publication)
         if self.episode.max_total_tokens > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
                 f"`episode.max_total_tokens` = {self.episode.max_total_tokens} is more than "
@@ -146,7 +152,11 @@ def _unknown_key(path: str, key: str, inner: Any, names: Sequence[str]) -> Confi
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """Build section `kind` from plain data, with dotted paths in every error."""
-    if not (isinstance(kind, type) and issubclass(kind, Section)):
+    if typing.get_origin(kind) is dict and _is_section(inner := typing.get_args(kind)[1]):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
+        return {name: _convert(inner, each, f"{path}.{name}") for name, each in value.items()}
+    if not _is_section(kind):
         try:
             return msgspec.convert(value, kind, dec_hook=_secret)
         except msgspec.ValidationError as error:
@@ -167,6 +177,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return kind(**built)
     except ValueError as error:
         raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _secret(kind: type, value: Any) -> Any:
@@ -366,14 +380,6 @@ def to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
         return value.as_given if reveal else value.shown
 
     return msgspec.to_builtins(config, enc_hook=write_secret)
-
-
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one, by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in section.items() if isinstance(section, dict) else ():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def to_toml(config: Config) -> str:

@@ -73,6 +73,14 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """What a section requires of its values beyond their ranges, and makes of them. Raises `ValueError`."""
 
 
+def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one, by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in section.items() if isinstance(section, dict) else ():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
 def plain_type(kind: Any) -> Any:
     """A field's type without its `Range`."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind

@@ -63,6 +63,17 @@ def _source(data: DataConfig) -> tuple[str, str]:
     return (data.eval, "train, train") if find(data.eval).is_file() else (data.path, f"{data.eval}, train")
 
 
+def shared_prompts(env: EnvConfig, other: EnvConfig) -> list[Task]:
+    """The tasks of dataset `env` whose prompt a task of dataset `other` poses too. Raises `ConfigError` as `tasks_of` does."""
+    posed = {_prompt_digest(task) for task in _posed(settings_of(other))}
+    return [task for task in _posed(settings_of(env)) if _prompt_digest(task) in posed]
+
+
+def _posed(data: DataConfig) -> Sequence[Task]:
+    tasks = tasks_of(data)
+    return tasks.train if data.part == "train" else tasks.eval
+
+
 class Tasks:
     """The tasks of both parts. `repeated`: rows that were left out of training because evaluation poses the same prompt."""
 
@@ -231,8 +242,7 @@ class DatasetFactory:
     def __init__(self, config: EnvConfig):
         data = settings_of(config)
         self._rewards = rewards_for(data)
-        made = tasks_of(data)
-        self._tasks = made.train if data.part == "train" else made.eval
+        self._tasks = _posed(data)
         quick = {reward.name for reward in self._rewards if reward.quick}
         slow = [msgspec.to_builtins(each) for each in rewards_of(data.reward) if each.name not in quick]
         self._blocking = pooled("r3async.envs.dataset:Judge", {"rewards": slow}, config, has_oracle=False)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
 
-from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, ServingConfig, check_kept, secret_settings
+from r3async.config import (
+    Config,
+    ConfigError,
+    EnvConfig,
+    EpisodeConfig,
+    EvaluationConfig,
+    ServingConfig,
+    check_kept,
+    secret_settings,
+)
 from r3async.data.records import Trajectory
 from r3async.envs import (
     Action,
@@ -24,13 +31,14 @@ from r3async.envs import (
     StepResult,
     sum_by_name,
 )
-from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, same_rows
+from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, same_rows, shared_prompts
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import OUTSIDE, agent_player, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask, close_environment
 from r3async.rollout.group import GroupPlayer
+from r3async.rollout.outcomes import Evaluation, Outcome, joined, outcome_of, summarize_outcomes
 from r3async.schedule.tasks import Cursor, evaluation_seed
 from r3async.world import World
 from r3async.world.real import REAL
@@ -39,17 +47,18 @@ Policy = Literal["oracle", "random"]
 
 
 class EvaluationTask(EpisodeTask, frozen=True):
-    """An episode of no lease; `group_index` counts them. Its id is no training trajectory's."""
+    """An episode of no lease; `group_index` counts tasks, and `episode_index` from 1 the episodes of one. Its id is no training
+    trajectory's."""
 
     @property
     def trajectory_id(self) -> str:
-        return f"evaluation{self.group_index:06d}"
+        return f"evaluation{self.group_index:06d}e{self.episode_index}"
 
 
-def evaluated(config: Config) -> EnvConfig:
-    """The environment that evaluation plays: `evaluation.env`, or the one that is trained if that has no name, with the rows that
-    `data.eval` keeps from training."""
-    return config.evaluation.env if config.evaluation.env.name else held_out(config.env)
+def evaluated(config: Config, settings: EvaluationConfig) -> EnvConfig:
+    """The environment that a set plays (`EvaluationConfig.each`): its `env`, or the one that is trained if that has no name, with
+    the rows that `data.eval` keeps from training."""
+    return settings.env if settings.env.name else held_out(config.env)
 
 
 async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
@@ -64,9 +73,10 @@ async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
 
 
 def evaluation_tasks(
-    env: EnvConfig, size: int | None, seed: int, episodes: int, trained: EnvConfig | None = None
+    env: EnvConfig, size: int | None, settings: EvaluationConfig, trained: EnvConfig | None = None
 ) -> list[EvaluationTask]:
-    """The first `episodes` of the endless list of tasks that `seed` stands for: the longer list begins with the shorter.
+    """`settings.samples` episodes of each of the first `settings.episodes` tasks of the endless list that `settings.seed` stands
+    for: the longer list begins with the shorter.
 
     `size`: of `env`, from `count_tasks`. With one, each task is posed once before any is posed again; without, task seeds are
     numbers that training never draws. `trained`: the environment that a run trains, if there is a run. Raises `ConfigError` if
@@ -74,12 +84,13 @@ def evaluation_tasks(
     """
     refuse_trained_tasks(env, size, trained)
     if size is None:
-        seeds = [evaluation_seed(seed, i) for i in range(episodes)]
+        seeds = [evaluation_seed(settings.seed, i) for i in range(settings.episodes)]
     else:
-        order = Cursor(evaluation_seed(seed, 0), size)
-        seeds = [order.task_seed(i) for i in range(episodes)]
+        order = Cursor(evaluation_seed(settings.seed, 0), size)
+        seeds = [order.task_seed(i) for i in range(settings.episodes)]
     # Index 0 of a group would keep a preview, for nobody.
-    return [EvaluationTask(i, 1, task_seed) for i, task_seed in enumerate(seeds)]
+    samples = range(1, settings.samples + 1)
+    return [EvaluationTask(i, sample, seed) for i, seed in enumerate(seeds) for sample in samples]
 
 
 def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, settings: EpisodeConfig) -> int:
@@ -108,6 +119,19 @@ def refuse_trained_tasks(env: EnvConfig, size: int | None, trained: EnvConfig | 
     )
 
 
+def refuse_shared_prompts(env: EnvConfig, trained: EnvConfig) -> None:
+    """Raise `ConfigError` if a row that `env` evaluates poses a prompt that a row of `trained` poses too. Reads the rows of both,
+    if they are datasets; whole datasets that are the same are `refuse_trained_tasks`'s."""
+    if not (is_dataset(env) and is_dataset(trained)) or same_rows(env, trained):
+        return
+    shared = shared_prompts(env, trained)
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} rows of {env.name!r}, which are evaluated, pose a prompt that is trained, such as {shared[0].where}: "
+            "name their file as `data.eval`, which leaves those prompts out of training, or take them out of one of the two"
+        )
+
+
 def _same_tasks(env: EnvConfig, trained: EnvConfig) -> bool:
     """Rows are the same in one file, whatever is asked of them; another environment's arguments may choose its tasks."""
     if is_dataset(env) and is_dataset(trained):
@@ -119,19 +143,17 @@ def check_environment(config: Config) -> None:
     """Raise `ConfigError` for an environment, or an agent, that cannot be used in this run, to train or to evaluate."""
     for setting, secret in secret_settings(config).items():
         check_kept(secret, setting)
-    played = evaluated(config) if config.evaluation.every else config.env
-    for env in [config.env] if played is config.env else [config.env, played]:
-        if is_agent(env):
-            make_agent(env)
-        else:
-            factory = environment_factory(env)
-            if config.evaluation.every and env is played:
-                refuse_trained_tasks(env, getattr(factory(), "size", None), config.env)
-    if config.evaluation.every and played.name == OUTSIDE:
-        raise ConfigError(
-            f'`env.name` = "{OUTSIDE}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to something '
-            "that plays by itself, or `evaluation.every` = 0"
-        )
+    _check_loads(config.env)
+    for settings in config.evaluation.each().values() if config.evaluation.every else ():
+        env = evaluated(config, settings)
+        size = _check_loads(env)
+        refuse_trained_tasks(env, size, config.env)
+        refuse_shared_prompts(env, config.env)
+        if env.name == OUTSIDE:
+            raise ConfigError(
+                f'`env.name` = "{OUTSIDE}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to '
+                "something that plays by itself, or `evaluation.every` = 0"
+            )
     if not is_agent(config.env):
         return
     if config.env.name == OUTSIDE and not config.serving.enabled:
@@ -142,73 +164,46 @@ def check_environment(config: Config) -> None:
         )
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What came of one episode. `tokens` were sampled; versions are those that sampled them, -1 if nobody knows; `metrics`: what
-    the environment told."""
-
-    reward: float
-    turns: int
-    stop_reason: str
-    tokens: int = 0
-    version_min: int = -1
-    version_max: int = -1
-    metrics: dict[str, float] = {}
+def _check_loads(env: EnvConfig) -> int | None:
+    """How many tasks it has, if that is known. Raises `ConfigError` if it cannot be made."""
+    if is_agent(env):
+        make_agent(env)
+        return None
+    return getattr(environment_factory(env)(), "size", None)
 
 
-class Evaluation(msgspec.Struct, frozen=True):
-    """What came of all. `reward_error` is the standard error of the mean, None of a single episode; `stop_reasons` has
-    `[episodes, mean reward]` of each; tokens and turns are means of an episode."""
-
-    episodes: int
-    reward_mean: float
-    reward_error: float | None
-    reward_min: float
-    reward_max: float
-    turns_mean: float
-    tokens_mean: float
-    version_min: int
-    version_max: int
-    stop_reasons: dict[str, tuple[int, float]]
-    seconds: float
-    metrics: dict[str, float] = {}
-    """Means of what the environment told, over the episodes that told it: rewards by name are among them."""
-
-
-def summarize_outcomes(outcomes: Sequence[Outcome], seconds: float) -> Evaluation:
-    rewards = np.array([o.reward for o in outcomes], np.float64)
-    n = len(rewards)
-    told = sorted({name for o in outcomes for name in o.metrics})
-    by_reason = {
-        reason: [o.reward for o in outcomes if o.stop_reason == reason]
-        for reason in sorted({o.stop_reason for o in outcomes})
-    }
-    return Evaluation(
-        episodes=n,
-        reward_mean=float(rewards.mean()),
-        reward_error=float(rewards.std(ddof=1) / math.sqrt(n)) if n > 1 else None,
-        reward_min=float(rewards.min()),
-        reward_max=float(rewards.max()),
-        turns_mean=float(np.mean([o.turns for o in outcomes])),
-        tokens_mean=float(np.mean([o.tokens for o in outcomes])),
-        version_min=min(o.version_min for o in outcomes),
-        version_max=max(o.version_max for o in outcomes),
-        stop_reasons={reason: (len(r), float(np.mean(r))) for reason, r in by_reason.items()},
-        seconds=seconds,
-        metrics={name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in told},
-    )
-
-
-def outcome_of(trajectory: Trajectory) -> Outcome:
-    versions = [s.table["policy_version"][s.table["loss_mask"]] for s in trajectory.samples]
-    return Outcome(
-        reward=trajectory.reward,
-        turns=len(trajectory.turns),
-        stop_reason=trajectory.stop_reason,
-        tokens=sum(turn.stop - turn.start for turn in trajectory.turns),
-        version_min=int(min(v.min() for v in versions)),
-        version_max=int(max(v.max() for v in versions)),
-        metrics=trajectory.metrics,
-    )
+async def evaluate_all(
+    config: Config,
+    factory: Callable[[EnvConfig], Awaitable[EnvironmentFactory | None]],
+    engine: Engine,
+    renderer: ChatRenderer,
+    *,
+    trained: EnvConfig | None,
+    generator_id: str = "",
+    report: Callable[..., object] = lambda event, **fields: None,
+    progress: Callable[[Outcome], object] = lambda outcome: None,
+    world: World = REAL,
+) -> Evaluation:
+    """The sets of `config.evaluation`, one after the other; see `evaluate`. `factory(env)`: None for an agent."""
+    sets = {}
+    for name, settings in config.evaluation.each().items():
+        env = evaluated(config, settings)
+        sets[name] = await evaluate(
+            env,
+            await factory(env),
+            engine,
+            renderer,
+            config.episode,
+            config.serving,
+            settings,
+            trained=trained,
+            concurrency=config.generator.concurrency,
+            generator_id=generator_id,
+            report=report,
+            progress=progress,
+            world=world,
+        )
+    return joined(sets)
 
 
 async def evaluate(
@@ -218,9 +213,8 @@ async def evaluate(
     renderer: ChatRenderer,
     episode: EpisodeConfig,
     serving: ServingConfig,
+    settings: EvaluationConfig,
     *,
-    episodes: int,
-    seed: int,
     trained: EnvConfig | None,
     concurrency: int,
     generator_id: str = "",
@@ -228,13 +222,15 @@ async def evaluate(
     progress: Callable[[Outcome], object] = lambda outcome: None,
     world: World = REAL,
 ) -> Evaluation:
-    """Play the tasks of `seed`, at most `concurrency` at once. `factory`: of `env`; None for an agent. `trained`: see
-    `evaluation_tasks`, which may raise `ConfigError`.
+    """Play one set (`EvaluationConfig.each`), at most `concurrency` episodes at once. `factory`: of `env`; None for an agent.
+    `trained`: see `evaluation_tasks`, which may raise `ConfigError`.
 
     An episode that fails is tried again `episode.retries` times; then what it failed with is raised and the others are cancelled.
     `report(event, **fields)` gets failed attempts, `progress` each outcome.
     """
-    tasks = evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained)
+    if settings.temperature is not None:
+        episode = msgspec.structs.replace(episode, temperature=settings.temperature)
+    tasks = evaluation_tasks(env, await count_tasks(factory), settings, trained)
     outcomes: list[Outcome] = []
 
     async def deliver(trajectory: Trajectory) -> None:
@@ -268,16 +264,15 @@ async def evaluate(
         async with asyncio.TaskGroup() as group:
             for task in tasks:
                 group.create_task(one(task))
-    return summarize_outcomes(outcomes, clock.monotonic() - began)
+    return summarize_outcomes(outcomes, clock.monotonic() - began, settings.pass_reward)
 
 
 async def evaluate_without_model(
     env: EnvConfig,
     factory: EnvironmentFactory,
     policy: Policy,
+    settings: EvaluationConfig,
     *,
-    episodes: int,
-    seed: int,
     trained: EnvConfig | None = None,
     max_turns: int,
     progress: Callable[[Outcome], object] = lambda outcome: None,
@@ -288,24 +283,25 @@ async def evaluate_without_model(
     """
     began = time.monotonic()
     outcomes = []
-    for task in evaluation_tasks(env, await count_tasks(factory), seed, episodes, trained):
+    for task in evaluation_tasks(env, await count_tasks(factory), settings, trained):
         environment = factory()
         try:
-            results, reason = await _play_policy(environment, env.name, policy, task.task_seed, max_turns)
+            results, reason = await _play_policy(environment, env.name, policy, task, max_turns)
         finally:
             await close_environment(environment)
         metrics = sum_by_name([result.metrics for result in results])
-        outcomes.append(Outcome(sum(result.reward for result in results), len(results), reason, metrics=metrics))
+        reward = sum(result.reward for result in results)
+        outcomes.append(Outcome(reward, len(results), reason, metrics=metrics, task=task.task_seed))
         progress(outcomes[-1])
-    return summarize_outcomes(outcomes, time.monotonic() - began)
+    return summarize_outcomes(outcomes, time.monotonic() - began, settings.pass_reward)
 
 
 async def _play_policy(
-    env: Environment, name: str, policy: Policy, task_seed: int, max_turns: int
+    env: Environment, name: str, policy: Policy, task: EvaluationTask, max_turns: int
 ) -> tuple[list[StepResult], str]:
     """What came of the turns, and why it ended."""
-    await env.reset(task_seed)
-    rng = random.Random(f"random/{task_seed}")
+    await env.reset(task.task_seed)
+    rng = random.Random(f"random/{task.task_seed}/{task.episode_index}")
     results: list[StepResult] = []
     while len(results) < max_turns:
         if policy == "oracle" and isinstance(env, HasOracle):

@@ -206,15 +206,30 @@ def chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -> dic
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+def read_evaluations(run_dir: Path, of: str = "") -> list[dict[str, Any]]:
     """`{"step", EVALUATED, ERROR}` in the order of steps; ERROR is None where unknown. Of one step that was evaluated again,
-    after a resume, the last counts."""
+    after a resume, the last counts. `of`: which of `evaluation.sets`; by default the first."""
     found = {}
     for line in read_objects(run_dir / EVALUATION):
-        step, reward = finite(line.get("step")), finite(line.get(EVALUATED))
+        step, reward = finite(line.get("step")), finite(line.get(_of_set(EVALUATED, of)))
         if step is not None and reward is not None:
-            found[step] = {"step": step, EVALUATED: reward, ERROR: finite(line.get(ERROR))}
+            found[step] = {"step": step, EVALUATED: reward, ERROR: finite(line.get(_of_set(ERROR, of)))}
     return [found[step] for step in sorted(found)]
+
+
+def _of_set(metric: str, of: str) -> str:
+    return metric.replace("/", f"/{of}/", 1) if of else metric
+
+
+def evaluated_sets(run_dir: Path) -> list[str]:
+    """Names of the sets that were evaluated, in their order."""
+    names: dict[str, None] = {}
+    for line in read_objects(run_dir / EVALUATION):
+        for metric in line:
+            parts = metric.split("/")
+            if len(parts) == 3 and _of_set(EVALUATED, parts[1]) == metric:
+                names[parts[1]] = None
+    return list(names)
 
 
 def evaluation_line(label: str, color: str, prefix: str = "") -> Line:

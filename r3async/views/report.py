@@ -25,11 +25,13 @@ from r3async.record.events import event_details
 from r3async.record.reading import read_objects, read_run_config
 from r3async.record.timeline import Span, busy_shares, read_timeline
 from r3async.views.charts import (
+    Line,
     color,
     describe_charts,
     describe_evaluations,
     describe_more,
     describe_overlays,
+    evaluated_sets,
     evaluation_line,
     read_evaluations,
     step_column,
@@ -96,9 +98,7 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
     """The words of a run's page, and what its script draws."""
     bound, summary = run.summary.staleness_bound, run.summary
     curves, (more, constants) = describe_charts(run.rows, bound), describe_more(run.rows)
-    evaluation = describe_evaluations(
-        [(evaluation_line("evaluation", "orange"), read_evaluations(run.run_dir))], run.rows
-    )
+    evaluation = describe_evaluations(_evaluations(run.run_dir), run.rows)
     samples, kept = read_samples(run.run_dir)
     conversations, played = read_conversations(run.run_dir / "episodes.jsonl")
     page = {
@@ -129,6 +129,17 @@ def _one(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
         "ages": describe_ages(run.run_dir, run.rows, bound),
         "timeline": describe_timeline(run.spans),
     }
+
+
+def _evaluations(run_dir: Path) -> list[tuple[Line, list[dict[str, Any]]]]:
+    """A line for each set that was evaluated."""
+    sets = evaluated_sets(run_dir)
+    if not sets:
+        return [(evaluation_line("evaluation", "orange"), read_evaluations(run_dir))]
+    return [
+        (evaluation_line(name, color(index + 1), f"{name}:"), read_evaluations(run_dir, name))
+        for index, name in enumerate(sets)
+    ]
 
 
 def _compared(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 from r3async.actors.process import RunFailed
 from r3async.config import ConfigError, config_from_dict, load_config
 from r3async.rollout.evaluation import check_environment
-from r3async.tools.eval import Target, check_target, find_target, run_evaluation
+from r3async.tools.eval import Target, check_target, describe, find_target, keep_result, run_evaluation
 from tests.helpers.serving import answer_ids, ready, renderer
 
 
@@ -88,9 +88,9 @@ async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_mod
     chat = renderer()
     engine = await ready(answer_ids(chat, "abcd"))
     monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
-    target = Target(tiny_model, config)
+    target = Target(tiny_model, config).posing(3, 0)
     phases, outcomes = [], []
-    values = {"episodes": 3, "seed": 0, "make_engine": lambda config, model, seed: engine}
+    values = {"make_engine": lambda config, model, seed: engine}
     result = await run_evaluation(target, **values, phase=phases.append, progress=outcomes.append)
     assert (result.episodes, len(outcomes), phases) == (3, 3, ["loading the model", "playing"])
     with pytest.raises(Exception, match="not running"):
@@ -127,7 +127,7 @@ def make_dataset_run(tmp_path, evaluation=""):
     return train
 
 
-async def played(target, monkeypatch, **values):
+async def played(target, monkeypatch, episodes):
     """The prompts that `r3async eval` posed, and what it told the maker of its engine."""
     chat, told = renderer(), []
     engine = await ready(answer_ids(chat, "yes"))
@@ -137,7 +137,7 @@ async def played(target, monkeypatch, **values):
         told.append((config, model, seed))
         return engine
 
-    await run_evaluation(target, seed=0, make_engine=make, **values)
+    await run_evaluation(target.posing(episodes, 0), make_engine=make)
     texts = {chat.tokenizer.decode([int(t) for t in call.prompt_ids]) for call in engine.calls}
     return texts, told
 
@@ -151,7 +151,7 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
     texts, told = await played(target, monkeypatch, episodes=4)
     assert [sum(f"test{i}" in text for text in texts) for i in range(4)] == [1, 1, 1, 1]
     assert not any("train" in text for text in texts)
-    assert told == [(target.config, str(tmp_path / "rows" / "model"), 7)]
+    assert told == [(target.posing(4, 0).config, str(tmp_path / "rows" / "model"), 7)]
     assert target.config.generator.engine == "scripted"
     other = find_target("rows", None, None, [f"evaluation.env.name={held_out}", "env.args.reward=contains"], tmp_path)
     assert (other.config.env.name, other.config.evaluation.seed) == (held_out, 5)
@@ -160,7 +160,7 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
 async def test_eval_of_a_run_with_the_scripted_engine_loads_no_other(untrained, monkeypatch):
     monkeypatch.setitem(sys.modules, "r3async.rollout.engines.vllm", None)  # importing it fails
     scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]
-    result = await run_evaluation(Target(untrained, load_config("quickstart", scripted)), episodes=3, seed=0)
+    result = await run_evaluation(Target(untrained, load_config("quickstart", scripted)).posing(3, 0))
     assert (result.episodes, result.tokens_mean > 0) == (3, True)
 
 
@@ -191,3 +191,47 @@ def test_a_run_that_would_evaluate_what_it_trains_is_refused_before_it_starts(tm
         check_environment(config_from_dict({"env": train, "evaluation": {"every": 1}}))
     test = {"name": write_rows(tmp_path / "test.jsonl", "c")}
     check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "env": test}}))
+
+
+def test_rows_that_training_poses_too_are_not_evaluated_and_the_first_is_named(tmp_path, monkeypatch):
+    train = {"name": write_rows(tmp_path / "train.jsonl", "a", "b", "c")}
+    test = {"name": write_rows(tmp_path / "test.jsonl", "d", "b")}
+    with pytest.raises(
+        ConfigError, match=r"1 rows of 'dataset:.*test\.jsonl'.* such as .*test\.jsonl.*2.*`data\.eval`"
+    ):
+        check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "env": test}}))
+    sets = {"new": {"env": {"name": write_rows(tmp_path / "new.jsonl", "e")}}, "old": {"env": test}}
+    with pytest.raises(ConfigError, match="1 rows of"):
+        check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "sets": sets}}))
+    make_dataset_run(tmp_path)
+    other = write_rows(tmp_path / "other.jsonl", "new", "train3")
+    with pytest.raises(ConfigError, match="1 rows of"):
+        check_target(find_target("rows", None, other, [], tmp_path), "model")
+    kept = {"name": "dataset", "args": {"path": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")}}
+    kept["args"]["reward"] = "exact"
+    check_environment(config_from_dict({"env": kept, "evaluation": {"every": 1}}))  # leaves "b" out of training
+
+
+async def test_the_sets_of_a_run_are_played_and_its_result_is_kept_beside_its_checkpoints(tmp_path, monkeypatch):
+    sets = "[evaluation]\nepisodes = 2\n[evaluation.sets.greedy]\ntemperature = 0\n[evaluation.sets.sampled]\nsamples = 4\n"
+    held_out = write_rows(tmp_path / "test.jsonl", *(f"test{i}" for i in range(4)))
+    run = make_dataset_run(tmp_path, f'{sets}[evaluation.env]\nname = "{held_out}"\n') and tmp_path / "rows"
+    chat, engine = renderer(), await ready(answer_ids(renderer(), "no"))
+    monkeypatch.setattr("r3async.tools.eval.ChatRenderer.from_model", lambda *a: chat)
+    target = find_target("rows", None, None, [], tmp_path).posing(None, None)
+    result = await run_evaluation(target, make_engine=lambda config, model, seed: engine)
+    assert {name: (s.episodes, s.tasks, list(s.passes)) for name, s in result.sets.items()} == {
+        "greedy": (2, 2, ["1"]),
+        "sampled": (8, 2, ["1", "2", "4"]),
+    }
+    assert {call.temperature for call in engine.calls} == {0.0, 1.0}
+    text = "\n".join(describe(result, "model", target.environments))
+    assert "model, greedy, on dataset:" in text
+    assert "  pass@4 1.0000  (95 %: 1.0000 to 1.0000)" in text
+    paths = [keep_result(target, result) for _ in range(2)]
+    assert paths == [run / "checkpoints" / f"evaluation-model-{n}.json" for n in (1, 2)]
+    assert json.loads(paths[0].read_text())["result"]["sets"]["sampled"]["passes"]["4"] == [1.0, 1.0, 1.0]
+    alone = find_target("rows", None, "guess", [], tmp_path).posing(5, 3).config.evaluation
+    assert (alone.sets, alone.episodes, alone.seed) == ({}, 5, 3)
+    each = find_target("rows", None, None, [], tmp_path).posing(5, None).config.evaluation.each()
+    assert [(s.episodes, s.samples) for s in each.values()] == [(5, 1), (5, 4)]

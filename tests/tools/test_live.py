@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from r3async.tools.tail.live import LiveView, describe_step
+from r3async.tools.tail.live import LiveView, describe_evaluation, describe_step
 
 ROW = {
     "step": 3,
@@ -41,6 +41,23 @@ def test_a_pipe_gets_plain_lines_once_per_step_and_phase():
     assert [line.split("/")[0].strip() for line in lines if "reward" in line] == ["3", "4"]
     assert sum("is being restarted" in line for line in lines) == 1
     assert all(len(line) <= 80 for line in lines if "reward" in line)
+
+
+def test_an_evaluation_is_a_line_of_its_own_once_with_each_of_its_sets():
+    row = {"step": 20, "time": 7.0, "evaluation/reward_mean": 0.5, "evaluation/reward_error": 0.0625}
+    assert describe_evaluation(row) == "evaluation after step 20: reward 0.500 ± 0.062"
+    sets = {
+        "evaluation/greedy/reward_mean": 0.5,
+        "evaluation/many/reward_mean": 0.25,
+        "evaluation/many/reward_error": None,
+    }
+    told = describe_evaluation(row | sets | {"evaluation/many/pass@1": 0.25, "evaluation/many/pass@4": 0.75})
+    assert told == "evaluation after step 20: greedy reward 0.500; many reward 0.250, pass@4 0.750"
+    screen = io.StringIO()
+    with LiveView(Console(file=screen), 10) as view:
+        for _ in range(2):
+            view.show(status() | {"evaluations": [row]})
+    assert screen.getvalue().count("evaluation after step 20") == 1
 
 
 def test_a_terminal_gets_a_line_that_changes():

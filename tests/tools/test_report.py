@@ -359,6 +359,17 @@ def test_evaluations_are_drawn_over_their_own_steps_beside_training(tmp_path: Pa
     assert high > 12
 
 
+def test_each_set_of_evaluations_is_a_line(tmp_path: Path) -> None:
+    row = {"evaluation/reward_mean": 0.5, "evaluation/greedy/reward_mean": 0.5, "evaluation/many/reward_mean": 0.25}
+    run = evaluated(write_run(tmp_path), {"step": 0, **row}, {"step": 10, **row, "evaluation/many/reward_mean": 0.75})
+    data = drawn(write_report(run))
+    (chart,) = [chart for chart in data["charts"] if chart["title"] == "Evaluation"]
+    greedy, many, training = chart["lines"]
+    assert (greedy["label"], many["label"], training["label"]) == ("greedy", "many", "training")
+    assert data["series"][many["metric"]] == [0.25, 0.75]
+    assert data["series"][greedy["metric"]] == [0.5, 0.5]
+
+
 def test_a_run_without_evaluations_has_no_such_chart(tmp_path: Path) -> None:
     titles = [chart["title"] for chart in drawn(write_report(write_run(tmp_path)))["charts"]]
     assert "Reward" in titles

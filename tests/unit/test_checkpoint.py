@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from r3async.checkpoint import CheckpointError, Checkpoints, find_checkpoint, open_checkpoint
+from r3async.checkpoint.evaluations import EvaluationFile, read_evaluation_files, write_evaluation
 from r3async.checkpoint.state import FileRecord, Manifest, OtherVersion, decode_manifest
 from r3async.checkpoint.tensors import LearnerParts, Place, write_part
 from tests.helpers.checkpoint import run_state, tiny_state, write_checkpoint
@@ -123,6 +124,39 @@ def test_the_newest_intact_one_is_never_pruned(tmp_path, file):
     assert checkpoints.prune() == [10]
     assert checkpoints.steps() == [20, 30]
     assert checkpoints.newest().state.steps == 20
+
+
+def evaluate(checkpoints, step, reward=None):
+    """`reward`: None while it is played."""
+    figures = {} if reward is None else {"greedy/reward_mean": reward}
+    write_evaluation(checkpoints.directory, EvaluationFile(step, 1.0, figures, figures))
+
+
+def test_the_best_checkpoint_and_what_is_being_evaluated_are_never_pruned(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best="greedy/reward_mean")
+    for step in (10, 20, 30, 40, 50):
+        write_checkpoint(checkpoints, step)
+    for step, reward in {0: 0.95, 10: 0.5, 20: 0.9, 30: 0.9, 35: 1.0, 40: None}.items():
+        evaluate(checkpoints, step, reward)
+    assert checkpoints.best() == (20, 0.9), "0 and 35 have no checkpoint; of equal ones the first"
+    assert checkpoints.prune() == [10, 30]
+    assert checkpoints.steps() == [20, 40, 50]
+    evaluate(checkpoints, 40, 0.7)
+    assert checkpoints.prune() == [40]
+    assert Checkpoints(tmp_path, keep_last=1).prune() == [20], "without the setting it has no privilege"
+
+
+def test_evaluations_that_were_not_finished_or_are_taken_back_by_a_resume_are_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_best="greedy/reward_mean")
+    for step, reward in {10: 0.5, 20: None, 30: 0.9}.items():
+        write_checkpoint(checkpoints, step)
+        evaluate(checkpoints, step, reward)
+    (tmp_path / "evaluation-00000040.json").write_text("{torn")
+    checkpoints.clean()
+    assert list(read_evaluation_files(tmp_path)) == [10, 30]
+    checkpoints.supersede(10)
+    assert list(read_evaluation_files(tmp_path)) == [10]
+    assert checkpoints.best() == (10, 0.5)
 
 
 def test_nothing_is_pruned_while_none_is_intact(tmp_path):

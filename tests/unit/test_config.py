@@ -6,7 +6,16 @@ import tomllib
 
 import pytest
 
-from r3async.config import Config, ConfigError, find_config, load_config, parse_override, to_dict, to_toml
+from r3async.config import (
+    Config,
+    ConfigError,
+    config_from_dict,
+    find_config,
+    load_config,
+    parse_override,
+    to_dict,
+    to_toml,
+)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +98,51 @@ def test_another_environment_does_not_inherit_the_arguments_of_the_one_before(tm
     assert load_config("quickstart", ["env.name=reverse-text", "env.args.letters=5"]).env.args["turns"] == 3
     (tmp_path / "mine.toml").write_text('extends = "quickstart"\n[env]\nname = "countdown"\n')
     assert load_config(str(tmp_path / "mine.toml")).env.args == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"evaluation": {"sets": {"a b": {}}}}, "'a b' is no name"),
+        (
+            {"evaluation": {"sets": {"a": {"temperature": 0, "samples": 3}}}},
+            r"`sets\.a`: `temperature` = 0 is greedy, and 3",
+        ),
+        ({"evaluation": {"temperature": 0, "samples": 3}}, "`temperature` = 0 is greedy"),
+        ({"evaluation": {"sets": {"a": {"sample": 1}}}}, r"did you mean `evaluation\.sets\.a\.samples`"),
+        ({"evaluation": {"sets": {"a": 3}}}, r"`evaluation\.sets\.a` is a section"),
+        ({"evaluation": {"sets": 3}}, "holds sections by name"),
+        ({"evaluation": {"env": {"args": {"x": 1}}}}, r"\[evaluation\.env\] `args` without `name`"),
+        (
+            {"episode": {"temperature": 0}},
+            r"`episode\.temperature` must be greater than 0.*`evaluation\.temperature` = 0",
+        ),
+        ({"checkpoint": {"keep_best": "reward_mean"}}, r"needs evaluations: set `evaluation\.every`"),
+        (
+            {"checkpoint": {"keep_best": "pass@8"}, "evaluation": {"every": 1, "samples": 4}},
+            "'pass@8' is no figure of the evaluations: reward_mean, pass@1, pass@2, pass@4$",
+        ),
+        (
+            {
+                "checkpoint": {"keep_best": "reward_mean"},
+                "evaluation": {"every": 3},
+                "schedule": {"steps_per_publication": 2},
+            },
+            "`evaluation.every` = 3 must be a multiple",
+        ),
+    ],
+)
+def test_evaluations_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(settings)
+
+
+def test_a_set_of_evaluations_differs_in_what_it_names():
+    sets = {"greedy": {"temperature": 0}, "other": {"env": {"name": "guess"}, "samples": 8, "seed": 3}}
+    config = config_from_dict(
+        {"evaluation": {"every": 2, "episodes": 5, "sets": sets}, "checkpoint": {"keep_best": "other/pass@8"}}
+    )
+    greedy, other = config.evaluation.each().values()
+    assert (greedy.temperature, greedy.episodes, greedy.samples, greedy.env.name) == (0, 5, 1, "")
+    assert (other.temperature, other.episodes, other.samples, other.env.name, other.seed) == (None, 5, 8, "guess", 3)
+    assert config_from_dict(tomllib.loads(to_toml(config))) == config

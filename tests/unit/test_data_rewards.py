@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import ConfigError, EnvConfig, EpisodeConfig
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
 from r3async.envs import Action, EnvironmentFailed, StepResult, sum_by_name
 from r3async.envs.factory import environment_factory
 from r3async.envs.rewards import last_number
@@ -261,10 +261,10 @@ async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step
 async def test_an_evaluation_has_means_by_name(dataset):
     env = dataset({"prompt": "1+1?", "answer": "2"}, ["own.py:plain", {"fn": "own.py:only", "weight": 0.5}])
     config = EnvConfig(name="played")
-    made = await evaluate_without_model(config, lambda: env, "oracle", episodes=2, seed=0, max_turns=1)
+    made = await evaluate_without_model(config, lambda: env, "oracle", EvaluationConfig(episodes=2), max_turns=1)
     assert made.reward_mean == 1.5
     assert made.metrics == {"reward/only": 1.0, "reward/plain": 1.0}
-    assert describe(made, "oracle", config)[-2:] == ["  mean reward/only 1.0000", "  mean reward/plain 1.0000"]
+    assert describe(made, "oracle", {"": config})[-2:] == ["  mean reward/only 1.0000", "  mean reward/plain 1.0000"]
 
 
 def test_a_metric_that_is_no_number_fails_by_its_name():

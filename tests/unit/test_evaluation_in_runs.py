@@ -11,6 +11,7 @@ from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import NotLoaded
 from r3async.actors.tasks import Evaluator
+from r3async.checkpoint.evaluations import read_evaluation_files
 from r3async.config import config_from_dict, load_config, to_dict
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
@@ -57,14 +58,72 @@ async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_pa
         it.after(step)
         await settle(it)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
-    await it.finish(5, lambda: False)
+    await it.finish(5, 0, lambda: False)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4, 5]
-    await it.finish(5, lambda: False)
+    await it.finish(5, 0, lambda: False)
     assert len(lines(tmp_path)) == 4
     assert lines(tmp_path)[0]["evaluation/reward_mean"] == 0.5
     assert {"step", "time", "evaluation/version_min", "evaluation/version_max", "evaluation/episodes"} <= set(
         lines(tmp_path)[0]
     )
+
+
+async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves_nothing(tmp_path):
+    result = {"reward_mean": 0.5, "passes": {"1": [0.25, 0.1, 0.4]}, "rewards": {"7": [0.0, 1.0]}, "version_min": 3}
+    playing = asyncio.Event()
+
+    async def answer():
+        playing.set()
+        await asyncio.sleep(0.1)
+        return result
+
+    it, _ = evaluator(tmp_path, answer)
+    it.after(2)
+    await asyncio.wait_for(playing.wait(), 5)
+    found = read_evaluation_files(tmp_path / "checkpoints")
+    assert [(step, one.finished) for step, one in found.items()] == [(2, False)]
+    await settle(it)
+    (one,) = read_evaluation_files(tmp_path / "checkpoints").values()
+    assert (one.step, one.result) == (2, result)
+    assert one.figures == {"reward_mean": 0.5, "pass@1": 0.25, "version_min": 3}
+    (row,) = lines(tmp_path)
+    assert row == {"step": 2, "time": row["time"]} | {f"evaluation/{k}": v for k, v in one.figures.items()}
+    assert list(it.recent) == [row]
+
+    async def fails():
+        raise RuntimeError("the environment is away")
+
+    it, _ = evaluator(tmp_path, fails)
+    it.after(4)
+    await settle(it)
+    assert list(read_evaluation_files(tmp_path / "checkpoints")) == [2]
+
+
+async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_has_them(tmp_path):
+    asked = []
+
+    def generator(name):
+        async def evaluate():
+            asked.append(name)
+            return {"reward_mean": 0.5}
+
+        return StandIn(evaluate=evaluate)
+
+    it, events = evaluator(tmp_path, None)
+    it._fleet = fleet = Fleet(it.config, events, {name: generator(name) for name in "ab"})
+    for member in fleet:
+        member.health.loaded()
+        member.health.installed(0, 0)
+    it.after(2, version=1)
+    await asyncio.sleep(0.5)
+    assert asked == []
+    fleet["b"].health.installed(1, 1)
+    await settle(it)
+    assert asked == ["b"]
+    it.config = config_from_dict({"weights": {"install_timeout": 0.3}})
+    it.after(4, version=2)  # which nobody ever gets
+    await settle(it)
+    assert asked == ["b", "b"]
 
 
 async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_another(tmp_path):
@@ -110,7 +169,7 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     it, events = evaluator(tmp_path, answer)
     it.after(2)
     await settle(it)
-    await it.finish(2, lambda: False)
+    await it.finish(2, 0, lambda: False)
     assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
     assert "the environment is away" in events.reported[0][1]["error"]
     it, events = evaluator(tmp_path, answer, dead=True)
@@ -128,9 +187,9 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
     it.after(2)
     it.after(4)
     assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
-    await asyncio.wait_for(it.finish(4, lambda: True), 3)
+    await asyncio.wait_for(it.finish(4, 0, lambda: True), 3)
     assert events.reported[-1][0] == "evaluation_abandoned"
-    await it.finish(4, lambda: True)
+    await it.finish(4, 0, lambda: True)
     assert len(events.reported) == 2
 
 
@@ -138,7 +197,7 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
     it, events = evaluator(tmp_path, None, every=0)
     for step in range(5):
         it.after(step)
-    await it.finish(4, lambda: False)
+    await it.finish(4, 0, lambda: False)
     await it.cancel()
     assert (events.reported, it._task) == ([], None)
 

@@ -170,6 +170,8 @@ def test_a_checkpoint_is_due_by_steps_and_by_time():
     assert due(31)
     due.done(31)
     assert not due(32)
+    best = Due(CheckpointConfig(every_steps=10, every_minutes=0, keep_best="reward_mean"), lambda: now[0], 4)
+    assert [s for s in range(1, 21) if best(s) and best.done(s) is None] == [4, 8, 10, 12, 16, 20]
     never = Due(CheckpointConfig(every_steps=0, every_minutes=0), lambda: now[0])
     now[0] = 1e9
     assert not any(never(s) for s in range(1, 1000))

@@ -32,6 +32,21 @@ def describe_step(row: dict[str, Any]) -> str:
     ) + (f"  no update: {why}" if (why := why_no_update(row)) else "")
 
 
+def describe_evaluation(row: dict[str, Any]) -> str:
+    """One readable line of a row of `evaluation.jsonl`: of each set, mean reward with its standard error, and the last pass@k."""
+    sets = [name.removesuffix("/reward_mean") for name in row if name.endswith("/reward_mean")]
+    parts = []
+    for prefix in sets[1:] or sets:  # the first figures are those of the first set again
+        error = row.get(f"{prefix}/reward_error")
+        passes = [name for name in row if name.startswith(f"{prefix}/pass@")]
+        parts.append(
+            f"{prefix.removeprefix('evaluation').removeprefix('/')} reward {row[f'{prefix}/reward_mean']:.3f}".strip()
+            + (f" ± {error:.3f}" if error is not None else "")
+            + (f", {passes[-1].rpartition('/')[2]} {row[passes[-1]]:.3f}" if passes else "")
+        )
+    return f"evaluation after step {row['step']}: {'; '.join(parts)}"
+
+
 class LiveView:
     """One line a step; below them, on a terminal, a line that moves: what happens now, how far, how long."""
 
@@ -41,6 +56,8 @@ class LiveView:
         self.step = 0
         self._shown_phase, self._shown_at = "", 0.0
         self._restarts = 0
+        self._evaluated = 0.0
+        """When the last evaluation that was shown had ended."""
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -97,3 +114,7 @@ class LiveView:
             self.say(f"{row['step']:>4}/{self._steps}  {describe_step(row)}")
             if self._progress:
                 self._progress.update(self._task, completed=row["step"], description=status["phase"])
+        for row in status.get("evaluations", ()):
+            if row["time"] > self._evaluated:
+                self._evaluated = row["time"]
+                self.say(describe_evaluation(row))

@@ -134,7 +134,7 @@ class ScriptedEngine:
         self.generated_tokens += sampled
         return Generation(
             token_ids=tokens,
-            logprobs=self._logprobs(np.arange(first, first + sampled), versions, tokens) / request.temperature,
+            logprobs=self._logprobs(np.arange(first, first + sampled), versions, tokens) / (request.temperature or 1.0),
             version_spans=version_spans,
             routed_experts=self._routes(request, tokens, versions, prompt_version, routes_from),
             routes_from=routes_from,

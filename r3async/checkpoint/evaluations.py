@@ -1,0 +1,77 @@
+"""Results of evaluations beside the checkpoints, `evaluation-00000010.json` each, and which checkpoint is the best by them.
+
+A file is there from when its evaluation begins, so that the checkpoint of that step is not removed before it is known whether it
+is the best.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.world import Files
+from r3async.world.files import make_directory, read_file, replace_file
+from r3async.world.real import REAL
+
+_NAME = re.compile(r"evaluation-(\d{8,})\.json")
+
+
+class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of the evaluation after `step`. `time`: when it was written, in unix seconds. `figures`: of its row in `evaluation.jsonl`;
+    `result`: all of it, with the rewards of each task. Both are empty while it is played."""
+
+    step: int
+    time: float
+    figures: dict[str, Any] = {}
+    result: dict[str, Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.figures)
+
+
+def evaluation_path(directory: Path, step: int) -> Path:
+    """`directory`: of the checkpoints."""
+    return directory / f"evaluation-{step:08d}.json"
+
+
+def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: Files = REAL.files) -> Path:
+    """Raises `OSError`."""
+    make_directory(directory, files=files)
+    path = evaluation_path(directory, evaluation.step)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n", files=files)
+    return path
+
+
+def read_evaluation_files(directory: Path, *, files: Files = REAL.files) -> dict[int, EvaluationFile]:
+    """By step, oldest first. What cannot be read, or is none, is left out."""
+    found = {}
+    for name in files.list(directory):
+        if not _NAME.fullmatch(name):
+            continue
+        try:
+            one = msgspec.json.decode(read_file(directory / name, files=files), type=EvaluationFile)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        found[one.step] = one
+    return dict(sorted(found.items()))
+
+
+def remove_evaluations(directory: Path, *, after: int | None = None, files: Files = REAL.files) -> None:
+    """Those that were not finished; with `after` those of later steps, which a resume takes back."""
+    for step, one in read_evaluation_files(directory, files=files).items():
+        if step > after if after is not None else not one.finished:
+            files.remove(evaluation_path(directory, step))
+
+
+def best_of(evaluations: dict[int, EvaluationFile], metric: str, steps: list[int]) -> tuple[int, float] | None:
+    """Of the checkpoints of `steps`, the first whose evaluation has the largest `metric`, and that. None: none was evaluated."""
+    values = {step: evaluations[step].figures.get(metric) for step in sorted(steps) if step in evaluations}
+    known = {step: float(value) for step, value in values.items() if isinstance(value, int | float)}
+    if not known:
+        return None
+    best = max(known, key=lambda step: known[step])
+    return best, known[best]

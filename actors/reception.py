@@ -115,6 +115,7 @@ class Reception:
             age_bound=self.age_bound,
             lineage=self._lineage,
             kept=self._recovering,
+            masked=self._config.episode.keeps_mask,
         )
         return {at: str(error) for at, error in refused(trajectories, check).items()}
 

@@ -82,7 +82,7 @@ def wire_bytes(routing: RoutingShape | None) -> int:
     sizes = {"layers": routing.layers, "top_k": routing.top_k} if routing else {}
     total = 0
     for column in SCHEMA.columns.values():
-        if column.name in ADDED_BY_LEARNER or (column.optional and routing is None):
+        if column.name in ADDED_BY_LEARNER or (column.optional and routing is None) or column.sets:
             continue
         wide = column.inner and routing is not None and routing.num_experts > 256
         dtype = np.dtype(column.dtypes[-1 if wide else 0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -13,9 +13,11 @@ from r3async.config.section import (
     Port,
     Positive,
     PositiveInt,
+    Range,
     Secret,
     Section,
     Seed,
+    Share,
     Signed,
     revealed,
 )
@@ -100,6 +102,18 @@ class EpisodeConfig(Section):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
     temperature: float = 1.0
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
+    """Sample among the most probable tokens that have this probability together; 1: among all."""
+    top_k: int = 0
+    """Sample among so many most probable tokens; 0: among all."""
+    min_p: Share = 0.0
+    """Sample among tokens that have at least this share of the probability of the most probable one; 0: among all."""
+    keep_sampling_mask: bool = True
+    """With `top_p`, `top_k` or `min_p`: record which tokens could be sampled, and renormalise the learner's log-probs over the
+    same ones. Without it the learner's are of the whole vocabulary and the engine's are not: every importance ratio is too low,
+    and the trust region measures that as drift."""
+    ignore_eos: bool = False
+    """Sample on where the model ends its turn, until `max_new_tokens`."""
     timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
@@ -108,6 +122,16 @@ class EpisodeConfig(Section):
     engine_retries: int = 2
     """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
     it stay; an episode that needs more has failed."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out of what is sampled from."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def keeps_mask(self) -> bool:
+        """Whether each sampled token has its support with it."""
+        return self.keep_sampling_mask and self.truncates
 
     def check(self) -> None:
         if self.max_prompt_tokens >= self.max_total_tokens:
@@ -215,7 +239,7 @@ class ServingConfig(Section):
 
 _ONE_ENGINE = "a generator has one engine: set `generator.count`"
 _FROM_DRAFTS = "log-probs, routes and versions must come from the forward pass that sampled the token, not from a draft"
-_SAMPLING = "tokens are sampled with `episode.temperature` and nothing else, for that is what the learner computes"
+_SAMPLING = "set `episode.temperature`, `top_p`, `top_k` or `min_p`: the learner computes the same distribution"
 
 OWNED = {
     "model": "set `model.path`",
@@ -224,6 +248,7 @@ OWNED = {
     "max_model_len": "set `episode.max_total_tokens`",
     "max_num_seqs": "set `generator.concurrency`",
     "enable_return_routed_experts": "routes are recorded for every MoE model; `routing.replay` says what is done with them",
+    "return_sampling_mask": "set `episode.keep_sampling_mask`",
     "logprobs_mode": "rollout log-probs must be those of the distribution that was sampled from, after temperature",
     "generation_config": _SAMPLING,
     "override_generation_config": _SAMPLING,

@@ -10,9 +10,6 @@ from __future__ import annotations
 _EFFECTIVE = "groups of a step, each of `schedule.samples_per_group` episodes; micro-batches follow from tokens"
 _TOKENS = "a budget in tokens, by which samples are packed"
 _ACCUMULATED = "the step's groups are accumulated by themselves, in micro-batches of so many tokens"
-_SAMPLED_WHOLE = (
-    "- tokens are sampled from the whole distribution, at `episode.temperature`, for that is what the learner computes"
-)
 _FOLLOWS = "- it follows from the packed tokens: see `learner.max_tokens_per_micro_batch`"
 _NO_CRITIC = "- there is no critic: advantages compare the episodes of a group (`algorithm.advantage`)"
 _PARTS = "how many parts of a step are trained one after the other, not their size"
@@ -156,10 +153,11 @@ OTHERS = {
     "reward_model": "- an environment rewards answers, with whatever it calls: `env.name` = module:Class",
     # sampling
     "temperature": "episode.temperature",
-    "top_p": _SAMPLED_WHOLE,
-    "top_k": _SAMPLED_WHOLE,
-    "min_p": _SAMPLED_WHOLE,
-    "repetition_penalty": _SAMPLED_WHOLE,
+    "top_p": "episode.top_p",
+    "top_k": "episode.top_k",
+    "min_p": "episode.min_p",
+    "repetition_penalty": "- a penalty depends on what was sampled before: the learner computes no such distribution",
+    "ignore_eos": "episode.ignore_eos",
     "max_completion_length": "episode.max_new_tokens",
     "max_response_length": "episode.max_new_tokens",
     "response_length": "episode.max_new_tokens",

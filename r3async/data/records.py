@@ -17,9 +17,14 @@ import msgspec
 import numpy as np
 
 from r3async.data.packed import PackedRoutes
+from r3async.data.supports import Supports
 
 UNSAMPLED_VERSION = -1
 """`policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
+
+
+Kept = np.ndarray | PackedRoutes | Supports
+"""A column as a table keeps it."""
 
 
 class SchemaError(ValueError):
@@ -41,6 +46,7 @@ class Column(msgspec.Struct, frozen=True):
     `optional`: may be absent, on all samples of a batch or on none.
     `compressible`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
     `choices`: ids along the last dimension are a set, whose order carries nothing: they may be `PackedRoutes`.
+    `sets`: a set of token ids for each token, or none: `Supports`, and nothing else.
     """
 
     name: str
@@ -50,9 +56,12 @@ class Column(msgspec.Struct, frozen=True):
     optional: bool = False
     compressible: bool = False
     choices: bool = False
+    sets: bool = False
 
-    def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> np.ndarray:
-        """`[length, *inner_shape]` of the fill value."""
+    def filled(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> Any:
+        """`[length, *inner_shape]` of the fill value, or so many times no set."""
+        if self.sets:
+            return Supports.none(length)
         dtype = np.dtype(dtype or self.dtypes[0])
         if self.fill == "arange":
             row = np.arange(inner_shape[-1], dtype=dtype)
@@ -103,13 +112,19 @@ SCHEMA = Schema(
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
         Column("routed_experts", ("uint8", "uint16"), "arange", ("layers", "top_k"), optional=True, choices=True),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
+        # Which tokens could be sampled in its place, where that was not the whole vocabulary.
+        Column("support", ("uint8",), 0, optional=True, sets=True),
     ]
 )
 
 
-def _checked(declared: Column, array: Any) -> np.ndarray | PackedRoutes:
+def _checked(declared: Column, array: Any) -> Kept:
     """The array, if it is as declared. Raises `SchemaError`."""
     name = declared.name
+    if declared.sets or isinstance(array, Supports):
+        if declared.sets and isinstance(array, Supports):
+            return array
+        raise SchemaError(f"column {name!r} {'has to be sets' if declared.sets else 'holds no sets'} of token ids")
     if not isinstance(array, PackedRoutes):
         array = np.asarray(array)
     elif not declared.choices:
@@ -132,12 +147,12 @@ class TokenTable:
 
     __slots__ = ("_columns", "_length", "schema")
 
-    def __init__(self, columns: Mapping[str, np.ndarray | PackedRoutes], schema: Schema = SCHEMA):
+    def __init__(self, columns: Mapping[str, Kept], schema: Schema = SCHEMA):
         self.schema = schema
         unknown = sorted(set(columns) - set(schema.columns))
         if unknown:
             raise SchemaError(f"unknown column {unknown[0]!r}; the schema has {', '.join(schema.columns)}")
-        self._columns: dict[str, np.ndarray | PackedRoutes] = {}
+        self._columns: dict[str, Kept] = {}
         self._length = -1
         for name, declared in schema.columns.items():
             if name not in columns:
@@ -151,7 +166,7 @@ class TokenTable:
                 raise SchemaError(f"column {name!r} has {len(array)} rows, expected {self._length}")
 
     @staticmethod
-    def of_checked(columns: dict[str, np.ndarray | PackedRoutes], length: int, schema: Schema) -> TokenTable:
+    def of_checked(columns: dict[str, Kept], length: int, schema: Schema) -> TokenTable:
         """A table of columns that are known to be as declared, in the order of the schema, `length` rows each."""
         table = TokenTable.__new__(TokenTable)
         table._columns, table._length, table.schema = columns, length, schema
@@ -169,7 +184,8 @@ class TokenTable:
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Any:
+        """An array, or `Supports`."""
         column = self._columns[name]
         return column.unpack() if isinstance(column, PackedRoutes) else column
 
@@ -178,9 +194,7 @@ class TokenTable:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, TokenTable)
-            and list(self) == list(other)
-            and all(self[n].dtype == other[n].dtype and np.array_equal(self[n], other[n]) for n in self)
+            isinstance(other, TokenTable) and list(self) == list(other) and all(_equal(self[n], other[n]) for n in self)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -195,10 +209,10 @@ class TokenTable:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self._columns.values())
 
-    def items(self) -> ItemsView[str, np.ndarray]:
+    def items(self) -> ItemsView[str, Any]:
         return {name: self[name] for name in self}.items()
 
-    def kept(self) -> ItemsView[str, np.ndarray | PackedRoutes]:
+    def kept(self) -> ItemsView[str, Kept]:
         """The columns as they are kept."""
         return self._columns.items()
 
@@ -206,7 +220,7 @@ class TokenTable:
         """Rows `start:stop` of every column, as views."""
         return TokenTable({n: a[start:stop] for n, a in self.kept()}, self.schema)
 
-    def with_columns(self, **columns: np.ndarray | PackedRoutes) -> TokenTable:
+    def with_columns(self, **columns: Kept) -> TokenTable:
         """The same table with columns added or replaced, which alone are checked."""
         declared = self.schema.columns
         if not self._columns or not declared.keys() >= columns.keys():
@@ -239,31 +253,44 @@ class TokenTable:
     def concat(tables: Sequence[TokenTable], skipped: Sequence[int] | np.ndarray | None = None) -> TokenTable:
         """All rows in order, without the first `skipped` of each. Narrow dtypes are widened to the widest present, never wrapped.
 
-        Raises `SchemaError` if an optional column is on some tables and not on others, or inner shapes differ.
+        A table without a column of sets has none. Raises `SchemaError` if another optional column is on some tables and not on
+        others, or inner shapes differ.
         """
         if not tables:
             raise SchemaError("nothing to concatenate")
-        schema, names = tables[0].schema, list(tables[0])
+        schema = tables[0].schema
+        given = {name for table in tables for name in table}
+        sets = {name for name in given if schema.columns[name].sets}
+        names = [name for name in schema.columns if name in sets or name in tables[0]]
         for i, table in enumerate(tables):
-            if list(table) != names:
-                different = sorted(set(names) ^ set(table))
+            if [n for n in names if n in sets or n in table] != names or table._columns.keys() - names:
+                different = sorted((set(names) ^ set(table)) - sets)
                 raise SchemaError(
                     f"column {different[0]!r} is on some tables and not on others (table {i} of {len(tables)})"
                 )
         first = [0] * len(tables) if skipped is None else [int(n) for n in skipped]
         edges = list(itertools.accumulate((len(t) - n for t, n in zip(tables, first, strict=True)), initial=0))
-        columns = {}
+        columns: dict[str, Kept] = {}
         for name in names:
+            if name in sets:
+                has = [t[name] if name in t else Supports.none(len(t)) for t in tables]
+                columns[name] = Supports.concat([column[skip:] for column, skip in zip(has, first, strict=True)])
+                continue
             kept = [t._columns[name] for t in tables]
             shapes = {a.shape[1:] for a in kept}
             if len(shapes) > 1:
                 raise SchemaError(f"column {name!r} has different inner shapes {sorted(shapes)}")
             present = {dtype_name(a.dtype) for a in kept}
             widest = next(d for d in reversed(schema.columns[name].dtypes) if d in present)
-            columns[name] = np.empty((edges[-1], *kept[0].shape[1:]), widest)
+            columns[name] = joined = np.empty((edges[-1], *kept[0].shape[1:]), widest)
             for table, skip, (start, stop) in zip(tables, first, itertools.pairwise(edges), strict=True):
-                columns[name][start:stop] = table[name][skip:]
+                joined[start:stop] = table[name][skip:]
         return TokenTable(columns, schema)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Of two columns."""
+    return bool(a == b) if isinstance(a, Supports) else a.dtype == b.dtype and np.array_equal(a, b)
 
 
 class GrowingTokens:

@@ -86,7 +86,7 @@ class EngineCalls:
         report: Callable[..., object],
     ):
         self._episode, self._engine, self._samples, self._settings = episode, engine, samples, settings
-        self._stop_token_ids, self._report = tuple(stop_token_ids), report
+        self._stop_token_ids, self._report = () if settings.ignore_eos else tuple(stop_token_ids), report
         self._asked = self._failed = 0
 
     async def answer(self, prompt: Prompt, max_tokens: int) -> tuple[int, Generation]:
@@ -115,6 +115,10 @@ class EngineCalls:
                 prompt_ids=prompt.token_ids,
                 max_tokens=max_tokens,
                 temperature=self._settings.temperature,
+                top_p=self._settings.top_p,
+                top_k=self._settings.top_k,
+                min_p=self._settings.min_p,
+                mask=self._settings.keeps_mask,
                 stop_token_ids=self._stop_token_ids,
                 routes_from=call.routes_from,
                 routes_version=call.routes_version,
@@ -149,7 +153,7 @@ class EpisodePlayer:
         self.task, self.settings = task, settings
         self._env, self._renderer, self._held_up = env, renderer, held_up or HeldUp(report, clock)
         self._generator_id, self._clock = generator_id, clock
-        self._samples = EpisodeSamples(engine.routing, settings.rows)
+        self._samples = EpisodeSamples(engine.routing, settings.rows, settings.keeps_mask)
         name = task.trajectory_id
         self._calls = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
         self._preview: list[dict[str, str]] = []

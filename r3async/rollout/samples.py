@@ -11,6 +11,7 @@ from r3async.config import RowsMode
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import SCHEMA, GrowingTokens, Sample, TokenTable, Turn
 from r3async.data.routes import RoutingTrace
+from r3async.data.supports import Supports
 from r3async.data.versions import expand
 from r3async.rollout.engines import Generation
 
@@ -28,7 +29,8 @@ class SampleBuilder:
     keeps them only if that call entered under the very weights that made them.
     """
 
-    def __init__(self, routing: RoutingShape | None):
+    def __init__(self, routing: RoutingShape | None, masks: bool = False):
+        """`masks`: whether each sampled token has its support with it."""
         self._tokens = GrowingTokens()
         self.trace = (
             RoutingTrace(layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
@@ -40,6 +42,7 @@ class SampleBuilder:
         self.uniform = 0
         """Positions from the first on whose routes are recorded and were made by that version, onto keys and values of it:
         what a new call under that version would find in the engine's prefix cache."""
+        self._masks = masks
         self._answers: list[tuple[int, int, Generation]] = []
         self._rewards: list[tuple[int, float]] = []
 
@@ -106,7 +109,7 @@ class SampleBuilder:
         """
         if not 0 <= length <= len(self):
             raise ValueError(f"a branch cannot share {length} of {len(self)} tokens")
-        other = SampleBuilder(None)
+        other = SampleBuilder(None, self._masks)
         other._tokens = GrowingTokens(self.token_ids[:length])
         if self.trace is not None:
             other.trace = self.trace.branch(min(length, self.uniform))
@@ -130,6 +133,9 @@ class SampleBuilder:
             columns["policy_version"][sampled] = expand(generation.version_spans, len(generation.token_ids))
         for at, reward in self._rewards:
             columns["rewards"][at] += reward
+        if self._masks:
+            sets = [(start, g.supports) for _, start, g in self._answers if g.supports is not None]
+            columns["support"] = Supports.placed(n, sets)
         if self.trace is not None:
             fed = self.trace.branch(max(0, length - 1))
             columns["routed_experts"], columns["routing_recorded"] = fed.materialise(n)
@@ -157,8 +163,9 @@ class EpisodeSamples:
     Pure; owns nothing but memory.
     """
 
-    def __init__(self, routing: RoutingShape | None, mode: RowsMode = "auto"):
-        self._routing, self._mode = routing, mode
+    def __init__(self, routing: RoutingShape | None, mode: RowsMode = "auto", masks: bool = False):
+        """`masks`: see `SampleBuilder`."""
+        self._routing, self._mode, self._masks = routing, mode, masks
         self._samples: list[SampleBuilder] = []
         self._places: dict[SampleBuilder, int] = {}
         """In that list."""
@@ -226,7 +233,7 @@ class EpisodeSamples:
 
     def _branched(self, prompt: np.ndarray, alike: Sequence[int]) -> SampleBuilder:
         if not alike:
-            sample = SampleBuilder(self._routing)
+            sample = SampleBuilder(self._routing, self._masks)
         elif self._mode == "merged":
             raise PrefixBroken(
                 f"the prompt of turn {self.turns} differs from what the model has seen at position {max(alike)}: the chat "

@@ -20,6 +20,8 @@ HEADER_BYTES = 4096
 
 def largest_trajectory(config: Config, routing: RoutingShape | None) -> int:
     """Bytes that one trajectory may take in memory: every turn a row of its own, each as long as it may be."""
+    if config.episode.keeps_mask:
+        return config.transport.max_message_bytes  # a support takes up to a bit for each token of the vocabulary
     rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
     return min(config.transport.max_message_bytes, rows + MAX_HEADER)
 
@@ -33,14 +35,22 @@ def largest_buffer(config: Config, routing: RoutingShape | None) -> int:
     schedule = config.schedule
     groups = slots_of(schedule)
     episodes = groups * schedule.samples_per_group
-    return episodes * (config.episode.max_total_tokens * _bytes_per_token(routing) + HEADER_BYTES)
+    per_token = _bytes_per_token(routing, config.episode.keeps_mask)
+    return episodes * (config.episode.max_total_tokens * per_token + HEADER_BYTES)
 
 
-def _bytes_per_token(routing: RoutingShape | None) -> int:
+SUPPORT_BYTES = 64
+"""Of a token's support, where it is recorded: about twice of what top-p 0.95 leaves."""
+
+
+def _bytes_per_token(routing: RoutingShape | None, supports: bool = False) -> int:
     sizes = {"layers": routing.layers if routing else 0, "top_k": routing.top_k if routing else 0}
     wide = routing is not None and routing.num_experts > 256
     per_token = 0
     for column in SCHEMA.columns.values():
+        if column.sets:
+            per_token += SUPPORT_BYTES * supports
+            continue
         count = 1
         for dimension in column.inner:
             count *= sizes[dimension]

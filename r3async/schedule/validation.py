@@ -26,6 +26,7 @@ MAX_REWARD = 1e15
 
 ROLLOUT_COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
 ROUTES = ("routed_experts", "routing_recorded")
+SUPPORT = "support"
 TURNS = 2**31
 """Larger than any index of a turn that a token can have."""
 JOINED_ROUTES = 2**18
@@ -46,8 +47,8 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
 
     Indices are not negative; turns have each their own index, a stretch of tokens within a sample, and are those that the tokens
     name; every trained token is of a turn, within its stretch; rewards, and their sums, stay finite in float32; samples have the
-    columns of a rollout, alike within a trajectory, and a temperature that float32 holds. Log-probs that are not finite pass: the
-    loss drops these tokens and counts them.
+    columns of a rollout, alike within a trajectory, and a temperature that float32 holds; every token is in its own support, if
+    it has one. Log-probs that are not finite pass: the loss drops these tokens and counts them.
     """
     for trajectory in trajectories:
         _check_fields(trajectory)
@@ -129,7 +130,9 @@ def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
     if odd := _odd_column(own):
         raise InvalidTrajectory(f"sample {name} has column {odd!r}, which only the learner makes")
     if own != columns or ((ROUTES[0] in own) != (ROUTES[1] in own)):
-        raise InvalidTrajectory(f"sample {name} has routes, and another sample has none, or it has half of them")
+        raise InvalidTrajectory(
+            f"sample {name} has routes or supports, and another sample has none, or it has half of them"
+        )
     if not (math.isfinite(temperature) and temperature < 1e38 and np.float32(temperature) > 0):
         raise InvalidTrajectory(f"sample {name} has temperature {temperature}")
     if table["loss_mask"][0]:
@@ -139,7 +142,7 @@ def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
 @functools.cache
 def _odd_column(columns: tuple[str, ...]) -> str:
     """The first that no rollout has; "" if there is none."""
-    return min(set(columns) - {*ROLLOUT_COLUMNS, *ROUTES}, default="")
+    return min(set(columns) - {*ROLLOUT_COLUMNS, *ROUTES, SUPPORT}, default="")
 
 
 def _check_reward(name: str, total: float) -> None:
@@ -163,6 +166,9 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
     of_none = mask > sampled
     if np.count_nonzero(of_none):
         raise InvalidTrajectory(f"sample {tokens.sample_of(of_none).sample_id} trains a token of no turn")
+    for sample in tokens.samples:
+        if SUPPORT in sample.table:
+            _check_support(sample, sampled=sample.table["turn"] >= 0)
     # Most often the stretches of turns are apart, so that each token has to be of the one that lies there.
     lies = np.full(len(turn), -1, np.int32)
     for first, trajectory in zip(tokens.first_samples, trajectories, strict=True):
@@ -173,6 +179,17 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _Tokens) -> None:
     elsewhere = sampled & (turn != lies)
     if np.count_nonzero(elsewhere):
         _check_turns(trajectories, tokens, np.flatnonzero(elsewhere), turn)
+
+
+def _check_support(sample: Sample, sampled: np.ndarray) -> None:
+    """Raises `InvalidTrajectory`."""
+    supports, ids = sample.table[SUPPORT], sample.table["token_ids"]
+    if (supports.recorded & ~sampled).any():
+        raise InvalidTrajectory(f"sample {sample.sample_id} has the support of a token that was not sampled")
+    inside = supports.contains(np.maximum(ids, 0))
+    if not inside.all():
+        at = int(inside.argmin())
+        raise InvalidTrajectory(f"sample {sample.sample_id}: token {ids[at]} at {at} is not in its own support")
 
 
 def _check_turns(trajectories: Sequence[Trajectory], tokens: _Tokens, where: np.ndarray, named: np.ndarray) -> None:
@@ -209,11 +226,13 @@ def validate_trajectories(
     age_bound: int | None = None,
     lineage: Lineage | None = None,
     kept: bool = False,
+    masked: bool | None = None,
 ) -> None:
     """All of it: `check_trajectories`, and what this model and this run allow. Raises `InvalidTrajectory` naming what is wrong.
 
     What is None is not known here, and not checked. `age_bound`: versions that a trained token can be old at most. `kept`: it was
-    stored before `lineage` began.
+    stored before `lineage` began. `masked`: whether each trained token has to have a support (`episode.keep_sampling_mask`), or
+    none may.
     """
     if not trajectories:
         return
@@ -239,8 +258,27 @@ def validate_trajectories(
     if vocab_size is not None and (np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) >= vocab_size):
         name = tokens.sample_of((ids < 0) | (ids >= vocab_size)).sample_id
         raise InvalidTrajectory(f"sample {name} has a token id outside 0..{vocab_size - 1}")
+    _check_supports(tokens.samples, vocab_size, masked)
     _check_versions(tokens, mask, versions, learner_version, age_bound)
     _check_routes(tokens, routing)
+
+
+def _check_supports(samples: Sequence[Sample], vocab_size: int | None, masked: bool | None) -> None:
+    """Raises `InvalidTrajectory`."""
+    for sample in samples:
+        if SUPPORT not in sample.table:
+            if masked and sample.table["loss_mask"].any():
+                raise InvalidTrajectory(
+                    f"sample {sample.sample_id} has no supports, and episode.keep_sampling_mask is set"
+                )
+            continue
+        supports = sample.table[SUPPORT]
+        if vocab_size is not None and not supports.within(vocab_size).all():
+            raise InvalidTrajectory(f"sample {sample.sample_id} has a support with an id outside 0..{vocab_size - 1}")
+        if masked and not supports.recorded[sample.table["loss_mask"]].all():
+            raise InvalidTrajectory(f"sample {sample.sample_id} has a trained token without a support")
+        if masked is False:
+            raise InvalidTrajectory(f"sample {sample.sample_id} has supports, and nothing here renormalises over them")
 
 
 def _check_versions(

@@ -12,7 +12,8 @@ import numpy as np
 from msgspec import Meta
 
 from r3async.data.packed import WORD, Form, PackedRoutes, pack_routes, packed_size
-from r3async.data.records import Column, Schema, TokenTable, dtype_name
+from r3async.data.records import Column, Kept, Schema, TokenTable, dtype_name
+from r3async.data.supports import Supports
 from r3async.transport.codec import Block, Parts, WireError, block_of, decode, little_endian, pack, raw_bytes, unpack
 
 MAX_DIM = 2**24
@@ -39,11 +40,12 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 class TableHead(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What stands for a table in the body. `columns`: its layouts, in msgpack: tables that are alike have the same bytes there,
-    which are read once. `packed`: bytes of the block of its compressible columns."""
+    which are read once. `packed`: bytes of the block of its compressible columns; `sets`: of each column of sets."""
 
     rows: Dim
     columns: Annotated[bytes, Meta(max_length=MAX_LAYOUTS)]
     packed: Annotated[int, Meta(ge=0)]
+    sets: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_INNER)] = ()
 
 
 class Raw(NamedTuple):
@@ -58,16 +60,18 @@ class Raw(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How tables of certain layouts are read and written. `names`: in the order of the schema; `block`: of compressible ones."""
+    """How tables of certain layouts are read and written. `names`: in the order of the schema; `block`: of compressible ones;
+    `sets`: names of the columns of sets."""
 
     names: tuple[str, ...]
     raw: tuple[Raw, ...]
     block: Block
+    sets: tuple[str, ...]
 
 
 def encode_table(table: TokenTable, schema: Schema, routes: Form, parts: list[bytes | memoryview]) -> TableHead:
-    """Appends the columns to `parts`: the raw ones, then the packed block. Raises `WireError` for a bool that is neither 0
-    nor 1."""
+    """Appends the columns to `parts`: the raw ones, the sets, then the packed block. Raises `WireError` for a bool that is
+    neither 0 nor 1."""
     columns, described = dict(table.kept()), []
     for name, column in columns.items():
         if schema.columns[name].choices and isinstance(column, np.ndarray):
@@ -77,15 +81,17 @@ def encode_table(table: TokenTable, schema: Schema, routes: Form, parts: list[by
     plan, layouts = _described(tuple(described), schema)
     for raw in plan.raw:
         column = columns[raw.name]
-        data = raw_bytes(column.data if isinstance(column, PackedRoutes) else column)
+        data = raw_bytes(column if isinstance(column, np.ndarray) else column.data)
         if raw.dtype.kind == "b":
             _check_bool(data, raw.name)
         parts.append(data)
+    sets = [raw_bytes(table[name].encode()) for name in plan.sets]
+    parts += sets
     packed = b""
     if plan.block.columns:
         packed = pack({name: table[name] for name, _, _ in plan.block.columns}, plan.block)
         parts.append(packed)
-    return TableHead(len(table), layouts, len(packed))
+    return TableHead(len(table), layouts, len(packed), tuple(map(len, sets)))
 
 
 def decode_table(value: Any, schema: Schema, parts: Parts) -> TokenTable:
@@ -95,9 +101,17 @@ def decode_table(value: Any, schema: Schema, parts: Parts) -> TokenTable:
     except msgspec.ValidationError as error:
         raise WireError(f"table layout: {error}") from error  # So that msgspec adds where the table is.
     rows, plan = head.rows, _plan(head.columns, schema)
-    columns = {raw.name: _column(raw, rows, parts) for raw in plan.raw}
+    columns: dict[str, Kept] = {raw.name: _column(raw, rows, parts) for raw in plan.raw}
+    if len(head.sets) != len(plan.sets):
+        raise WireError(f"{len(plan.sets)} columns of sets come in {len(head.sets)} parts")
+    # The first column is raw and is here, so what is unpacked is bounded by the bytes that really arrived.
+    for name, size in zip(plan.sets, head.sets, strict=True):
+        data = parts.take(size, name)
+        try:
+            columns[name] = Supports.decode(rows, data)
+        except ValueError as error:
+            raise WireError(f"column {name!r}: {error}") from error
     if plan.block.columns:
-        # The first column is raw and is here, so what is unpacked is bounded by the bytes that really arrived.
         columns |= unpack(parts.take(head.packed, "the packed columns"), plan.block, rows)
     return TokenTable.of_checked({name: columns[name] for name in plan.names}, rows, schema)
 
@@ -110,6 +124,8 @@ def describe(value: Any, schema: Schema) -> Iterator[tuple[str, int]]:
         shape = (head.rows, *raw.inner)
         form = "" if raw.form == "plain" else f" ({raw.form}, {raw.bits} bits)"
         yield f"{raw.name} {raw.dtype.name} {list(shape)}{form}", _raw_size(raw, head.rows)
+    for name, size in zip(plan.sets, head.sets, strict=False):
+        yield f"{name} [{head.rows}] (sets)", size
     if plan.block.columns:
         named = {name: dtype.name for name, dtype, _ in plan.block.columns}
         yield ", ".join(f"{name} {named[name]}" for name in plan.names if name in named) + " (packed)", head.packed
@@ -155,17 +171,20 @@ def _plan(layouts: bytes, schema: Schema) -> Plan:
         raise WireError(f"a column comes twice: {', '.join(names)}")
     raw: list[Raw] = []
     block: list[tuple[str, np.dtype]] = []
+    sets: list[str] = []
     for layout in columns:
         declared, dtype = _declared(layout, schema), little_endian(layout.dtype)
         if declared.compressible:
             block.append((layout.column, dtype))
+        elif declared.sets:
+            sets.append(layout.column)
         else:
             size = math.prod(layout.inner) * dtype.itemsize
             raw.append(Raw(layout.column, dtype, layout.inner, size, layout.form, layout.bits))
     for at, (name, column) in enumerate(schema.columns.items()):
         if name not in names and (not column.optional or not at):
             raise WireError(f"column {name!r} is missing")
-    return Plan(tuple(name for name in schema.columns if name in names), tuple(raw), block_of(block))
+    return Plan(tuple(name for name in schema.columns if name in names), tuple(raw), block_of(block), tuple(sets))
 
 
 def _declared(layout: Layout, schema: Schema) -> Column:

@@ -9,13 +9,22 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 
 from r3async.data.records import SCHEMA, Sample, Schema, TokenTable, Trajectory, Turn
+from r3async.data.supports import Supports
 from r3async.transport import wire
 
-RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible]
+RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible and not c.sets]
 COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]
 ROWS, LAYOUTS, PACKED = range(3)
 """Of what stands for a table in a body."""
 FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def make_supports(rng: np.random.Generator, length: int, vocab_size: int = 200) -> Supports:
+    """Some small, some large, some of any tokens, some not recorded."""
+    dense = rng.random((length, vocab_size)) < rng.choice([0.0, 0.02, 0.5, 0.98, 1.0], (length, 1))
+    sets = Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
+    keep = rng.random(length) < 0.8
+    return Supports.placed(length, [(int(i), sets[i : i + 1]) for i in np.flatnonzero(keep)])
 
 
 def make_table(
@@ -26,6 +35,9 @@ def make_table(
     columns = {}
     for column in schema.columns.values():
         if column.optional and not optional:
+            continue
+        if column.sets:
+            columns[column.name] = make_supports(rng, length)
             continue
         dtype = np.dtype(column.dtypes[-1 if wide else 0])
         shape = (length, *(inner + i for i in range(len(column.inner))))

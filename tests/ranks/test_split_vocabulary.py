@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from r3async.data.supports import Supports
 from r3async.learner.logprobs import split_vocabulary, token_logprobs, whole_vocabulary
 
 VOCABULARY, TOKENS = 11, 7
@@ -20,16 +22,26 @@ def given() -> tuple[torch.Tensor, ...]:
     return hidden, matrix, targets, temperatures
 
 
-def whole(entropy_gradient: bool):
+def supports() -> tuple[np.ndarray, Supports]:
+    """bool `[TOKENS, VOCABULARY]`, some of one rank's part alone, and the same as sets."""
+    dense = np.random.default_rng(0).random((TOKENS, VOCABULARY)) < 0.5
+    dense[0], dense[1] = np.arange(VOCABULARY) < 3, np.arange(VOCABULARY) > 8
+    dense[np.arange(TOKENS), given()[2].numpy()] = True
+    return dense, Supports.of_bits(np.packbits(dense, axis=1, bitorder="little"), VOCABULARY)
+
+
+def whole(entropy_gradient: bool, masked: bool):
     hidden, matrix, targets, temperatures = (t.double() if t.is_floating_point() else t for t in given())
     matrix.requires_grad_()
     logits = hidden @ matrix.T / temperatures[:, None]
+    if masked:
+        logits = logits.masked_fill(~torch.from_numpy(supports()[0]), -torch.inf)
     logprobs, entropies = whole_vocabulary(logits, targets, entropy_gradient)
     loss = logprobs.square().sum() + (entropies.pow(3).sum() if entropy_gradient else 0)
     return logprobs.detach(), entropies.detach(), torch.autograd.grad(loss, matrix)[0]
 
 
-def split(chunk: int, entropy_gradient: bool):
+def split(chunk: int, entropy_gradient: bool, masked: bool):
     hidden, matrix, targets, temperatures = given()
     rank, rows = dist.get_rank(), -(-VOCABULARY // 2)
     part = matrix[rank * rows : (rank + 1) * rows].clone().requires_grad_()
@@ -42,6 +54,8 @@ def split(chunk: int, entropy_gradient: bool):
         logprobs=split_vocabulary(rank * rows, dist.group.WORLD),
         chunk_elements=chunk,
         entropy_gradient=entropy_gradient,
+        supports=supports()[1] if masked else None,
+        first=rank * rows,
     )
     loss = logprobs.square().sum() + (entropies.pow(3).sum() if entropy_gradient else 0)
     (grad,) = torch.autograd.grad(loss, part)
@@ -49,15 +63,19 @@ def split(chunk: int, entropy_gradient: bool):
     return logprobs.detach().numpy(), entropies.detach().numpy(), grad.numpy()
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk", [10**6, 12])
-def test_two_ranks_have_the_log_probs_entropies_and_gradients_of_one(two_ranks, chunk, entropy_gradient):
-    logprobs, entropies, gradient = whole(entropy_gradient)
-    answers = two_ranks.call(split, chunk, entropy_gradient)
+def test_two_ranks_have_the_log_probs_entropies_and_gradients_of_one(two_ranks, chunk, entropy_gradient, masked):
+    logprobs, entropies, gradient = whole(entropy_gradient, masked)
+    answers = two_ranks.call(split, chunk, entropy_gradient, masked)
     for ours, spread, _ in answers:
         assert torch.allclose(torch.from_numpy(ours).double(), logprobs, atol=1e-5)
         assert torch.allclose(torch.from_numpy(spread).double(), entropies, atol=1e-5)
     found = torch.cat([torch.from_numpy(g) for _, _, g in answers]).double()
     assert (found - gradient).norm() < 1e-5 * gradient.norm()
-    exact = torch.distributions.Categorical(logits=given()[0].double() @ given()[1].double().T / given()[3][:, None])
-    assert torch.allclose(entropies, exact.entropy())
+    if not masked:
+        exact = torch.distributions.Categorical(
+            logits=given()[0].double() @ given()[1].double().T / given()[3][:, None]
+        )
+        assert torch.allclose(entropies, exact.entropy())

@@ -23,7 +23,7 @@ from r3async.rollout.samples import SampleBuilder
 from r3async.schedule.validation import validate_trajectory
 from r3async.transport.wire import decode_trajectory, encode_trajectory
 from tests.helpers.engine import prompt, request
-from tests.helpers.wire import make_trajectory
+from tests.helpers.wire import make_supports, make_trajectory
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 
@@ -166,6 +166,9 @@ def random_table(length: int, seed: int, schema: Schema, dtype: int) -> TokenTab
     chance, inner = np.random.default_rng(seed), {"layers": 2, "top_k": 2, "width": 3}
     columns = {}
     for name, column in schema.columns.items():
+        if column.sets:
+            columns[name] = make_supports(chance, length)
+            continue
         shape = (length, *(inner[d] for d in column.inner))
         kind = np.dtype(column.dtypes[min(dtype, len(column.dtypes) - 1)])
         columns[name] = chance.integers(0, 2 if kind.name == "bool" else 100, shape).astype(kind)
@@ -196,6 +199,10 @@ def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, s
         packed = of_sample(batches, f"s{i}")
         assert list(packed) == list(merged) == list(schema.columns)
         for name, column in schema.columns.items():
+            if column.sets:
+                assert merged[name][at : at + len(table)] == table[name] == packed[name][: len(table)]
+                assert not packed[name][len(table) :].recorded.any()
+                continue
             assert np.array_equal(merged[name][at : at + len(table)], table[name]), name
             assert np.array_equal(packed[name][: len(table)], table[name]), name
             fill = np.arange(2) if column.fill == "arange" else column.fill

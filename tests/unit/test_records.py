@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.data.records import SCHEMA, Column, SchemaError, TokenTable
+from tests.helpers.wire import make_supports
 
 EXTRA = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner=("width",)))
 
@@ -14,6 +15,9 @@ def make_table(length, *, seed=0, layers=2, top_k=2, wide=False, schema=SCHEMA):
     rng = np.random.default_rng(seed)
     columns = {}
     for name, column in schema.columns.items():
+        if column.sets:
+            columns[name] = make_supports(rng, length)
+            continue
         dtype = column.dtypes[-1 if wide else 0]
         inner = {"layers": layers, "top_k": top_k, "width": 3}
         shape = (length, *(inner[d] for d in column.inner))
@@ -43,6 +47,9 @@ def test_padding_appends_the_declared_fill_of_every_column(length, extra, schema
     assert padded.slice(0, length) == table
     tail = padded.slice(length, length + extra)
     for name, column in schema.columns.items():
+        if column.sets:
+            assert not tail[name].recorded.any()
+            continue
         fill = 99 if name == "token_ids" else column.fill
         expected = np.arange(tail[name].shape[-1]) if fill == "arange" else fill
         assert (tail[name] == expected).all(), name

@@ -86,7 +86,7 @@ FORGED = {
     "column twice": (edit(*COLUMN, 2, value=["token_ids", "int32"]), "a column comes twice"),
     "other dtype": (edit(*COLUMN, 0, 1, value="float32"), "dtype 'float32', expected int32"),
     "object dtype": (edit(*COLUMN, 0, 1, value="object"), "dtype 'object', expected int32"),
-    "other length": (edit(*TABLE, ROWS, value=6), "packed block"),
+    "other length": (edit(*TABLE, ROWS, value=6), "sets of"),
     "other inner shape": (edit(*COLUMN, ROUTES, 2, value=[6]), "2 dimensions, not 3"),
     "negative dimension": (edit(*TABLE, ROWS, value=-7), r">= 0 .* at `\$.samples\[0\].table"),
     "huge dimensions": (

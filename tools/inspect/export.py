@@ -81,7 +81,9 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> int:
 def _schema(pa: Any) -> Any:
     """Of a row. Columns of samples follow from their declaration, widest dtype."""
     kinds = {"bool": pa.bool_(), "int32": pa.int32(), "float32": pa.float32(), "uint16": pa.uint16()}
-    columns = {c.name: (c.dtypes[-1], len(c.inner)) for c in SCHEMA.columns.values()} | TRACED
+    columns = {
+        c.name: ("int32" if c.sets else c.dtypes[-1], len(c.inner) + c.sets) for c in SCHEMA.columns.values()
+    } | TRACED
 
     def listed(dtype: str, inner: int) -> Any:
         kind = kinds[dtype]

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from r3async.data.records import Sample, SchemaError, TokenTable
+from r3async.data.supports import Supports
 from r3async.learner.batch.planner import Cost, PackingError, lockstep, plan
 from r3async.learner.batch.prefixes import Likeness, capacity_and_cost, families, find_likeness, unfolded
 
@@ -86,6 +87,12 @@ class MicroBatch:
     def times(self) -> np.ndarray | None:
         """int64 `[N]`: of how many samples each row is a token; None if each is of one."""
         return None if self.prefixes is None else np.bincount(self.unfolded[0], minlength=self.tokens)
+
+    @property
+    def support(self) -> Supports | None:
+        """Of all rows, see the column of that name."""
+        table = self.table
+        return table["support"] if "support" in table else None  # noqa: SIM401 - not a dictionary
 
     @property
     def token_temperatures(self) -> np.ndarray:

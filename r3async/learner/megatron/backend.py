@@ -21,7 +21,7 @@ from r3async.data.model_shape import ShapeError
 from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, Scores
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.logprobs import LogProbs, split_vocabulary, token_logprobs, whole_vocabulary
+from r3async.learner.logprobs import LogProbs, split_vocabulary, supports_of, token_logprobs, whole_vocabulary
 from r3async.learner.lora import Adapters
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.adapters import adapt, adapter_links, trained_links
@@ -78,7 +78,7 @@ class MegatronLearner(LearnerBackend):
             squared_norm=summed.squared_norm,
             changed=adapters.merge if adapters else lambda: None,
         )
-        self._logits_here, self._logprobs_of = vocabulary_of(shape.vocab, layout)
+        self._first_logit, self._logits_here, self._logprobs_of = vocabulary_of(shape.vocab, layout)
         super().__init__(
             config,
             source,
@@ -147,6 +147,8 @@ class MegatronLearner(LearnerBackend):
             self._logits_here,
             logprobs=self._logprobs_of,
             entropy_gradient=self.config.algorithm.entropy_coef != 0,
+            supports=supports_of(micro_batch.support, rows),
+            first=self._first_logit,
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -213,11 +215,11 @@ class MegatronLearner(LearnerBackend):
         self.ranks.close()
 
 
-def vocabulary_of(size: int, layout: parallel.Layout) -> tuple[int, LogProbs]:
-    """Columns of this rank's logits, and how log-probs are made of them."""
+def vocabulary_of(size: int, layout: parallel.Layout) -> tuple[int, int, LogProbs]:
+    """First token id and columns of this rank's logits, and how log-probs are made of them."""
     ranks = layout.parallel.tp
     if ranks == 1:
-        return size, whole_vocabulary
+        return 0, size, whole_vocabulary
     rows = -(-size // ranks)
     first = rows * layout.tp_rank
-    return max(0, min(rows, size - first)), split_vocabulary(first, ps.get_tensor_model_parallel_group())
+    return first, max(0, min(rows, size - first)), split_vocabulary(first, ps.get_tensor_model_parallel_group())

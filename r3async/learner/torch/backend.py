@@ -20,6 +20,7 @@ from r3async.config import Config, LearnerConfig
 from r3async.learner import LearnerError
 from r3async.learner.backend import ALONE, LearnerBackend, Ranks, Scores
 from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.logprobs import supports_of
 from r3async.learner.lora import Adapters, Candidate, Divided, targeted
 from r3async.learner.optimizer import Gradients, MasterAdamW, local, squared_norm, total_updates
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
@@ -106,6 +107,7 @@ class TorchLearner(LearnerBackend):
             Taken.of(m.before(rows), m.tokens, device),
             torch.from_numpy(m.token_temperatures[rows]).to(device),
             routes,
+            supports_of(m.support, rows),
         )
 
     def scores(self, output: Any, micro_batch: MicroBatch, rows: np.ndarray) -> Scores:

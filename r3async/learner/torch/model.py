@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from r3async.data.model_shape import moe_geometry
 from r3async.data.records import Sample, TokenTable
+from r3async.data.supports import Supports
 from r3async.learner import LearnerError
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learner.batch.packing import MicroBatch, collate
@@ -214,10 +215,12 @@ class PackedModel(nn.Module):
         before: Taken,
         temperatures: Tensor,
         routes: MicroBatchRoutes | None = None,
+        supports: Supports | None = None,
     ) -> tuple[Tensor, Tensor]:
         """float32 `[M]` log-probs of the tokens at `rows` (int64 `[M]`, none a first token), and their entropies.
 
         Logits are made for the tokens `before` them only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
+        `supports`: of these tokens.
         """
         hidden = self.causal.base_model(**packed.arguments()).last_hidden_state[0]
         if routes is not None:
@@ -229,6 +232,7 @@ class PackedModel(nn.Module):
             temperatures,
             self.vocab_size,
             entropy_gradient=self.entropy_gradient,
+            supports=supports,
         )
         # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
         return logprobs.clone(), entropies

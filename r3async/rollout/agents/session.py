@@ -88,7 +88,7 @@ class Session:
         """Conversations that a request may go on from by the id of their last answer."""
         self._generator_id, self._clock = generator_id, clock
         self._unrewarded = unrewarded
-        self._samples = EpisodeSamples(engine.routing, settings.rows)
+        self._samples = EpisodeSamples(engine.routing, settings.rows, settings.keeps_mask)
         name = task.trajectory_id
         self._engine = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
         self._talks: list[_Talk] = []

@@ -13,6 +13,7 @@ import numpy as np
 from r3async.config import Config
 from r3async.config.generation import ours
 from r3async.data.model_shape import RoutingShape
+from r3async.data.supports import Supports
 from r3async.data.versions import VersionSpan
 from r3async.weights.probe import SampledProbe, probe_positions
 from r3async.weights.publish import Difference, WeightManifest
@@ -28,6 +29,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     `routes_from`: first position whose routes are wanted; earlier rows are known already and are not sent again.
     `routes_version`: if not None, the rows known are those of a call that entered under this version. An engine that takes
     the request in under another version computes the prompt again, and returns its routes from position 0.
+    `top_p`, `top_k`, `min_p`: see `EpisodeConfig`. `mask`: which tokens could be sampled is wanted, of an engine that was built
+    to record it.
     """
 
     request_id: str
@@ -37,6 +40,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     routes_from: int = 0
     routes_version: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    mask: bool = False
 
     def routes_wanted(self, version: int) -> int:
         """First position whose routes a call that enters under weights `version` has to return."""
@@ -50,7 +57,8 @@ class Generation(msgspec.Struct, frozen=True):
     `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer (None if the
     engine has none): the last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows; after an
     abort there may be fewer. `routes_from` is what the request wanted (`routes_wanted`), or lower if the engine cannot leave
-    known rows out. The first span's version is the one that the request entered under.
+    known rows out. The first span's version is the one that the request entered under. `supports`: of each of `token_ids`, if
+    the request asked for a `mask`; each token is in its own, and log-probs are of distributions over these.
     `stop_reason`: `stop` (a stop token, which is the last token), `length`, or `abort`.
     """
 
@@ -60,6 +68,7 @@ class Generation(msgspec.Struct, frozen=True):
     routed_experts: np.ndarray | None
     routes_from: int
     stop_reason: str
+    supports: Supports | None = None
 
 
 class InstallReport(msgspec.Struct, frozen=True):
@@ -137,6 +146,7 @@ def build_engine(config: Config, model_path: str, seed: int, clock: Callable[[],
         threads=settings.threads,
         kv_cache_gib=settings.kv_cache_gib,
         on_update=settings.on_update,
+        masks=config.episode.keeps_mask,
         engine_args=ours(seed=seed) | settings.engine_args,
     )
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from r3async.data.model_shape import RoutingShape, moe_geometry
 from r3async.data.routes import route_dtype
+from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder, expand
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.weights.publish import Difference, WeightManifest
@@ -139,6 +140,7 @@ class ScriptedEngine:
             routed_experts=self._routes(request, tokens, versions, prompt_version, routes_from),
             routes_from=routes_from,
             stop_reason=stop_reason,
+            supports=scripted_supports(tokens) if request.mask else None,
         )
 
     async def _go(self, request: GenerationRequest, call: _Running) -> None:
@@ -322,6 +324,12 @@ def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.nd
     """float32 `[n]`: of `tokens` sampled at `positions` (in prompt and answer together) by `versions`, in (-4, -0.01). Of the
     scripted learner's weights the checksum stands for the version."""
     return (-0.01 - 3.98 * (_hashes(positions, versions, tokens) / 2**32)).astype(np.float32)
+
+
+def scripted_supports(tokens: np.ndarray) -> Supports:
+    """Each token and the one before it could be sampled."""
+    ids = np.stack([np.maximum(tokens - 1, 0), np.maximum(tokens, 1)], axis=1)
+    return Supports.of_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 2))
 
 
 def scripted_route_rows(

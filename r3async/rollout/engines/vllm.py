@@ -21,6 +21,7 @@ import psutil
 from r3async.config.generation import ours
 from r3async.data.model_shape import moe_geometry
 from r3async.data.routes import RoutingError, check_ids, route_dtype
+from r3async.data.supports import Supports
 from r3async.rollout.engines import EngineError, Generation, GenerationRequest, InstallReport
 from r3async.rollout.engines.vllm_client import Core
 from r3async.rollout.engines.vllm_messages import sampling
@@ -36,7 +37,8 @@ class VllmEngine:
     """One vLLM engine; see `Engine` for what the methods promise. They all belong to one event loop.
 
     `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
-    `on_update` decides what becomes of running requests when weights change (the setting of that name).
+    `on_update` decides what becomes of running requests when weights change (the setting of that name). With `masks` it records
+    which tokens could be sampled.
     `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
     ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded before `start`.
     """
@@ -49,6 +51,7 @@ class VllmEngine:
         concurrency: int,
         max_model_len: int,
         on_update: str = "keep",
+        masks: bool = False,
         threads: int = 1,
         kv_cache_gib: float = 1.0,
         engine_args: Mapping[str, Any] | None = None,
@@ -65,6 +68,7 @@ class VllmEngine:
             # A compiled graph returns all-zero routes on CPU.
             enforce_eager=True,
             enable_return_routed_experts=self.routing is not None,
+            return_sampling_mask=masks,
             # After temperature: what was really sampled from.
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
@@ -106,6 +110,8 @@ class VllmEngine:
             async with asyncio.timeout(CALL_TIMEOUT):
                 pids = await core.collective_rpc("r3_process")
                 self.gpus = [gpu for gpu in await core.collective_rpc("r3_gpu") if gpu]
+                if self._args["return_sampling_mask"]:
+                    await core.collective_rpc("r3_keep_masks")
             self._processes = [p for pid in pids for p in lineage(pid)]
         except BaseException as error:
             await self._end(0.0)
@@ -130,7 +136,14 @@ class VllmEngine:
             await self._requests.admission()
             first = request.routes_wanted(self.version)
             params = sampling(
-                request.max_tokens, request.temperature, request.stop_token_ids, routes_from=first, logprobs=0
+                request.max_tokens,
+                request.temperature,
+                request.stop_token_ids,
+                routes_from=first,
+                logprobs=0,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                min_p=request.min_p,
             )
             running = self._requests.new(request.request_id, self.version)
             if await self._requests.run(running, prompt_ids, params, self._cache_salt()):
@@ -245,7 +258,17 @@ class VllmEngine:
             routed_experts=self._routes(request, running, first),
             routes_from=first,
             stop_reason=running.reason,
+            supports=self._supports(request, running, tokens) if request.mask else None,
         )
+
+    def _supports(self, request: GenerationRequest, running: Running, tokens: np.ndarray) -> Supports:
+        supports = Supports.concat(running.supports)
+        if len(supports) != len(tokens) or not supports.recorded.all():
+            raise EngineError(f"request {request.request_id}: {len(tokens)} tokens but {len(supports)} supports")
+        if not (inside := supports.contains(tokens)).all():
+            at = int(inside.argmin())
+            raise EngineError(f"request {request.request_id}: token {tokens[at]} at {at} is not in its own support")
+        return supports
 
     def _routes(self, request: GenerationRequest, running: Running, first: int) -> np.ndarray | None:
         """Routes of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.

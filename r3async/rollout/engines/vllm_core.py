@@ -30,11 +30,12 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
 
 from r3async.config.generation import ours
+from r3async.data.supports import Supports
 from r3async.rollout.engines import EngineError, vllm_messages
 from r3async.rollout.engines.vllm_client import on_cpu
 from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are
@@ -42,6 +43,8 @@ from r3async.rollout.engines.vllm_owner import OwnedConfig
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
+MASKS = "r3async_masks"
+"""In vLLM's `additional_config`: whether supports are recorded."""
 _NO_IDS = np.empty((0, 0), np.int32)
 _USED: dict[type, str] = {
     EngineCoreProc: "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
@@ -53,6 +56,8 @@ _USED: dict[type, str] = {
     SamplingParams: " ".join(vllm_messages.Sampling.__struct_fields__),
     EngineCoreEventType: "PREEMPTED",
     PauseState: "PAUSED_ALL",
+    ModelRunnerOutput: "logprobs sampling_masks",
+    SamplingMaskLists: "slice_request",
     RequestStatus: "FINISHED_ABORTED",
 }
 """Classes of vLLM, and the names of each that are used here."""
@@ -62,6 +67,7 @@ _POSITIONS: dict[type, type] = {
     EngineCoreOutputs: vllm_messages.Outputs,
     UtilityOutput: vllm_messages.Returned,
     LogprobsLists: vllm_messages.Logprobs,
+    SamplingMaskLists: vllm_messages.Mask,
 }
 """Classes of vLLM whose fields travel by position, and what stands for them on the other side."""
 _VALUES = (
@@ -101,22 +107,26 @@ def _fields(kind: Any) -> tuple[str, ...]:
 class Answer:
     """What one request has sampled since the last output that left the process."""
 
-    __slots__ = ("_rows", "events", "filled", "first", "logprobs", "tokens")
+    __slots__ = ("_rows", "events", "filled", "first", "logprobs", "supports", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.events: list[Any] = []
+        self.supports: list[Supports] = []
         self.first: EngineCoreOutput | None = None
         self.filled = 0
         self._rows: np.ndarray | None = None
 
-    def add(self, output: EngineCoreOutput) -> None:
-        """Copies what it needs: vLLM may use the arrays of a step again."""
+    def add(self, output: EngineCoreOutput, step: Supports | None = None) -> None:
+        """Copies what it needs: vLLM may use the arrays of a step again. `step`: of all requests, see `step_supports`."""
         self.first = self.first or output
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token is the first of each row
+        if step is not None and output.new_sampling_mask is not None:
+            (row,) = output.new_sampling_mask.token_ids.tolist()
+            self.supports.append(step[row : row + 1])
         if output.events:
             self.events += output.events
         if output.routed_experts is not None:
@@ -147,7 +157,28 @@ class Answer:
             events=self.events or None,
             prefill_stats=self.first and self.first.prefill_stats,
             routed_experts=None if self._rows is None else self._rows[: self.filled],
+            new_sampling_mask=SamplingMaskLists(Supports.concat(self.supports).encode()) if self.supports else None,
         )
+
+
+def step_supports(made: ModelRunnerOutput, vocab_size: int) -> Supports | None:
+    """Of the tokens that a step sampled, by its rows; None if nobody recorded them. In their place each request gets the number
+    of its row.
+
+    vLLM's second model runner returns ids, and the first one what `vllm_masks` put beside the sampled tokens.
+    """
+    masks, logprobs = made.sampling_masks, made.logprobs
+    if masks is not None:
+        assert masks.offsets is not None, "of a whole step"
+        step = Supports.of_ids(masks.token_ids, masks.offsets, vocab_size)
+    elif logprobs is not None and logprobs.logprob_token_ids.shape[1] > 1:
+        words = np.ascontiguousarray(logprobs.logprob_token_ids[:, 1:], np.int32)
+        step = Supports.of_bits(words.view(np.uint8)[:, : -(-vocab_size // 8)], vocab_size)
+        made.logprobs = logprobs._replace(logprob_token_ids=logprobs.logprob_token_ids[:, :1])
+    else:
+        return None
+    made.sampling_masks = SamplingMaskLists(np.arange(len(step)), np.arange(len(step) + 1))
+    return step
 
 
 class WholeAnswers:
@@ -157,19 +188,27 @@ class WholeAnswers:
     An aborted request leaves what it has. One client takes all outputs.
     """
 
+    vllm_config: Any = None
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._answers: dict[str, Answer] = {}
         self._aborted: list[EngineCoreOutput] = []
         self._load_sent = 0.0
+        config, self._vocabulary = self.vllm_config, 0
+        """Tokens of it, if which of them could be sampled is recorded."""
+        if config is not None and config.additional_config.get(MASKS):
+            self._vocabulary = config.model_config.get_vocab_size()
+            self.return_sampling_mask = True  # also where the model runner is not vLLM's second one
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        supports = step_supports(args[1], self._vocabulary) if self._vocabulary else None
         steps: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         step = steps.setdefault(0, EngineCoreOutputs())
         leaving, self._aborted = self._aborted, []
         for output in step.outputs:
             answer = self._answers.setdefault(output.request_id, Answer())
-            answer.add(output)
+            answer.add(output, supports)
             if output.finish_reason is not None:
                 leaving.append(self._answers.pop(output.request_id).output(output.request_id, output))
         if self._paused():
@@ -224,8 +263,11 @@ def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> 
     multiply_small_as_they_are()
     if on_cpu():
         args = ours(kv_cache_memory_bytes=kv_cache_bytes) | args
+    masks = args.pop("return_sampling_mask", False)
     config = AsyncEngineArgs(**args).create_engine_config()
-    config.additional_config = OwnedConfig(owner, config.additional_config)
+    # Its own check refuses what `vllm_masks` adds to the first model runner.
+    config.model_config.return_sampling_mask = masks and config.use_v2_model_runner
+    config.additional_config = OwnedConfig(owner, {**config.additional_config, MASKS: masks})
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = WholeAsyncScheduler if scheduler.async_scheduling else WholeScheduler

@@ -45,6 +45,12 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     logprobs: np.ndarray
 
 
+class Mask(msgspec.Struct, array_like=True, gc=False):
+    """In place of token ids: the bytes of `Supports`, a set for each new token."""
+
+    token_ids: np.ndarray
+
+
 class PrefillStats(msgspec.Struct, gc=False):
     num_cached_tokens: int = 0
 
@@ -73,6 +79,9 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     trace_headers: Any = None
     prefill_stats: PrefillStats | None = None
     routed_experts: np.ndarray | None = None
+    num_nans_in_logits: int = 0
+    mm_cache_miss_hashes: list[str] | None = None
+    new_sampling_mask: Mask | None = None
 
 
 class SchedulerStats(msgspec.Struct, gc=False):
@@ -109,6 +118,9 @@ class Sampling(msgspec.Struct, omit_defaults=True, gc=False):
     routed_experts_prompt_start: int = 0
     detokenize: bool | None = None
     ignore_eos: bool | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
@@ -185,10 +197,15 @@ def sampling(
     routes_from: int = 0,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
 ) -> Sampling:
     """What a request asks for. Raises `EngineError` for a value that has no meaning: in the core it would end everything."""
     if not (math.isfinite(temperature) and 0.0 <= temperature <= MAX_TEMPERATURE):
         raise EngineError(f"temperature must be in [0, {MAX_TEMPERATURE:g}], and is {temperature}")
+    if not (0.0 < top_p <= 1.0 and top_k >= 0 and 0.0 <= min_p <= 1.0):
+        raise EngineError(f"top_p = {top_p}, top_k = {top_k} and min_p = {min_p} have no meaning together")
     return Sampling(
         temperature,
         list(stop_token_ids),
@@ -198,4 +215,7 @@ def sampling(
         routes_from,
         detokenize=False,
         ignore_eos=True,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
     )

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from r3async.data.supports import Supports
 from r3async.data.versions import SpanRecorder
 from r3async.rollout.engines import EngineError, InstallReport
 from r3async.weights.publish import Difference, WeightError, WeightManifest
@@ -28,8 +29,9 @@ CALL_TIMEOUT = 30.0
 
 
 class Running:
-    """A request inside vLLM, and what has left the engine of it: `tokens`; `logprobs` and `routes` in pieces; `prompt_logprobs`
-    float32 of the prompt's tokens after the first; `cached` positions from the prefix cache; `reason` why it ended."""
+    """A request inside vLLM, and what has left the engine of it: `tokens`; `logprobs`, `supports` and `routes` in pieces;
+    `prompt_logprobs` float32 of the prompt's tokens after the first; `cached` positions from the prefix cache; `reason` why it
+    ended."""
 
     __slots__ = (
         "cached",
@@ -41,6 +43,7 @@ class Running:
         "restart",
         "routes",
         "spans",
+        "supports",
         "tokens",
     )
 
@@ -50,6 +53,7 @@ class Running:
         self.tokens: list[int] = []
         self.logprobs: list[np.ndarray] = []
         self.routes: list[np.ndarray] = []
+        self.supports: list[Supports] = []
         self.prompt_logprobs: np.ndarray | None = None
         self.cached = 0
         self.reason = ""
@@ -61,6 +65,8 @@ class Running:
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs.logprobs)
+        if output.new_sampling_mask is not None:
+            self.supports.append(Supports.decode(len(output.new_token_ids), output.new_sampling_mask.token_ids))
         if output.routed_experts is not None:
             self.routes.append(output.routed_experts)
         if output.new_prompt_logprobs_tensors is not None:

@@ -17,6 +17,7 @@ import torch
 
 from r3async.rollout.engines.vllm_contents import differences
 from r3async.rollout.engines.vllm_cpu import repack_cpu_experts
+from r3async.rollout.engines.vllm_masks import keep_masks
 from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
 from r3async.weights.nccl import ask
@@ -90,6 +91,10 @@ class WorkerExtension:
         """The uuid of the worker's GPU; empty on CPU."""
         device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+    def r3_keep_masks(self) -> None:
+        """From now on the sampler records which tokens could be sampled."""
+        keep_masks(self.model_runner)  # type: ignore[attr-defined]
 
     def r3_install(self, manifest: bytes) -> tuple[int, int]:
         """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns `r3_holds`.

@@ -1,0 +1,318 @@
+"""Which tokens could be sampled, a set of token ids for each sampled token, in few bytes. Pure; whole columns at a time.
+
+Top-p, top-k and min-p leave a few tokens of the vocabulary, and these share all probability. The learner renormalises over the
+same set: its *support*. A set is kept in the shortest of three forms, so that it never takes more than a bit for each token of
+the vocabulary: its ids, the ids that it lacks, or bits. Ids ascend, and what is written of each is how many were left out before
+it, in seven bits a byte, the last of which is below 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NONE, LISTED, EXCEPT, BITS = range(4)
+"""What the lowest two bits of a set's head say: nobody recorded one; the ids follow; the ids that are not in it; bits. The head's
+other bits are how many bytes follow."""
+MAX_BYTES = 4
+"""Of a number: ids are below 2^28."""
+
+
+class Ids(NamedTuple):
+    """Ids of some sets, one after the other: int64 `[n]`, and the row of each, int64 `[n]`, ascending."""
+
+    rows: np.ndarray
+    ids: np.ndarray
+
+
+class Supports:
+    """Sets of token ids, one for each of T tokens. `heads` uint32 `[T]` (see `NONE`), `data` uint8: what follows each.
+
+    Raises `ValueError` for heads and data that do not fit, or numbers that do not end: what was made can be read.
+    """
+
+    __slots__ = ("data", "edges", "heads")
+
+    dtype = np.dtype(np.uint8)
+    ndim = 1
+
+    def __init__(self, heads: np.ndarray, data: np.ndarray):
+        self.heads, self.data = heads, data
+        self.edges = np.zeros(len(heads) + 1, np.int64)
+        """Of each set's bytes."""
+        np.cumsum(heads >> 2, out=self.edges[1:])
+        if self.edges[-1] != len(data):
+            raise ValueError(f"sets of {self.edges[-1]} bytes have {len(data)}")
+        self._check()
+
+    def _check(self) -> None:
+        form, size = self.heads & 3, self.heads >> 2
+        if (size[form == NONE] > 0).any():
+            raise ValueError("a set that nobody recorded has bytes")
+        numbers = ((form == LISTED) | (form == EXCEPT)) & (size > 0)
+        if (self.data[self.edges[1:][numbers] - 1] > 127).any():
+            raise ValueError("the last number of a set does not end")
+        # Longer than it may be: so many bytes that go on, in a row.
+        on = (self.data > 127) & np.repeat(form != BITS, size)
+        run = on[MAX_BYTES - 1 :].copy()
+        for back in range(1, MAX_BYTES):
+            run &= on[MAX_BYTES - 1 - back : len(on) - back]
+        if run.any():
+            raise ValueError(f"a number of a set has more than {MAX_BYTES} bytes")
+
+    # -- made ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def none(length: int) -> Supports:
+        """Of tokens that nobody sampled."""
+        return Supports(np.zeros(length, np.uint32), np.zeros(0, np.uint8))
+
+    @staticmethod
+    def of_bits(bits: np.ndarray, vocab_size: int) -> Supports:
+        """`bits` uint8 `[T, ceil(vocab_size / 8)]`, the lowest of a byte first; those beyond the vocabulary are 0."""
+        width = bits.shape[1]
+        counts = _ONES[bits].sum(axis=1, dtype=np.int64)
+        most = 2 * counts > vocab_size
+        listed = np.minimum(counts, vocab_size - counts)
+        short = listed < width
+        some = bits.copy()
+        some[most] = ~some[most]
+        if width:
+            some[:, -1] &= (1 << (vocab_size - 8 * (width - 1))) - 1
+        where = np.flatnonzero(short)
+        found = _ids_of_bits(some[where])
+        lengths, numbers = _encode(found, len(where))
+        kept = lengths < width
+        heads = np.full(len(bits), width << 2 | BITS, np.uint32)
+        heads[where[kept]] = (lengths[kept] << 2 | np.where(most[where[kept]], EXCEPT, LISTED)).astype(np.uint32)
+        if kept.all() and short.all():
+            return Supports(heads, numbers)
+        edges = np.zeros(len(heads) + 1, np.int64)
+        np.cumsum(heads >> 2, out=edges[1:])
+        data = np.empty(edges[-1], np.uint8)
+        plain = (heads & 3) == BITS
+        data[np.repeat(plain, heads >> 2)] = bits[plain].reshape(-1)
+        data[np.repeat(~plain, heads >> 2)] = numbers[np.repeat(kept, lengths)]
+        return Supports(heads, data)
+
+    @staticmethod
+    def of_ids(ids: np.ndarray, edges: np.ndarray, vocab_size: int) -> Supports:
+        """`ids` int `[n]`: those `edges[t]:edges[t + 1]` are of set t, ascending."""
+        bits = np.zeros((len(edges) - 1, -(-vocab_size // 8)), np.uint8)
+        rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+        np.bitwise_or.at(bits, (rows, ids >> 3), (1 << (ids & 7)).astype(np.uint8))
+        return Supports.of_bits(bits, vocab_size)
+
+    @staticmethod
+    def of_lists(ids: np.ndarray, edges: np.ndarray) -> Supports:
+        """The same, for small sets of any vocabulary: they are kept as lists."""
+        rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+        lengths, data = _encode(Ids(rows, ids), len(edges) - 1)
+        return Supports((lengths << 2 | LISTED).astype(np.uint32), data)
+
+    @staticmethod
+    def concat(parts: Sequence[Supports]) -> Supports:
+        if not parts:
+            return Supports.none(0)
+        return Supports(np.concatenate([p.heads for p in parts]), np.concatenate([p.data for p in parts]))
+
+    @staticmethod
+    def placed(length: int, parts: Sequence[tuple[int, Supports]]) -> Supports:
+        """Of `length` tokens: `parts` begin where they say, in order and apart; others have none."""
+        heads = np.zeros(length, np.uint32)
+        for start, part in parts:
+            heads[start : start + len(part)] = part.heads
+        return Supports(heads, np.concatenate([np.zeros(0, np.uint8), *(part.data for _, part in parts)]))
+
+    @staticmethod
+    def decode(length: int, encoded: Any) -> Supports:
+        """What `encode` made of `length` sets. Raises `ValueError` for other bytes."""
+        data = np.frombuffer(encoded, np.uint8)
+        if not len(data):
+            return Supports.none(length)
+        ends = np.flatnonzero(data < 128)[:length]
+        if len(ends) < length:
+            raise ValueError(f"{len(ends)} heads of {length} sets")
+        head = data[: int(ends[-1]) + 1 if length else 0]
+        if (np.diff(ends, prepend=-1) > MAX_BYTES).any():
+            raise ValueError(f"a head of a set has more than {MAX_BYTES} bytes")
+        return Supports(_numbers(head).astype(np.uint32), data[len(head) :])
+
+    def encode(self) -> np.ndarray:
+        """uint8: the heads as numbers, then the data; nothing if nobody recorded one."""
+        if not self.heads.any():
+            return self.data
+        return np.concatenate([_bytes_of(self.heads.astype(np.int64))[1], self.data])
+
+    # -- as a column -----------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.heads.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads.nbytes + self.data.nbytes
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __getitem__(self, rows: slice) -> Supports:
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            return self.take(np.arange(start, stop, step))
+        return Supports(self.heads[start:stop], self.data[self.edges[start] : self.edges[max(start, stop)]])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Supports)
+            and np.array_equal(self.heads, other.heads)
+            and np.array_equal(self.data, other.data)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Supports({len(self)} tokens, {len(self.data)} bytes)"
+
+    def take(self, rows: np.ndarray) -> Supports:
+        """Those of `rows`, int `[n]`."""
+        heads = self.heads[rows]
+        return Supports(heads, self.data[_ranges(self.edges[:-1][rows], heads >> 2)])
+
+    def tolist(self) -> list[list[int] | None]:
+        """For people: the ids of each set, or `-1 - id` for each id that it lacks if it has most; None if nobody recorded one."""
+        out: list[list[int] | None] = [None] * len(self)
+        for row, form in enumerate((self.heads & 3).tolist()):
+            part = self[row : row + 1]
+            if form == BITS:
+                out[row] = _ids_of_bits(part.data[None]).ids.tolist()
+            elif form:
+                ids = part.numbers().ids
+                out[row] = (ids if form == LISTED else -1 - ids).tolist()
+        return out
+
+    # -- read ------------------------------------------------------------------------------------------------------
+
+    @property
+    def recorded(self) -> np.ndarray:
+        """bool `[T]`: which tokens have a set."""
+        return (self.heads & 3) != NONE
+
+    @property
+    def negative(self) -> np.ndarray:
+        """bool `[T]`: of which `numbers` are not in the set."""
+        return (self.heads & 3) == EXCEPT
+
+    def numbers(self) -> Ids:
+        """The ids that are written down, of all sets that have any."""
+        form, size = self.heads & 3, self.heads >> 2
+        written = form != BITS
+        data = self.data if written.all() else self.data[np.repeat(written, size)]
+        gaps = _numbers(data)
+        ends = np.zeros(len(data) + 1, np.int64)
+        np.cumsum(data < 128, out=ends[1:])
+        edges = np.zeros(len(self) + 1, np.int64)
+        np.cumsum(np.where(written, size, 0), out=edges[1:])
+        counts = np.diff(ends[edges])
+        rows = np.repeat(np.arange(len(self)), counts)
+        total = np.cumsum(gaps + 1)
+        before = np.concatenate([[0], total])[ends[edges[:-1]]]
+        return Ids(rows, total - 1 - before[rows])
+
+    def bitmaps(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The sets that are bits, those of one width together: their rows int64 `[m]`, and uint8 `[m, width]`."""
+        size = np.where((self.heads & 3) == BITS, self.heads >> 2, 0)
+        for width in np.unique(size[size > 0]).tolist():
+            (rows,) = np.nonzero(size == width)
+            yield rows, self.data[_ranges(self.edges[:-1][rows], size[rows])].reshape(len(rows), width)
+
+    def contains(self, ids: np.ndarray) -> np.ndarray:
+        """bool `[T]`: whether each of `ids`, int `[T]` and not negative, is in its set; True without one."""
+        written = self.numbers()
+        named = np.zeros(len(self), bool)
+        named[written.rows[written.ids == ids[written.rows]]] = True
+        inside = named ^ self.negative | ~self.recorded
+        inside[(self.heads & 3) == BITS] = False
+        for rows, bits in self.bitmaps():
+            byte = ids[rows] >> 3
+            here = byte < bits.shape[1]
+            found = bits[np.arange(len(rows)), np.where(here, byte, 0)] >> (ids[rows] & 7) & 1
+            inside[rows] = here & (found > 0)
+        return inside
+
+    def within(self, vocab_size: int) -> np.ndarray:
+        """bool `[T]`: whether no id that is named is `vocab_size` or more."""
+        written, good = self.numbers(), np.ones(len(self), bool)
+        good[written.rows[written.ids >= vocab_size]] = False
+        for rows, bits in self.bitmaps():
+            last = vocab_size - 8 * (bits.shape[1] - 1)
+            good[rows] = (bits[:, -1] >> last == 0) if 0 < last < 8 else last == 8
+        return good
+
+    def dense(self, vocab_size: int) -> np.ndarray:
+        """bool `[T, vocab_size]`; all True without a set."""
+        written = self.numbers()
+        named = np.zeros((len(self), vocab_size), bool)
+        named[written.rows, written.ids] = True
+        inside = named ^ (self.negative | ~self.recorded)[:, None]
+        for rows, bits in self.bitmaps():
+            inside[rows] = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little") > 0
+        return inside
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+"""Bits of each byte that are set."""
+
+
+def _ids_of_bits(bits: np.ndarray) -> Ids:
+    """Of uint8 `[T, width]`."""
+    width = bits.shape[1]
+    bits = np.ascontiguousarray(bits).reshape(-1)
+    where = np.flatnonzero(bits)
+    at, bit = np.nonzero(np.unpackbits(bits[where][:, None], axis=1, bitorder="little"))
+    rows, byte = np.divmod(where[at], width) if width else (where[at], where[at])
+    return Ids(rows, 8 * byte + bit)
+
+
+def _encode(sets: Ids, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each of `length` sets the bytes it takes, int64; and these bytes."""
+    first = np.diff(sets.rows, prepend=-1) > 0
+    gaps = np.where(first, sets.ids, np.diff(sets.ids, prepend=0) - 1)
+    sizes, data = _bytes_of(gaps)
+    lengths = np.bincount(sets.rows, sizes, length).astype(np.int64)
+    return lengths, data
+
+
+def _bytes_of(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many bytes each takes, and all of them: seven bits in each, the lowest first, and 128 if more follow."""
+    sizes = np.ones(len(numbers), np.int64)
+    for i in range(1, MAX_BYTES):
+        sizes += numbers >= 1 << 7 * i
+    starts = np.cumsum(sizes) - sizes
+    data = np.empty(sizes.sum(), np.uint8)
+    for i in range(MAX_BYTES):
+        longer = sizes > i
+        more = (sizes[longer] > i + 1) << 7
+        data[starts[longer] + i] = numbers[longer] >> 7 * i & 127 | more
+    return sizes, data
+
+
+def _numbers(data: np.ndarray) -> np.ndarray:
+    """int64: what `_bytes_of` was given. No number has more than `MAX_BYTES` bytes."""
+    ends = np.flatnonzero(data < 128)
+    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
+    values = np.zeros(len(ends), np.int64)
+    for i in range(MAX_BYTES):
+        here = starts + i <= ends
+        values[here] |= (data[starts[here] + i].astype(np.int64) & 127) << 7 * i
+    return values
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int64: `starts[i] .. starts[i] + sizes[i] - 1` of each i, one after the other."""
+    sizes = sizes.astype(np.int64)
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - before, sizes) + np.arange(sizes.sum())

@@ -1,0 +1,51 @@
+"""Which tokens vLLM could sample: recorded by the sampler of its first model runner, as bits beside the sampled token.
+
+The second model runner records ids by itself, and it wants Triton. Log-probs after top-k, top-p and min-p are minus infinity
+where nothing can be sampled. So a row of `logprob_token_ids`, which has the sampled token first, gets a bit for each token of the
+vocabulary behind it: of one shape for all rows, without a wait for the device, and carried wherever log-probs are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+WORD = 32
+
+
+def packed(possible: Tensor) -> Tensor:
+    """int32 `[B, ceil(V / 32)]` of bool `[B, V]`: the lowest bit of the lowest byte first."""
+    extra = -possible.shape[1] % WORD
+    lanes = torch.nn.functional.pad(possible, (0, extra)).view(len(possible), -1, 8).to(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=possible.device)
+    return (lanes << shifts).sum(dim=-1, dtype=torch.uint8).view(torch.int32)
+
+
+class MaskingSampler(Sampler):
+    """Gives what vLLM's gives, and the bits."""
+
+    _processed: Tensor | None = None
+
+    def sample(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        sampled, self._processed = super().sample(*args, **kwargs)
+        return sampled, self._processed
+
+    def forward(self, *args: Any, **kwargs: Any) -> SamplerOutput:
+        output = super().forward(*args, **kwargs)
+        processed, self._processed = self._processed, None
+        tensors = output.logprobs_tensors
+        if processed is not None and tensors is not None:
+            ids = torch.cat([tensors.logprob_token_ids, packed(processed > -torch.inf)], dim=1)
+            output.logprobs_tensors = tensors._replace(logprob_token_ids=ids)
+        return output
+
+
+def keep_masks(runner: Any) -> None:
+    """Give a first model runner this sampler. The second one has had its own from the start."""
+    old = runner.sampler
+    if isinstance(old, Sampler):
+        runner.sampler = MaskingSampler(old.logprobs_mode, old.use_fp64_gumbel)

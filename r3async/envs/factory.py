@@ -25,6 +25,7 @@ ADAPTERS = {
     "gymnasium": "r3async.envs.adapters:make_gymnasium",
     "textarena": "r3async.envs.adapters:make_textarena",
     "verifiers": "r3async.envs.adapt_verifiers:make",
+    "mcp": "r3async.envs.mcp_tools:make",
 }
 """`PREFIX:TARGET` is made by that function of TARGET and the section."""
 
@@ -103,11 +104,11 @@ def load(path: str, setting: str) -> Any:
         raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {what}{error}") from error
 
 
-def optional_package(name: str, config: EnvConfig) -> Any:
-    """A package of the extra `envs`. Raises `ConfigError` that says how to install it."""
+def optional_package(name: str, config: EnvConfig, extra: str = "envs") -> Any:
+    """A package of that extra. Raises `ConfigError` that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"`env.name` = {config.name!r} needs a package that is not installed ({error}): pip install 'r3async[envs]'"
+            f"`env.name` = {config.name!r} needs a package that is not installed ({error}): pip install 'r3async[{extra}]'"
         ) from error

@@ -1,13 +1,16 @@
-"""Tool calls in what a policy wrote, as Hermes and Qwen write them."""
+"""Tool calls in what a policy wrote, as Hermes and Qwen write them, and their results."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from r3async.envs import Message
 
 # Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of times; and
 # an answer that is nothing but that JSON object, or a list of them (`parameters` for `arguments` is taken too).
@@ -60,3 +63,41 @@ def _as_openai(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "arguments": msgspec.json.encode(arguments).decode()},
     }
+
+
+Call = Callable[[str, dict[str, Any]], Awaitable[str]]
+"""What a tool of that name says to these arguments."""
+
+
+async def tool_results(
+    text: str,
+    tools: Sequence[Mapping[str, Any]],
+    call: Call,
+    *,
+    seconds: float,
+    at_once: int = 8,
+    characters: int = 8192,
+) -> list[Message]:
+    """One message for each tool call in an answer, in their order; none if it has none. The calls run at the same time.
+
+    What a tool raises, does not answer in `seconds`, or says beyond `characters` is told to the policy, as are calls beyond
+    `at_once`, which are not made.
+    """
+    _, calls = parse_answer(text, tools)
+
+    async def result(index: int, name: str, arguments: str) -> str:
+        if index >= at_once:
+            return f"error: not called, an answer may have {at_once} calls"
+        try:
+            async with asyncio.timeout(seconds):
+                said = await call(name, msgspec.json.decode(arguments))
+        except TimeoutError:
+            return f"error: {name} took longer than {seconds:g} s"
+        except Exception as error:
+            return f"error: {str(error) or repr(error)}"[:characters]
+        cut = len(said) - characters
+        return said if cut <= 0 else f"{said[:characters]}\n[{cut} characters left out]"
+
+    functions = [c["function"] for c in calls]
+    results = await asyncio.gather(*(result(i, f["name"], f["arguments"]) for i, f in enumerate(functions)))
+    return [Message("tool", said, name=f["name"]) for said, f in zip(results, functions, strict=True)]

@@ -1,0 +1,208 @@
+"""`mcp:TASK`: the tools of MCP servers, offered to the policy while it works on the tasks of environment TASK.
+
+Each episode has servers of its own, which speak over stdio, so what one episode does to them no other sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs import Action, Environment, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs.pool import passed_on
+from r3async.envs.tool_calls import tool_results
+
+ENDING_SECONDS = 10.0
+"""What servers may take to end; the package `mcp` kills them before that."""
+
+
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`command`: words. `tools`: those that are offered; empty for all."""
+
+    command: list[str]
+    tools: list[str] = []
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.command or shutil.which(self.command[0]) is None:
+            raise ValueError(f"`command` = {self.command} names no program")
+
+
+class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`env.args` of `mcp:TASK`. `task`: the arguments of TASK; `environment`: variables of all servers; `calls`: in an episode,
+    and `calls_at_once` in an answer. Seconds, characters of a result."""
+
+    servers: dict[str, Server]
+    task: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    calls: int = 16
+    calls_at_once: int = 8
+    call_timeout: float = 20.0
+    start_timeout: float = 30.0
+    output_characters: int = 8192
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ValueError("`servers` names no server")
+        for name in ("calls", "calls_at_once", "call_timeout", "start_timeout", "output_characters"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` = {getattr(self, name)!r} must be above 0")
+
+
+def make(target: str, config: EnvConfig) -> EnvironmentFactory:
+    """Raises `ConfigError` for wrong `env.args`, a TASK that there is not, or without the package `mcp`."""
+    from r3async.envs.factory import environment_factory, optional_package
+
+    optional_package("mcp", config, extra="mcp")
+    try:
+        settings = msgspec.convert(config.arguments(), McpSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"`env.args` of {config.name!r}: {error}") from error
+    inner = environment_factory(msgspec.structs.replace(config, name=target, args=settings.task))
+    return lambda: McpEnvironment(inner(), settings, passed_on(config.variables))
+
+
+class McpServers:
+    """The servers of one episode, from `start` to `stop`. A task of its own holds the connections: they have to be closed by
+    whoever opened them."""
+
+    def __init__(self, settings: McpSettings, variables: Mapping[str, str]):
+        self.tools: list[dict[str, Any]] = []
+        self._settings = settings
+        self._variables = {**variables, **settings.environment}
+        self._owners: dict[str, tuple[Any, str]] = {}
+        """By the name that the policy knows: the client, and the name that its server knows."""
+        self._started, self._ending = False, asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `EnvironmentFailed` for a server that does not start in time, or a tool of a name that there is twice."""
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = loop.create_future()
+        self._holding = asyncio.create_task(self._hold(started))
+        seconds = self._settings.start_timeout
+        done, _ = await asyncio.wait([started, self._holding], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if started in done:
+            return
+        why = f"took longer than `start_timeout` = {seconds:g} s"
+        if self._holding in done and (error := self._holding.exception()) is not None:
+            why = f"failed: {_cause(error)}"
+        await self.stop()
+        raise EnvironmentFailed(f"the MCP servers {', '.join(self._settings.servers)} could not start: that {why}")
+
+    async def _hold(self, started: asyncio.Future[None]) -> None:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        async with contextlib.AsyncExitStack() as stack:
+            errors = stack.enter_context(await asyncio.to_thread(open, os.devnull, "w"))
+            for name, server in self._settings.servers.items():
+                parameters = StdioServerParameters(
+                    command=server.command[0],
+                    args=server.command[1:],
+                    env=self._variables,
+                    cwd=server.directory or None,
+                )
+                transport = stdio_client(parameters, errlog=errors)
+                await self._add(name, server, await stack.enter_async_context(Client(transport)))
+            self._started = True
+            started.set_result(None)
+            await self._ending.wait()
+
+    async def _add(self, name: str, server: Server, client: Any) -> None:
+        found, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            if (cursor := page.next_cursor) is None:
+                break
+        if missing := sorted(set(server.tools) - {tool.name for tool in found}):
+            raise EnvironmentFailed(f"server {name!r} has no tool {missing[0]!r}")
+        for tool in found:
+            if server.tools and tool.name not in server.tools:
+                continue
+            if tool.name in self._owners:
+                raise EnvironmentFailed(f"two servers have a tool {tool.name!r}: name the tools of each server")
+            self._owners[tool.name] = (client, tool.name)
+            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            self.tools.append({"type": "function", "function": function})
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text that the tool says. Raises `ValueError` for one that there is not, and what the server or its loss raises."""
+        if name not in self._owners:
+            raise ValueError(f"there is no tool {name!r}, only {', '.join(self._owners)}")
+        client, known = self._owners[name]
+        result = await client.call_tool(known, arguments)
+        text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+        return f"error: {text}" if result.is_error else text
+
+    async def stop(self) -> None:
+        """End the servers. Idempotent."""
+        if self._holding is None:
+            return
+        holding, self._holding = self._holding, None
+        if self._started:
+            self._ending.set()
+        else:
+            holding.cancel()
+        # Once is enough: its own ending closes stdin, asks, and then kills, each within seconds.
+        done, _ = await asyncio.wait([holding], timeout=ENDING_SECONDS)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # it is known, or comes too late to matter
+
+
+def _cause(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return str(error) or repr(error)
+
+
+class McpEnvironment:
+    """`task` with the tools of MCP servers: an answer with calls is answered by their results, any other by `task`."""
+
+    def __init__(self, task: Environment, settings: McpSettings, variables: Mapping[str, str]):
+        self._task, self._settings, self._variables = task, settings, variables
+        self._servers = McpServers(settings, variables)
+        self._calls = 0
+        if (size := getattr(task, "size", None)) is not None:
+            self.size = size
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [*getattr(self._task, "tools", ()), *self._servers.tools]
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        await self._servers.stop()
+        self._servers, self._calls = McpServers(self._settings, self._variables), 0
+        await self._servers.start()
+        return await self._task.reset(task_seed)
+
+    async def step(self, action: Action) -> StepResult:
+        settings = self._settings
+        left = settings.calls - self._calls
+        results = await tool_results(
+            action.text,
+            self._servers.tools if left > 0 else (),
+            self._servers.call,
+            seconds=settings.call_timeout,
+            at_once=min(settings.calls_at_once, left),
+            characters=settings.output_characters,
+        )
+        if not results:
+            return await self._task.step(action)
+        self._calls += len(results)
+        return StepResult(0.0, results, metrics={"tool_calls": len(results)})
+
+    async def close(self) -> None:
+        await self._servers.stop()
+        close = getattr(self._task, "close", None)
+        if close is not None and asyncio.iscoroutine(waiting := close()):
+            await waiting

@@ -1,0 +1,290 @@
+"""Tools in an environment: those of MCP servers, and commands in a sandbox."""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs import Action, EnvironmentFailed
+from r3async.envs.factory import environment_factory
+from r3async.envs.sandbox import CommandLimits, Sandbox, docker_command, isolation, local_command
+from r3async.envs.tool_calls import tool_results
+
+SERVER = str(Path(__file__).parents[1] / "helpers" / "mcp_server.py")
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def mcp(*mode, task="reverse-text", **args):
+    servers = {"sums": {"command": [sys.executable, SERVER, *mode]}}
+    return EnvConfig(name=f"mcp:{task}", args={"servers": servers, "task": {"letters": 3, "turns": 1}, **args})
+
+
+@pytest.fixture
+async def env():
+    made = []
+
+    def make(**args):
+        made.append(environment_factory(mcp(**args))())
+        return made[-1]
+
+    yield make
+    for environment in made:
+        await environment.close()
+
+
+def servers_running():
+    return [p for p in psutil.Process().children(recursive=True) if any(SERVER in w for w in _words(p))]
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+async def test_tools_of_a_server_are_offered_called_at_once_and_the_task_judges_the_answer(env):
+    environment = env()
+    (asked,) = await environment.reset(7)
+    assert [tool["function"]["name"] for tool in environment.tools] == ["add", "wait", "shout", "fail"]
+    assert environment.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+    wait = call("wait", seconds=0.5)
+    result = await environment.step(Action(f"Both. {wait}{wait}{call('add', a=3, b=4)}"))
+    assert [m.content for m in result.messages] == ["over", "over", "7 (1)"]
+    assert [(m.role, m.name) for m in result.messages] == [("tool", "wait"), ("tool", "wait"), ("tool", "add")]
+    assert (result.reward, result.done, result.metrics) == (0, False, {"tool_calls": 3})
+    final = await environment.step(Action(asked.content[::-1]))
+    assert (final.reward, final.done) == (1, True)
+
+
+async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):
+    one, two = env(), env()
+    await asyncio.gather(one.reset(1), two.reset(1))
+    assert len(servers_running()) == 2
+    for environment, said in ((one, "2 (1)"), (one, "2 (2)"), (two, "2 (1)")):
+        assert (await environment.step(Action(call("add", a=1, b=1)))).messages[0].content == said
+    await one.reset(2)
+    assert (await one.step(Action(call("add", a=1, b=1)))).messages[0].content == "2 (1)"
+    await asyncio.gather(one.close(), two.close())
+    assert servers_running() == []
+
+
+async def test_calls_have_limits_and_what_goes_wrong_is_told_to_the_policy(env):
+    environment = env(call_timeout=0.5, output_characters=20, calls_at_once=2, calls=7)
+    await environment.reset(1)
+
+    async def told(*calls):
+        return [m.content for m in (await environment.step(Action("".join(calls)))).messages]
+
+    assert await told(call("wait", seconds=60)) == ["error: wait took longer than 0.5 s"]
+    (failed,) = await told(call("fail"))
+    assert failed.startswith("error: ")
+    (wrong,) = await told(call("add", a="x"))
+    assert wrong.startswith("error: ")
+    assert (await told(call("nothing")))[0].startswith("error: there is no t")
+    many = await told(call("shout", times=25), call("shout", times=5), call("shout", times=1))
+    assert many == ["x" * 20 + "\n[5 characters left out]", "xxxxx", "error: not called, an answer may have 2 calls"]
+    last = await environment.step(Action(call("add", a=1, b=1)))
+    assert last.done, "seven calls are over, and the task judges what is said then"
+
+
+@pytest.mark.parametrize("mode", ["dies", "hangs"])
+async def test_a_server_that_does_not_start_fails_the_episode_and_is_named(mode):
+    environment = environment_factory(
+        EnvConfig(
+            name="mcp:reverse-text",
+            args={"servers": {"sums": {"command": [sys.executable, SERVER, mode]}}, "start_timeout": 2.0},
+        )
+    )()
+    with pytest.raises(EnvironmentFailed, match="the MCP servers sums could not start"):
+        await environment.reset(1)
+    await environment.close()
+    assert servers_running() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"servers": {}}, "names no server"),
+        ({"servers": {"a": {"command": ["no-such-program"]}}}, "names no program"),
+        ({"servers": {"a": {"command": ["python"], "tool": []}}}, "unknown field `tool`"),
+        ({"servers": {"a": {"command": ["python"]}}, "calls": 0}, "`calls` = 0 must be above 0"),
+        ({"servers": {"a": {"command": ["python"]}}, "task": {"leters": 3}}, "leters"),
+    ],
+)
+def test_wrong_arguments_are_named(args, message):
+    with pytest.raises(ConfigError, match=message):
+        environment_factory(EnvConfig(name="mcp:reverse-text", args=args))
+
+
+async def test_results_keep_the_order_of_their_calls():
+    async def slowly(name, arguments):
+        await asyncio.sleep(arguments["after"])
+        return name
+
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    text = call("a", after=0.2) + call("b", after=0.0)
+    assert [m.content for m in await tool_results(text, tools, slowly, seconds=5)] == ["a", "b"]
+    assert await tool_results("no call", tools, slowly, seconds=5) == []
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["isolated", "plain"])
+async def sandbox(request, monkeypatch):
+    """As well isolated as this machine lets us, and not at all."""
+    limits = CommandLimits(seconds=10, memory_mib=512, file_mib=1, output_bytes=100, processes=32)
+    made = await Sandbox.open(limits)
+    if request.param == "isolated" and not made.isolated:
+        await made.close()
+        pytest.skip("this machine lets no namespace be made")
+    if request.param == "plain":
+        made.isolated = ()
+    yield made
+    await made.close()
+    assert not made.directory.exists()
+
+
+async def test_a_command_says_its_output_and_its_code_and_leaves_files_for_the_next(sandbox):
+    sandbox.write({"a/b.txt": "text\n"})
+    ran = await sandbox.run("cat a/b.txt; echo wrong >&2; pwd > where; exit 3")
+    assert (ran.code, ran.output) == (3, "text\nwrong\n")
+    assert ran.told() == "text\nwrong\n[exit code 3]"
+    assert (await sandbox.run("cat where")).output.strip() == str(sandbox.directory)
+    assert (await sandbox.run("echo $HOME; touch $TMPDIR/x")).code == 0
+    assert sorted(path.name for path in sandbox.directory.iterdir()) == ["a", "where"]
+    with pytest.raises(ValueError, match="outside of the sandbox"):
+        sandbox.write({"../out": "x"})
+
+
+async def test_a_command_has_limits(sandbox, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "x")
+    assert "SECRET" not in (await sandbox.run("env | grep SECRET")).output
+    assert (await sandbox.run("head -c 5000000 /dev/zero > big")).code != 0
+    assert (sandbox.directory / "big").stat().st_size == 2**20
+    eats = await sandbox.run('python -c "bytearray(2**30)"')
+    assert eats.code == 1
+    assert "MemoryError" in eats.output
+    many = await sandbox.run("seq 100000")
+    assert many.output.startswith("1\n2\n")
+    assert many.output.endswith("99999\n100000\n")
+    assert "bytes left out" in many.output
+    assert len(many.output) < 200
+
+
+async def test_a_command_that_never_ends_is_killed_with_all_that_it_started(sandbox):
+    mark = f"r3-{os.getpid()}-{id(sandbox)}"
+    code = f"import time; time.sleep(600)  # {mark}"
+    sandbox.write({"sleep.py": code})
+    ran = await sandbox.run(f"echo begun; python -c '{code}' & python -c '{code}'", seconds=1.5)
+    assert ran.code is None
+    assert ran.output == "begun\n"
+    assert ran.told() == "begun\n[out of time]"
+    await _none_of(mark)
+    left = await sandbox.run(f"python -c '{code}' >/dev/null 2>&1 & echo done")
+    assert (left.code, left.output) == (0, "done\n")
+    await _none_of(mark)
+    running = asyncio.create_task(sandbox.run(f"python -c '{code}'"))
+    await asyncio.sleep(0.5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await _none_of(mark)
+
+
+async def _none_of(mark):
+    for _ in range(100):
+        if not any(mark in " ".join(_words(p)) for p in psutil.process_iter()):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("a process outlived its command")
+
+
+async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_it():
+    sandbox = await Sandbox.open(CommandLimits(seconds=10))
+    try:
+        if "--net" not in sandbox.isolated:
+            pytest.skip("this machine lets no network namespace be made")
+        code = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1")
+        port = server.sockets[0].getsockname()[1]
+        connect = f'python -c "{code.format(port=port)}"'
+        assert (await sandbox.run(connect)).code == 1
+        sandbox.isolated = ()
+        assert (await sandbox.run(connect)).code == 0
+        server.close()
+        sandbox.isolated = await isolation()
+        if "--pid" in sandbox.isolated:
+            mark = f"r3-escape-{os.getpid()}"
+            await sandbox.run(f"setsid python -c 'import time; time.sleep(600) # {mark}' & sleep 1", seconds=0.5)
+            await _none_of(mark)
+    finally:
+        await sandbox.close()
+
+
+async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
+    make = environment_factory(EnvConfig(name="docs.examples.mend_repository:MendRepository"))
+    for seed in range(3):
+        environment = make()
+        await environment.reset(seed)
+        (failed,) = (await environment.step(Action(environment.oracle()))).messages
+        assert "FAILED (" in failed.content
+        assert "[exit code 1]" in failed.content
+        assert (await environment.step(Action(environment.oracle()))).messages[0].content == "[exit code 0]"
+        final = await environment.step(Action(environment.oracle()))
+        assert (final.reward, final.done, final.metrics) == (1, True, {"commands": 2})
+        await environment.reset(seed)
+        cheat = call("run", command="echo 'import sys; sys.exit(0)' > test_shop.py")
+        await environment.step(Action(cheat))
+        assert (await environment.step(Action("Done."))).reward == 0
+        directory = environment.sandbox.directory
+        await environment.close()
+        assert not directory.exists()
+
+
+def test_the_words_of_a_command():
+    limits = CommandLimits(seconds=5, memory_mib=64, processes=7, file_mib=2)
+    words = local_command("echo hi", limits, ("unshare", "--user", "--net", "--"))
+    assert words[:5] == ["unshare", "--user", "--net", "--", sys.executable]
+    most = json.loads(words[-4])
+    assert most == {
+        "RLIMIT_AS": 64 * 2**20,
+        "RLIMIT_CPU": 6,
+        "RLIMIT_FSIZE": 2 * 2**20,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NPROC": 7,
+    }
+    assert "RLIMIT_NPROC" not in json.loads(local_command("echo hi", limits, ())[-4]), (
+        "it would count all of our user's"
+    )
+    docker = docker_command("echo hi", limits, "python:3.12", Path("/d"), "r3-1")
+    text = " ".join(docker)
+    for part in (
+        "--rm",
+        "--name r3-1",
+        "--network none",
+        "--memory 64m",
+        "--pids-limit 7",
+        "--volume /d:/work",
+        "--cap-drop ALL",
+    ):
+        assert part in text
+    assert docker[-4:] == ["python:3.12", "/bin/sh", "-c", "echo hi"]
+    assert "--network bridge" in " ".join(docker_command("x", CommandLimits(network=True), "i", Path("/d"), "n"))
+    with pytest.raises(ValueError, match="`seconds` = 0 must be above 0"):
+        CommandLimits(seconds=0)
+
+
+async def test_a_machine_without_unshare_runs_commands_all_the_same(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda *a, **k: None)
+    assert await isolation() == ()

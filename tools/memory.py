@@ -15,7 +15,8 @@ dropout, attention without a score matrix, grouped queries, gated feed-forward. 
 token and layer, in the compute dtype:
 
 * attention: 2 h (residual, norm) + (a + 2 g) d (as projected) + 2 (a + g) d (queries and keys before their norms, and
-  rotated) + a d (result);
+  rotated) + a d (result); latent attention: 2 h, its low ranks before and after their norms, queries, keys and values as
+  projected and as attended, and the result;
 * feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 6 w) (a token is
   sent to k experts), and 2 · experts values in fp32 of the router. A test holds all of this to what a learner keeps;
 * `recompute = "selective"`: of an MoE layer 2 h, and one layer's mixture while it is made again; `"full"`: h a layer,
@@ -27,7 +28,7 @@ three fp32 tensors of at most `learner.logprobs.CHUNK_ELEMENTS`. What is not in 
 and cuBLAS's workspaces, ranks that get more than their share of routed tokens.
 
 **Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads ·
-head size values of KV cache a token.
+head size values of KV cache a token; of latent attention layers · (rank of keys and values + rotated values).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
+from r3async.data.architectures import ARCHITECTURES, REFUSED, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 
 GIB = 2**30
@@ -106,9 +108,11 @@ INIT_VOCABULARY = 264
 
 def check_trained(shape: ModelShape, learner: LearnerConfig) -> None:
     """Raise `ConfigError` if the ranks of `learner.parallel` cannot share this model, or its backend not train it."""
-    if learner.backend == "megatron" and shape.kind != "qwen3_moe":
+    if reason := REFUSED.get(shape.kind):
+        raise ConfigError(f"{shape.name} cannot be trained ({shape.kind}): {reason}. These can: {supported()}")
+    if learner.backend == "megatron" and shape.kind not in ARCHITECTURES:
         raise ConfigError(
-            f'`learner.backend` = "megatron" trains qwen3_moe and no {shape.kind} ({shape.name}): set it to "torch"'
+            f'`learner.backend` = "megatron" trains {supported()} and no {shape.kind} ({shape.name}): set it to "torch"'
         )
     try:
         shape.check_divides(learner.parallel)
@@ -210,6 +214,9 @@ def layer_values(shape: ModelShape, index: int) -> tuple[float, float]:
     `recompute = "selective"` makes again."""
     a, g, d, h = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden
     attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d
+    if shape.kv_rank:
+        both = a * (2 * shape.qk_dim + shape.value_dim)
+        attention = 2 * h + 2 * (shape.query_rank + shape.kv_rank) + 2 * both + a * shape.value_dim
     if index not in shape.moe_layers:
         return attention + 2 * h + 5 * shape.width, 0.0
     mixture = shape.top_k * (h + 6 * shape.expert_width) + 4 * shape.experts + 5 * shape.shared_width
@@ -244,6 +251,8 @@ def engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     tp = int(args.get("tensor_parallel_size", 1))
     width = WIDTH[config.generator.dtype]
     heads = max(1, shape.kv_heads // tp)  # fewer heads than ranks are held more than once
-    per_token = 2 * shape.layers * heads * shape.head_dim * width
+    # Latent attention keeps what keys and values are made of, on every rank.
+    values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
+    per_token = shape.layers * values * width
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
     return EngineMemory(tp, shape.parameters * width // tp, per_token, needed)

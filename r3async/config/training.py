@@ -280,8 +280,8 @@ class LoraConfig(Section):
 
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
-    """`megatron`: Qwen3-MoE on megatron-core. `torch`: any mixture of experts that transformers has, with FSDP2. `scripted`: no
-    model at all, for tests and simulation. Its weights are a digest of what it trained; nothing is learnt."""
+    """`megatron`: the models of docs/models.md on megatron-core. `torch`: these and others of transformers, with FSDP2.
+    `scripted`: no model at all, for tests and simulation. Its weights are a digest of what it trained; nothing is learnt."""
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations made again in the backward pass: `selective` those of MoE layers, `full` those of whole layers."""

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from r3async.data.architectures import ARCHITECTURES, Architecture, QueryNorm
+
 if TYPE_CHECKING:
     from r3async.config import LearnerConfig, ParallelConfig
-
-BIASED = ("qwen2", "qwen2_moe")
-"""Model types whose query, key and value projections have a bias, whatever `config.json` says."""
-NORMED = ("qwen3", "qwen3_moe")
-"""Model types that normalise queries and keys by head."""
 
 
 class ShapeError(ValueError):
@@ -83,6 +80,10 @@ class ModelShape(msgspec.Struct, frozen=True):
     """Layers whose attention sees every token before."""
     windows: int = 0
     """Tokens that the layers with a sliding window see, together."""
+    qkv_bias: bool = False
+    query_norm: QueryNorm = ""
+    shared_gate: bool = False
+    """Whether a gate weighs a layer's shared experts."""
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -91,13 +92,21 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def attention(self) -> int:
         """Parameters of one layer's projections, with biases: what tensor parallelism divides."""
+        out = self.heads * self.value_dim * self.hidden
+        if self.kv_rank:
+            query = self.heads * self.qk_dim * (self.query_rank or self.hidden)
+            return out + query + self.kv_rank * self.heads * (self.qk_dim - self.rope_dim + self.value_dim)
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
-        return self.hidden * qkv + self.heads * self.head_dim * self.hidden + qkv * (self.kind in BIASED)
+        return out + self.hidden * qkv + qkv * self.qkv_bias
 
     @property
     def norms(self) -> int:
-        """Of one layer."""
-        return 2 * self.hidden + 2 * self.head_dim * (self.kind in NORMED)
+        """Of one layer; with latent attention, its projections to low ranks too: what tensor parallelism does not divide."""
+        if self.kv_rank:
+            low = (self.hidden + 1) * (self.query_rank + self.kv_rank) + self.hidden * self.rope_dim
+            return 2 * self.hidden + low
+        of_queries = {"": 0, "head": 2, "whole": self.heads + self.kv_heads}[self.query_norm]
+        return 2 * self.hidden + of_queries * self.head_dim
 
     @property
     def experts_of_layer(self) -> int:
@@ -105,9 +114,14 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.experts * 3 * self.hidden * self.expert_width
 
     @property
+    def shared_experts(self) -> int:
+        """Parameters of one MoE layer's."""
+        return 3 * self.hidden * self.shared_width
+
+    @property
     def router(self) -> int:
-        """Of one MoE layer, with shared experts and their gate: what every rank of the stage has."""
-        return self.hidden * self.experts + (3 * self.hidden * self.shared_width)
+        """Of one MoE layer, with shared experts and their gate."""
+        return self.hidden * (self.experts + self.shared_gate) + self.shared_experts
 
     @property
     def dense(self) -> int:
@@ -135,14 +149,15 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.attention + self.norms + inner
 
     def of_rank(self, learner: LearnerConfig, stage: int) -> int:
-        """Parameters that a Megatron rank of pipeline stage `stage` holds: attention, dense layers and the vocabulary divided
-        by tp, experts by ep, layers by pp; norms and routers are on every rank. Tied embeddings are on the first and the
-        last stage."""
+        """Parameters that a Megatron rank of pipeline stage `stage` holds: attention, dense layers, shared experts and the
+        vocabulary divided by tp, experts by ep, layers by pp; norms and routers are on every rank. Tied embeddings are on the
+        first and the last stage."""
         p = learner.parallel
         here = range(stage * self.layers // p.pp, (stage + 1) * self.layers // p.pp)
         moe = sum(i in self.moe_layers for i in here)
-        shared = (self.attention * len(here) + self.dense * (len(here) - moe)) // p.tp
-        total = shared + self.norms * len(here) + moe * (self.router + self.experts_of_layer // p.ep)
+        shared = (self.attention * len(here) + self.dense * (len(here) - moe) + self.shared_experts * moe) // p.tp
+        routers = self.router - self.shared_experts
+        total = shared + self.norms * len(here) + moe * (routers + self.experts_of_layer // p.ep)
         last, first = stage == p.pp - 1, stage == 0
         vocabulary = -(-self.vocab // p.tp) * self.hidden
         total += vocabulary * (first + last - (self.tied and first and last))
@@ -160,9 +175,15 @@ class ModelShape(msgspec.Struct, frozen=True):
             sizes.append(("tp", p.tp, self.width, "units of a dense layer"))
         if self.moe_layers:
             sizes.append(("ep", p.ep, self.experts, "experts"))
+        if self.shared_width:
+            sizes.append(("tp", p.tp, self.shared_width, "units of its shared experts"))
         for key, ranks, size, what in sizes:
             if size % ranks:
                 raise ShapeError(f"learner.parallel.{key} = {ranks} does not divide the model's {size} {what}")
+        if p.tp > 1 and self.query_norm == "whole":
+            raise ShapeError(
+                f"learner.parallel.tp = {p.tp}, but the model normalises all heads of a query together: set it to 1"
+            )
         if p.ep > 1 and not self.moe_layers:
             raise ShapeError(f"learner.parallel.ep = {p.ep}, but the model has no experts to divide: set it to 1")
 
@@ -181,6 +202,7 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
     head_dim = c.get("head_dim") or c["hidden_size"] // heads
     rope_dim = c.get("qk_rope_head_dim") or 0
     kinds = c.get("layer_types") or ["full_attention"] * layers
+    declared = ARCHITECTURES.get(c.get("model_type", ""), Architecture(title="", models=""))
     return ModelShape(
         name=name,
         kind=str(config.get("model_type", "")),
@@ -205,4 +227,7 @@ def read_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape
         rope_dim=rope_dim,
         full_layers=kinds.count("full_attention"),
         windows=kinds.count("sliding_attention") * (c.get("sliding_window") or 0),
+        qkv_bias=declared.value(declared.qkv_bias, {"qkv_bias": True, **c}),
+        query_norm=declared.norm_of_queries(c),
+        shared_gate=bool(declared.shared_gate),
     )

@@ -12,6 +12,7 @@ import torch
 from r3async.config import Config, config_from_dict
 from r3async.learner.batch.packing import MicroBatch, pack, padding_like
 from r3async.learner.losses.objective import TokenBatch, objective
+from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.learner import hf_gradients
 
@@ -77,12 +78,27 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
 def reference(
     model_path: Path, micro_batches: list[MicroBatch], settings: Config
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients of plain transformers with forced routes, one sample at a time.
+    """Loss and gradients of plain transformers with forced routes, one sample at a time, of Qwen3-MoE.
 
     Rows without a record are forced to what the model chooses itself under the routes forced so far (they are last in
     their sample, and a last row's routes influence nothing that is trained).
     """
     model = hm.load_hf(model_path)
+    total = _train(model, micro_batches, settings, hm.forced_routes)
+    return total, {n: g.numpy() for n, g in hf_gradients(model).items()}
+
+
+def plain_reference(
+    path: Path, micro_batches: list[MicroBatch], settings: Config
+) -> tuple[float, dict[str, np.ndarray]]:
+    """`reference`, of any architecture."""
+    model = ha.load_plain(path)
+    total = _train(model, micro_batches, settings, ha.forced)
+    return total, {n: g.numpy() for n, g in ha.gradients_of(model).items()}
+
+
+def _train(model: Any, micro_batches: list[MicroBatch], settings: Config, forced: Any) -> float:
+    """The loss; gradients are left in the model."""
     trained = sum(int(m.table["loss_mask"].sum()) for m in micro_batches)
     total = 0.0
     for micro_batch in micro_batches:
@@ -90,7 +106,8 @@ def reference(
             micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], micro_batch.temperatures, strict=False
         ):
             table = micro_batch.table.slice(int(start), int(stop))
-            with hm.forced_routes(model, table["routed_experts"]):
+            routes = table["routed_experts"] if "routed_experts" in table else np.zeros((0, 0, 0))
+            with forced(model, routes):
                 ids = torch.from_numpy(table["token_ids"].astype(np.int64))
                 logits = model(ids[None]).logits[0] / float(temperature)
             rows = np.flatnonzero(table["loss_mask"])
@@ -108,13 +125,20 @@ def reference(
             loss, _ = objective(tokens, logprobs, torch.zeros(len(rows)), settings.algorithm, rollout_kl_coef=coef)
             loss.backward()
             total += float(loss.detach())
-    return total, {n: g.numpy() for n, g in hf_gradients(model).items()}
+    return total
 
 
 TOLERANCE = 1e-5
 
 
 def assert_equal(answers, expected) -> None:
+    assert_gradients(answers, expected)
+    for answer in answers:
+        # A recomputed forward pass is not counted again, and padding is not counted at all.
+        assert answer["result"].expert_load.sum(axis=1).tolist() == [hm.TOP_K * sum(LENGTHS)] * 3
+
+
+def assert_gradients(answers, expected) -> None:
     loss, gradients = expected
     metrics = answers[0]["result"].metrics
     assert metrics["loss/policy"] + metrics["loss/rollout_kl"] == pytest.approx(loss, rel=1e-5)
@@ -127,5 +151,3 @@ def assert_equal(answers, expected) -> None:
     for answer in answers:
         assert answer["norm"] == pytest.approx(norm, rel=1e-5)
         assert answer["result"].metrics == metrics
-        # A recomputed forward pass is not counted again, and padding is not counted at all.
-        assert answer["result"].expert_load.sum(axis=1).tolist() == [hm.TOP_K * sum(LENGTHS)] * 3

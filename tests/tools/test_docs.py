@@ -8,9 +8,20 @@ from pathlib import Path
 import pytest
 
 from r3async.config import Config, load_config
+from r3async.data.architectures import ARCHITECTURES, REFUSED
 from r3async.record.catalogue import METRICS, metric
 from r3async.schedule.admission import age_bound
-from r3async.tools.config_reference import METRICS_PAGE, TARGET, documentation, main, reference, shown_in, with_metrics
+from r3async.tools.config_reference import (
+    METRICS_PAGE,
+    MODELS_PAGE,
+    TARGET,
+    documentation,
+    main,
+    reference,
+    shown_in,
+    with_metrics,
+    with_models,
+)
 from r3async.tools.presets import preset_paths
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +53,15 @@ def test_the_table_of_metrics_is_made_from_the_catalogue():
     assert shown_in("reward/mean") == ["curve Reward", "gauge reward", "comparison"]
     with pytest.raises(ValueError, match="has no place"):
         with_metrics("# A page\n")
+
+
+def test_the_table_of_models_is_made_from_the_declarations():
+    text = MODELS_PAGE.read_text()
+    assert with_models(text) == text
+    for kind, declared in ARCHITECTURES.items():
+        assert f"| {declared.title} | {declared.models} | `{kind}` |" in text
+    for kind, why in REFUSED.items():
+        assert f"* `{kind}`: {why}" in text
 
 
 def test_every_metric_that_code_or_a_page_names_is_in_the_catalogue():

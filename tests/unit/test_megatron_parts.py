@@ -15,9 +15,9 @@ from r3async.learner import LearnerError
 from r3async.learner.attention import plan_buckets
 from r3async.learner.logprobs import token_logprobs, whole_vocabulary
 from r3async.learner.megatron import parallel
+from r3async.learner.megatron.attention import TorchRMSNorm
 from r3async.learner.megatron.backend import MegatronLearner
-from r3async.learner.megatron.hf import read_qwen3
-from r3async.learner.megatron.modules import TorchRMSNorm
+from r3async.learner.megatron.hf import read_model
 from r3async.learner.optimizer import MasterAdamW
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
@@ -109,9 +109,12 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
         (path / "config.json").write_text(json.dumps(described | changes))
 
     for changes, message in [
-        ({"model_type": "mixtral"}, "model type 'mixtral' is not supported"),
+        ({"model_type": "gpt_oss"}, "model type 'gpt_oss' is not supported"),
         ({"attention_bias": True}, "`attention_bias` = True"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "`rope_type` = 'linear'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "`rope_type` = 'dynamic' .* only default, linear, yarn, llama3",
+        ),
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight, .* and "),
         ({"num_hidden_layers": 2}, "has tensors that are not of Qwen3-MoE: model.layers.2.input_layernorm.weight"),
         (
@@ -123,7 +126,7 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
         with pytest.raises(LearnerError, match=message):
             MegatronLearner.load(settings(), path)
     with pytest.raises(LearnerError, match="has no config"):
-        read_qwen3(tmp_path)
+        read_model(tmp_path)
 
 
 def test_an_impossible_token_adds_nothing_to_the_entropy_and_has_no_gradient():

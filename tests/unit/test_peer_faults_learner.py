@@ -155,7 +155,9 @@ def test_routers_of_multi_token_prediction_are_not_replayed(model_path):
 
     learner = MegatronLearner.load(config(), model_path)
     model = learner.model
-    aside = build_module(layer_spec(model.config, moe=True), config=model.config, layer_number=hm.LAYERS + 1)
+    aside = build_module(
+        layer_spec(model.config, learner.shape, moe=True), config=model.config, layer_number=hm.LAYERS + 1
+    )
     assert isinstance(aside.mlp, MoELayer)
     model.mtp = torch.nn.ModuleList([aside])
     again = attach(

@@ -1,4 +1,4 @@
-"""`MegatronLearner`: Qwen3-MoE on megatron-core with rollout routing replay, on CPU or CUDA, on one rank or many."""
+"""`MegatronLearner`: a model on megatron-core with rollout routing replay, on CPU or CUDA, on one rank or many."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ from r3async.learner.logprobs import LogProbs, split_vocabulary, supports_of, to
 from r3async.learner.lora import Adapters
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.adapters import adapt, adapter_links, trained_links
-from r3async.learner.megatron.hf import Qwen3Shape, read_qwen3, transformer_config
-from r3async.learner.megatron.links import Link, checkpoint_files, gather_weights, held, links, load_weights
-from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, hold_padding, make_plan
+from r3async.learner.megatron.attention import make_plan
+from r3async.learner.megatron.hf import TrainedShape, read_model, transformer_config
+from r3async.learner.megatron.links import (
+    Link,
+    checkpoint_files,
+    choice_biases,
+    gather_weights,
+    held,
+    links,
+    load_weights,
+)
+from r3async.learner.megatron.modules import HiddenStatesModel, attach, build_model, hold_padding
 from r3async.learner.optimizer import MasterAdamW, total_updates
 from r3async.learner.replay import Binder, MicroBatchRoutes
 from r3async.learner.state import Held
@@ -49,13 +58,14 @@ class MegatronLearner(LearnerBackend):
         config: Config,
         source: Path,
         layout: parallel.Layout,
-        shape: Qwen3Shape,
+        shape: TrainedShape,
         model: HiddenStatesModel,
         linked: list[Link],
         device: torch.device,
         adapters: Adapters | None = None,
     ):
         self.model, self.shape, self.links, self._device = model, shape, linked, device
+        self._biases = choice_biases(model, shape)
         assert {id(p) for p in model.parameters()} == {id(link.parameter) for link in self.links}, "unlinked"
         shard = (layout.tp_rank, config.learner.parallel.tp)
         hold_padding(model, shape.padding, shard)
@@ -99,21 +109,15 @@ class MegatronLearner(LearnerBackend):
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if not cuda:
             torch.set_num_threads(config.learner.threads)
-        shape = read_qwen3(source)
+        shape = read_model(source)
         try:
             shape.check_divides(config.learner.parallel)
         except ShapeError as error:
             raise LearnerError(str(error)) from error
         layout = parallel.start(config.learner.parallel, device)
-        model = build_model(
-            transformer_config(shape, config.learner),
-            moe_pattern=shape.moe_pattern,
-            vocab_size=shape.vocab,
-            max_positions=shape.positions,
-            tied=shape.tied,
-        ).to(device)
+        model = build_model(transformer_config(shape, config.learner), shape).to(device)
         linked = list(links(model, shape))
-        load_weights(linked, shape, checkpoint_files(source))
+        load_weights([*linked, *choice_biases(model, shape)], shape, checkpoint_files(source))
         adapters = adapt(model, linked, config)
         return cls(config, source, layout, shape, model, linked, device, adapters)
 
@@ -123,8 +127,7 @@ class MegatronLearner(LearnerBackend):
         """`[N / tp, 1, hidden]`: what this pipeline stage makes of the micro-batch."""
         plan = make_plan(
             micro_batch,
-            head_dim=self.shape.head_dim,
-            rope_theta=self.shape.rope_theta,
+            rotary=self.shape.rotary,
             dtype=getattr(torch, self.config.learner.dtype),
             device=self._device,
         )
@@ -208,7 +211,7 @@ class MegatronLearner(LearnerBackend):
 
     def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """With one rank on the model's device, with several on the host."""
-        return gather_weights(self.links, copy=copy)
+        return gather_weights([*self.links, *self._biases], copy=copy)
 
     def close(self) -> None:
         """Release the process groups, if they were made here."""

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import Place
 from r3async.learner import LearnerError
-from r3async.learner.megatron.hf import Qwen3Shape
+from r3async.learner.megatron.hf import CHOICE_BIAS, TrainedShape
 from r3async.learner.megatron.modules import HiddenStatesModel
 from r3async.learner.state import Held
 
@@ -86,18 +86,46 @@ def held(link: Link) -> Held:
     return Held(tuple(places), split=link.split, join=link.join, writes=mine and not link.copy)
 
 
-def links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
+def same(parameter: Parameter, name: str, **how: Any) -> Link:
+    """A parameter that is one tensor of the checkpoint."""
+    return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
+
+
+def stacked(parameter: Parameter, prefix: str, gate: str = "gate_proj", up: str = "up_proj", **how: Any) -> Link:
+    """fc1 is the gate projection over the up projection."""
+    names = (f"{prefix}{gate}.weight", f"{prefix}{up}.weight")
+    return Link(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
+
+
+def links(model: HiddenStatesModel, shape: TrainedShape) -> Iterator[Link]:
     """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
+    pipeline = ps.get_pipeline_model_parallel_world_size()
+    vocabulary = {"dim": 0, "rows": shape.vocab}
+    if model.pre_process:
+        twice = shape.tied and pipeline > 1
+        yield same(model.embedding.word_embeddings.weight, "model.embed_tokens.weight", twice=twice, **vocabulary)
+    for layer in model.decoder.layers:
+        prefix = f"model.layers.{layer.layer_number - 1}."
+        yield same(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
+        attention = _latent if shape.kv_rank else _grouped
+        yield from attention(layer.self_attention, f"{prefix}self_attn.", shape)
+        yield same(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
+        if isinstance(layer.mlp, MoELayer):
+            yield from _mixture(layer.mlp, f"{prefix}{shape.architecture.mixture}.", shape)
+        else:
+            yield from _gated(layer.mlp, f"{prefix}mlp.")
+    if model.post_process:
+        yield same(model.decoder.final_layernorm.weight, "model.norm.weight")
+        if not shape.tied:
+            yield same(model.output_layer.weight, "lm_head.weight", **vocabulary)
+        elif pipeline > 1:
+            copy = {"twice": True, "copy": True}
+            yield same(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
 
-    def same(parameter: Parameter, name: str, **how: Any) -> Link:
-        return Link(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
 
-    def stacked(parameter: Parameter, prefix: str, **how: Any) -> Link:
-        """fc1 is the gate projection over the up projection."""
-        names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-        return Link(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
-
-    ranks, pipeline = ps.get_tensor_model_parallel_world_size(), ps.get_pipeline_model_parallel_world_size()
+def _grouped(attention: Any, prefix: str, shape: TrainedShape) -> Iterator[Link]:
+    """Attention with grouped queries."""
+    ranks = ps.get_tensor_model_parallel_world_size()
     groups, per_group, dim = shape.kv_heads // ranks, shape.heads // shape.kv_heads, shape.head_dim
 
     def join_qkv(tensors: list[Tensor]) -> Tensor:
@@ -108,35 +136,54 @@ def links(model: HiddenStatesModel, shape: Qwen3Shape) -> Iterator[Link]:
         parts = weight.unflatten(0, (groups, -1)).split([per_group * dim, dim, dim], dim=1)
         return [part.flatten(0, 1) for part in parts]
 
-    vocabulary = {"dim": 0, "rows": shape.vocab}
-    if model.pre_process:
-        twice = shape.tied and pipeline > 1
-        yield same(model.embedding.word_embeddings.weight, "model.embed_tokens.weight", twice=twice, **vocabulary)
-    for layer in model.decoder.layers:
-        prefix = f"model.layers.{layer.layer_number - 1}."
-        attention, mlp = layer.self_attention, layer.mlp
-        yield same(layer.input_layernorm.weight, f"{prefix}input_layernorm.weight")
-        names = tuple(f"{prefix}self_attn.{x}_proj.weight" for x in "qkv")
-        yield Link(attention.linear_qkv.weight, names, join_qkv, split_qkv, dim=0)
-        yield same(attention.q_layernorm.weight, f"{prefix}self_attn.q_norm.weight")
-        yield same(attention.k_layernorm.weight, f"{prefix}self_attn.k_norm.weight")
-        yield same(attention.linear_proj.weight, f"{prefix}self_attn.o_proj.weight", dim=1)
-        yield same(layer.pre_mlp_layernorm.weight, f"{prefix}post_attention_layernorm.weight")
-        if isinstance(mlp, MoELayer):
-            yield same(mlp.router.weight, f"{prefix}mlp.gate.weight")
-            for e, expert in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
-                yield stacked(expert.linear_fc1.weight, f"{prefix}mlp.experts.{e}.", expert=True)
-                yield same(expert.linear_fc2.weight, f"{prefix}mlp.experts.{e}.down_proj.weight", expert=True)
-        else:
-            yield stacked(mlp.linear_fc1.weight, f"{prefix}mlp.", dim=0)
-            yield same(mlp.linear_fc2.weight, f"{prefix}mlp.down_proj.weight", dim=1)
-    if model.post_process:
-        yield same(model.decoder.final_layernorm.weight, "model.norm.weight")
-        if not shape.tied:
-            yield same(model.output_layer.weight, "lm_head.weight", **vocabulary)
-        elif pipeline > 1:
-            copy = {"twice": True, "copy": True}
-            yield same(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        names = tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv")
+        yield Link(getattr(attention.linear_qkv, kind), names, join_qkv, split_qkv, dim=0)
+    if shape.query_norm:
+        yield same(attention.q_layernorm.weight, f"{prefix}q_norm.weight")
+        yield same(attention.k_layernorm.weight, f"{prefix}k_norm.weight")
+    yield same(attention.linear_proj.weight, f"{prefix}o_proj.weight", dim=1)
+
+
+def _latent(attention: Any, prefix: str, shape: TrainedShape) -> Iterator[Link]:
+    """Multi-head latent attention: every rank has the projections to low ranks."""
+    if shape.query_rank:
+        yield same(attention.linear_q_down_proj.weight, f"{prefix}q_a_proj.weight")
+        yield same(attention.q_layernorm.weight, f"{prefix}q_a_layernorm.weight")
+        yield same(attention.linear_q_up_proj.weight, f"{prefix}q_b_proj.weight", dim=0)
+    else:
+        yield same(attention.linear_q_up_proj.weight, f"{prefix}q_proj.weight", dim=0)
+    yield same(attention.linear_kv_down_proj.weight, f"{prefix}kv_a_proj_with_mqa.weight")
+    yield same(attention.kv_layernorm.weight, f"{prefix}kv_a_layernorm.weight")
+    yield same(attention.linear_kv_up_proj.weight, f"{prefix}kv_b_proj.weight", dim=0)
+    yield same(attention.linear_proj.weight, f"{prefix}o_proj.weight", dim=1)
+
+
+def _gated(mlp: Any, prefix: str) -> Iterator[Link]:
+    yield stacked(mlp.linear_fc1.weight, prefix, dim=0)
+    yield same(mlp.linear_fc2.weight, f"{prefix}down_proj.weight", dim=1)
+
+
+def _mixture(mlp: MoELayer, prefix: str, shape: TrainedShape) -> Iterator[Link]:
+    a = shape.architecture
+    gate, up, down = a.projections
+    yield same(mlp.router.weight, f"{prefix}gate.weight")
+    for e, expert in zip(mlp.local_expert_indices, mlp.experts.local_experts, strict=True):
+        yield stacked(expert.linear_fc1.weight, f"{prefix}experts.{e}.", gate, up, expert=True)
+        yield same(expert.linear_fc2.weight, f"{prefix}experts.{e}.{down}.weight", expert=True)
+    if mlp.shared_experts is not None:
+        yield from _gated(mlp.shared_experts, f"{prefix}{a.shared}.")
+        if shape.shared_gate:
+            yield same(mlp.shared_experts.gate_weight, f"{prefix}{a.shared_gate}.weight")
+
+
+def choice_biases(model: HiddenStatesModel, shape: TrainedShape) -> list[Link]:
+    """The bias of each expert that decides who is chosen, of this rank's routers: it has no gradient, and stays float32."""
+    if not shape.biased_choice:
+        return []
+    mixtures = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
+    where = shape.architecture.mixture
+    return [same(m.router.expert_bias, f"model.layers.{i}.{where}.{CHOICE_BIAS}") for i, m in mixtures.items()]
 
 
 def checkpoint_files(directory: Path) -> dict[str, Any]:
@@ -148,14 +195,17 @@ def checkpoint_files(directory: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_weights(plan: Sequence[Link], shape: Qwen3Shape, files: Mapping[str, Any]) -> None:
+def load_weights(plan: Sequence[Link], shape: TrainedShape, files: Mapping[str, Any]) -> None:
     """Fill every parameter from `checkpoint_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
     this model."""
     needed = shape.tensor_names()
     # A tied checkpoint may still hold the output matrix, which is the embedding again.
     allowed = needed | ({"lm_head.weight"} if shape.tied else set())
     missing, unknown = sorted(needed - set(files)), sorted(set(files) - allowed)
-    for what, names in (("lacks", missing), ("has tensors that are not of Qwen3-MoE:", unknown)):
+    if shape.further_layers:
+        unknown = [name for name in unknown if not is_further(name, shape.layers)]
+    title = shape.architecture.title
+    for what, names in (("lacks", missing), (f"has tensors that are not of {title}:", unknown)):
         if names:
             rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
             raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
@@ -169,6 +219,12 @@ def load_weights(plan: Sequence[Link], shape: Qwen3Shape, files: Mapping[str, An
                 f"{' + '.join(link.names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
             )
         link.parameter.copy_(weight)
+
+
+def is_further(name: str, layers: int) -> bool:
+    """Whether that tensor is of a layer beyond the first `layers`."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 @torch.no_grad()

@@ -1,17 +1,14 @@
-"""Sub-modules plugged into Megatron through its layer specifications: the same on CPU and CUDA, no fork, no patch."""
+"""The model: its layers made of our modules by Megatron's specifications, no fork, no patch; and replay in its routers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,151 +17,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
-from r3async.learner.batch.packing import MicroBatch
+from r3async.learner.megatron.attention import LatentAttention, NormOfHeads, PackedAttention, TorchRMSNorm
+from r3async.learner.megatron.hf import TrainedShape
 from r3async.learner.replay import RoutingReplay
 
 
-@dataclass
-class PackedPlan(PackedSeqParams):
-    """What every attention layer needs for one micro-batch: how it attends, and the rotary angles.
-
-    `cos`, `sin`: `[N, 1, head_dim / 2]` in the compute dtype.
-    """
-
-    attention: AttentionPlan | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-
-
-def make_plan(
-    micro_batch: MicroBatch, *, head_dim: int, rope_theta: float, dtype: torch.dtype, device: torch.device
-) -> PackedPlan:
-    """Plan for the samples of a micro-batch."""
-    frequency = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.from_numpy(micro_batch.positions).float()[:, None, None] * frequency
-    cu = torch.from_numpy(micro_batch.cu_seqlens.astype(np.int32)).to(device)
-    longest = int(micro_batch.lengths.max())
-    return PackedPlan(
-        qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        attention=plan_attention(micro_batch.cu_seqlens, device, micro_batch.prefixes),
-        cos=angle.cos().to(device, dtype),
-        sin=angle.sin().to(device, dtype),
-    )
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding of `x [N, heads, D]`, halves convention: the pair (x[i], x[i + D/2]) turns by the angle.
-
-    The gradient turns back, so nothing but the angles is kept for the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, -sin), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left)
-    left.addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right)
-    right.addcmul_(first, sin)
-    return out
-
-
-class PackedAttention(torch.nn.Module):
-    """Megatron core attention over packed samples (`qkv_format="thd"`), causal, with rotary embedding.
-
-    Megatron's rotary embedding of packed input loops over samples in Python, in every layer; here the model is built with
-    `position_embedding_type="none"` and the angles come with the plan.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
-        super().__init__()
-        if config.attention_dropout:
-            raise ValueError("attention dropout is not supported")
-        self._scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *args: Any,
-        packed_seq_params: PackedPlan | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`. Masks are implied by the plan."""
-        plan = packed_seq_params
-        assert isinstance(plan, PackedPlan), "samples are packed; their plan goes in packed_seq_params"
-        query, key = _Rotate.apply(query, plan.cos, plan.sin), _Rotate.apply(key, plan.cos, plan.sin)
-        assert plan.attention is not None
-        return packed_attention(query, key, value, plan.attention, self._scale)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of float32 on CPU, where torch's own backward pass is a chain of eight operations.
-
-    With mean 0 and `r = 1 / rms(x)` in their place, LayerNorm's backward kernel gives RMSNorm's gradient but for the term
-    `-r * mean(grad * weight)`, which is added back. It is 4 times as fast in all.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        grad, size = grads[0].contiguous(), x.shape[-1]
-        zero = torch.zeros_like(scale)
-        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, [size], zero, scale, weight, None, [True, True, False]
-        )
-        return grad_x.add_(scale * (grad @ weight)[..., None], alpha=1 / size), grad_weight, None
-
-
-class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with Megatron's signature. Megatron's own wrapper refuses sequence parallelism; this one tags the weight, so
-    that its gradient is reduced over the tensor-parallel group."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]`, normalised over the last dimension."""
-        if x.device.type == "cpu" and x.dtype == torch.float32:
-            return _RMSNorm.apply(x.contiguous(), self.weight, self.eps)
-        return super().forward(x)
-
-
-def layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, shape: TrainedShape, *, moe: bool) -> ModuleSpec:
     """Specification of one decoder layer with the modules above."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    if shape.kv_rank:
+        spec.submodules.self_attention = ModuleSpec(module=LatentAttention, params={"shape": shape})
+    else:
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if shape.query_norm == "head":
+            attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+        elif shape.query_norm == "whole":
+            attention.q_layernorm = ModuleSpec(module=NormOfHeads, params={"heads": shape.heads})
+            attention.k_layernorm = ModuleSpec(module=NormOfHeads, params={"heads": shape.kv_heads})
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchRMSNorm
     return spec
 
@@ -182,24 +54,21 @@ class HiddenStatesModel(GPTModel):
         return self.output_layer.weight
 
 
-def build_model(
-    config: TransformerConfig, *, moe_pattern: Sequence[bool], vocab_size: int, max_positions: int, tied: bool
-) -> HiddenStatesModel:
-    """This pipeline stage of the decoder with one layer per entry of `moe_pattern` (whether its MLP is a mixture of
-    experts)."""
+def build_model(config: TransformerConfig, shape: TrainedShape) -> HiddenStatesModel:
+    """This pipeline stage of the decoder."""
     first = get_transformer_layer_offset(config)
-    here = moe_pattern[first : first + get_num_layers_to_build(config)]
-    specs = [layer_spec(config, moe=moe) for moe in here]
+    here = shape.moe_pattern[first : first + get_num_layers_to_build(config)]
+    specs = [layer_spec(config, shape, moe=moe) for moe in here]
     return HiddenStatesModel(
         config=config,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm),
         # The vocabulary is shared out evenly: rows of padding are never a target, and no logit is taken of them.
-        vocab_size=vocab_size + -vocab_size % config.tensor_model_parallel_size,
-        max_sequence_length=max_positions,
+        vocab_size=shape.vocab + -shape.vocab % config.tensor_model_parallel_size,
+        max_sequence_length=shape.positions,
         position_embedding_type="none",
-        share_embeddings_and_output_weights=tied,
+        share_embeddings_and_output_weights=shape.tied,
     )
 
 

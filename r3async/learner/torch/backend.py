@@ -131,7 +131,7 @@ class TorchLearner(LearnerBackend):
     def export(self, *, copy: bool = True) -> dict[str, Tensor]:
         """In host memory."""
         dtype = getattr(torch, self.config.learner.dtype)
-        return self.model.checkpoint_tensors(partial(whole, dtype=dtype, ranks=self.ranks), copy=copy)
+        return self.model.checkpoint_tensors(partial(whole, ranks=self.ranks), dtype, copy=copy)
 
 
 def join(dp: int) -> Ranks:

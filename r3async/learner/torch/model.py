@@ -244,15 +244,18 @@ class PackedModel(nn.Module):
             # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
             module.forward = partial(_recomputed, module.forward)
 
-    def checkpoint_tensors(self, gather: Callable[[Tensor], Tensor | None], *, copy: bool = True) -> dict[str, Tensor]:
-        """All weights and persistent buffers under their checkpoint names, contiguous copies; without `copy` whatever they are.
+    def checkpoint_tensors(
+        self, gather: Callable[[Tensor, torch.dtype], Tensor | None], dtype: torch.dtype, *, copy: bool = True
+    ) -> dict[str, Tensor]:
+        """All weights in `dtype`, and persistent buffers as they are (what a router adds to its scores is float32 in any model),
+        under their checkpoint names, contiguous copies; without `copy` whatever they are.
 
         `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports.
         """
-        ours = dict(self.causal.named_parameters())
+        ours = {name: (tensor, dtype) for name, tensor in self.causal.named_parameters()}
         buffers = dict(self.causal.named_buffers())
-        ours |= {n: buffers[n] for n in self.causal.state_dict() if n in buffers}
-        whole = {name: t for name, tensor in ours.items() if (t := gather(tensor.detach())) is not None}
+        ours |= {n: (buffers[n], buffers[n].dtype) for n in self.causal.state_dict() if n in buffers}
+        whole = {name: t for name, (tensor, of) in ours.items() if (t := gather(tensor.detach(), of)) is not None}
         named = revert_weight_conversion(self.causal, whole)
         if not copy:
             return dict(named)

@@ -25,6 +25,28 @@ def repack_cpu_experts(model: torch.nn.Module) -> int:
     return repacked
 
 
+def tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules whose only weights are an earlier module's: an output layer that is the embedding. A loader gives them nothing."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = [id(p) for p in module.parameters(recurse=False)]
+        if own and seen.issuperset(own):
+            tied.append(module)
+        seen.update(own)
+    return tied
+
+
+def repack_cpu_tied(model: torch.nn.Module) -> None:
+    """Have layers whose weights are another module's compute with those that it has now: vLLM packs what it loads, and it has
+    loaded nothing for them. None on other devices."""
+    from vllm.model_executor.layers import utils
+
+    for module in tied_modules(model):
+        if hasattr(module, "cpu_linear"):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
 def is_repacked(module: torch.nn.Module) -> bool:
     """`repack_cpu_experts` does."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from r3async.rollout.engines.vllm_contents import differences
-from r3async.rollout.engines.vllm_cpu import repack_cpu_experts
+from r3async.rollout.engines.vllm_cpu import repack_cpu_experts, repack_cpu_tied, tied_modules
 from r3async.rollout.engines.vllm_masks import keep_masks
 from r3async.rollout.engines.vllm_plan import Plan, Watch, digests
 from r3async.rollout.engines.vllm_sender import check_group, published_names
@@ -48,6 +48,7 @@ def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[No
     the end for a tensor that it was not given, or a module that was not filled."""
     load, given = model.load_weights, set()
     empty: list[str] = []
+    tied = {id(module) for module in tied_modules(model)}
 
     def counted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -56,7 +57,9 @@ def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[No
 
     def checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loaded = load(counted(weights))
-        empty[:] = modules_left_out(model)  # vLLM only logs that these keep what they have
+        # vLLM only logs that these keep what they have.
+        modules = dict(model.named_modules())
+        empty[:] = [name for name in modules_left_out(model) if id(modules[name]) not in tied]
         return loaded
 
     model.load_weights = checked
@@ -209,7 +212,9 @@ class WorkerExtension:
 
     def r3_after_load(self) -> None:
         """Whatever vLLM itself leaves undone after a reload."""
-        repack_cpu_experts(self.model_runner.model)  # type: ignore[attr-defined]
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        repack_cpu_experts(model)
+        repack_cpu_tied(model)
 
     def r3_differences(self, manifest: bytes) -> bytes:
         """See `differences`; msgpack."""
@@ -218,6 +223,6 @@ class WorkerExtension:
 
         def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             runner.reload_weights(weights_iterator=tensors)
-            repack_cpu_experts(runner.model)
+            self.r3_after_load()
 
         return msgspec.msgpack.encode(differences(runner.model, published, load))

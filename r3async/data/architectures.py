@@ -1,0 +1,131 @@
+"""The models that learners train, one declaration each: what a `config.json` does not say of them, and how their checkpoints
+name what they hold. No other place knows a model by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+QueryNorm = Literal["", "head", "whole"]
+"""Of queries and keys: none, each head by itself, or all heads of a token together."""
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One `model_type` of transformers. A value that begins with `$` is the key of `config.json` that has it."""
+
+    title: str
+    models: str
+    """Published models of it."""
+    qkv_bias: bool | str = False
+    query_norm: QueryNorm = ""
+    query_norm_key: str = ""
+    """Of `config.json`: whether there is `query_norm`."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What a router makes of its logits. With `sigmoid` a bias of each expert decides who is chosen, and not the gates."""
+    normalized: bool | str = "$norm_topk_prob"
+    """Whether gates of the chosen experts add up to 1."""
+    mixture: str = "mlp"
+    """Of a layer: name of its mixture of experts in a checkpoint; empty for models that have none."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert: gate, up, down."""
+    shared: str = ""
+    """Of a mixture: its shared experts, one block."""
+    shared_gate: str = ""
+    """Of a mixture: the gate of the shared experts."""
+    engine: bool = True
+    """Whether vLLM's log-probs and routes were compared with transformers', before and after an update of its weights."""
+    only: Mapping[str, Any] = {}
+    """Keys of `config.json` that other backends than transformers itself take with this value alone."""
+
+    def value(self, declared: bool | str, config: Mapping[str, Any]) -> bool:
+        """What a declaration that may be a key means for that `config.json`."""
+        return bool(config.get(declared[1:])) if isinstance(declared, str) else declared
+
+    def norm_of_queries(self, config: Mapping[str, Any]) -> QueryNorm:
+        """Which of them that `config.json` has."""
+        return self.query_norm if not self.query_norm_key or config.get(self.query_norm_key) else ""
+
+
+_NO_BIAS = {"attention_bias": False, "attention_dropout": 0}
+_PLAIN = {"hidden_act": "silu", "attention_dropout": 0}
+_NO_WINDOW = {"use_sliding_window": False}
+_BIASED_CHOICE: dict[str, Any] = {"score": "sigmoid", "normalized": True, "shared": "shared_experts"}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen3_moe": Architecture(
+        title="Qwen3-MoE",
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+        query_norm="head",
+        only=_PLAIN | _NO_BIAS | _NO_WINDOW,
+    ),
+    "qwen2_moe": Architecture(
+        title="Qwen2-MoE",
+        models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        qkv_bias="$qkv_bias",
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+        only=_PLAIN | _NO_WINDOW,
+    ),
+    "olmoe": Architecture(
+        title="OLMoE", models="OLMoE-1B-7B", query_norm="whole", only=_PLAIN | _NO_BIAS | {"clip_qkv": None}
+    ),
+    "mixtral": Architecture(
+        title="Mixtral",
+        models="Mixtral-8x7B, Mixtral-8x22B",
+        normalized=True,
+        mixture="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+        only=_PLAIN | {"sliding_window": None},
+    ),
+    "deepseek_v3": Architecture(
+        title="DeepSeek-V3",
+        models="DeepSeek-V3, DeepSeek-R1, Moonlight-16B-A3B",
+        engine=False,
+        **_BIASED_CHOICE,
+        only=_PLAIN | _NO_BIAS | {"norm_topk_prob": True},
+    ),
+    "glm4_moe": Architecture(
+        title="GLM-4.5-MoE",
+        models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        qkv_bias="$attention_bias",
+        query_norm="head",
+        query_norm_key="use_qk_norm",
+        **_BIASED_CHOICE,
+        only=_PLAIN | {"norm_topk_prob": True},
+    ),
+    "qwen3": Architecture(
+        title="Qwen3",
+        models="Qwen3-0.6B … Qwen3-32B",
+        query_norm="head",
+        mixture="",
+        only=_PLAIN | _NO_BIAS | _NO_WINDOW,
+    ),
+    "qwen2": Architecture(
+        title="Qwen2",
+        models="Qwen2.5-0.5B … Qwen2.5-72B",
+        qkv_bias=True,
+        mixture="",
+        only=_PLAIN | _NO_WINDOW,
+    ),
+    "llama": Architecture(
+        title="Llama",
+        models="Llama-3.1, Llama-3.2, Llama-3.3",
+        mixture="",
+        only=_PLAIN | _NO_BIAS | {"mlp_bias": False},
+    ),
+}
+"""By `model_type`: what both backends train, each held to transformers' own model by a test."""
+
+REFUSED: dict[str, str] = {
+    "gpt_oss": "its attention has sinks, which packed attention does not have",
+    "deepseek_v2": "its routers take gates from scores in which groups of experts are masked, so routes cannot be replayed",
+    "qwen3_next": "its recurrent layers would mix the samples of a micro-batch",
+}
+"""By `model_type`: what no backend trains, and why."""
+
+
+def supported() -> str:
+    """The `model_type`s, for a message."""
+    return ", ".join(ARCHITECTURES)

@@ -1,0 +1,74 @@
+"""Architectures beside Qwen3-MoE on the engine: log-probs and routes are those of transformers, before an update and after."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3async.data.architectures import ARCHITECTURES
+from r3async.rollout.engines.vllm import VllmEngine
+from r3async.weights.publish import Publisher
+from tests.helpers import architectures as ha
+from tests.helpers.engine import TOLERANCE, VOCABULARY, Reference, make_model, prompt, request, same_sets
+
+SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024, "hidden_size": 128, "intermediate_size": 128}
+EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+MORE = {
+    "qwen3_moe": {"head_dim": 32} | EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "deepseek_v3": LATENT | EXPERTS | {"topk_method": "noaux_tc"},
+    "glm4_moe": {"head_dim": 64} | EXPERTS,
+    "qwen3": {"head_dim": 32},
+    "llama/linear": {"hidden_size": 1024, "num_hidden_layers": 1},
+}
+"""The engine's kernels on CPU take heads of 32 values and more, of latent attention 576, and pad experts to a multiple of 32. An
+output layer of 2^18 weights, which are the embedding's, is packed."""
+
+
+def make(directory: Path, variant: str, seed: int) -> Path:
+    """A model whose routers decide clearly."""
+    ha.make_model(directory, variant, **(SIZES | MORE.get(variant, MORE.get(variant.partition("/")[0], {}))))
+    file = directory / "model.safetensors"
+    tensors, generator = load_file(file), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            std = 0.5 if name.endswith("gate.weight") else 0.1
+            tensor.copy_(std * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, file, metadata={"format": "pt"})
+    for part in make_model(directory / "tokenizer").glob("tok*"):
+        shutil.copy(part, directory)
+    return directory
+
+
+async def check(engine: VllmEngine, reference: Reference) -> None:
+    ids = prompt(60, seed=1)
+    generation = await engine.generate(request(ids, 12, f"of-{engine.version}"))
+    everything = np.concatenate([ids, generation.token_ids])
+    assert np.abs(generation.logprobs - reference.score(everything)[59:]).max() < TOLERANCE
+    if engine.routing is not None:
+        assert same_sets(generation.routed_experts, reference.routes(everything)[:-1])
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    "variant", [v for v in ha.VARIANTS if ARCHITECTURES[v.partition("/")[0]].engine and v != "qwen3_moe"]
+)
+async def test_log_probs_and_routes_are_those_of_transformers(tmp_path, variant):
+    first, second = (make(tmp_path / str(seed), variant, seed) for seed in (0, 1))
+    engine = VllmEngine(str(first), dtype="float32", concurrency=4, max_model_len=128, kv_cache_gib=0.1)
+    await engine.start()
+    try:
+        await check(engine, Reference(first))
+        reference = Reference(second)
+        with Publisher(tmp_path / "published") as publisher:
+            await engine.install(publisher.publish(0, reference.tensors(), torch.float32), 60)
+            assert engine.version == 0
+            await check(engine, reference)
+    finally:
+        await engine.stop()

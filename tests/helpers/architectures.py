@@ -1,0 +1,139 @@
+"""Tiny random models of every architecture that is declared, and plain transformers with forced routes beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from r3async.data.model_shape import read_shape
+from tests.helpers.models import EXPERTS, TOP_K, VOCAB, save_random
+
+SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MIXTURE = {"moe_intermediate_size": 48, "num_experts": EXPERTS}
+ROUTED = {"moe_intermediate_size": 48, "n_routed_experts": EXPERTS, "routed_scaling_factor": 2.5}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], **MIXTURE},
+    "qwen2_moe": {"shared_expert_intermediate_size": 40, "norm_topk_prob": False, **MIXTURE},
+    "olmoe": {"num_experts": EXPERTS, "norm_topk_prob": False},
+    "mixtral": {"num_local_experts": EXPERTS, "sliding_window": None, "router_jitter_noise": 0.1},
+    "deepseek_v3": {
+        **ROUTED,
+        **LATENT,
+        "q_lora_rank": 20,
+        "n_group": 4,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3/moonlight": {
+        **ROUTED,
+        **LATENT,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "glm4_moe": {**ROUTED, "head_dim": 16, "attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "glm4_moe/norms": {
+        **ROUTED,
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 2,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "qwen3": {"head_dim": 24},
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
+    "llama/linear": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    },
+}
+"""Settings of a `config.json`, by `model_type`, with what is special about some after a slash."""
+
+
+def make_model(directory: Path, variant: str, **changes: Any) -> Path:
+    """Save a random float32 model, with random biases of its experts; returns `directory`."""
+    kind = variant.partition("/")[0]
+    save_random(directory, AutoConfig.for_model(kind, **(SHARED | VARIANTS[variant] | changes)))
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return directory
+
+
+def mixtures(directory: Path) -> int:
+    """How many of its layers are mixtures of experts."""
+    return len(read_shape(json.loads((directory / "config.json").read_text())).moe_layers)
+
+
+def load_plain(directory: Path) -> torch.nn.Module:
+    """float32, transformers' own attention and plain loop over experts."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+@contextmanager
+def forced(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
+    """The routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    assert not gates or len(gates) == routes.shape[1]
+    with ExitStack() as stack:
+        for index, gate in enumerate(gates):
+            chosen = torch.from_numpy(routes[:, index].astype(np.int64))
+            gate.forward = MethodType(
+                lambda gate, hidden, chosen=chosen: _gated(model.config, gate, hidden, chosen), gate
+            )
+            stack.callback(gate.__delattr__, "forward")
+        yield
+
+
+def _gated(config: Any, gate: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+    sigmoid = hasattr(gate, "e_score_correction_bias")
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    weights = scores.gather(1, chosen)
+    if getattr(config, "norm_topk_prob", True):  # Mixtral always normalises, and has no such setting
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights * (config.routed_scaling_factor if sigmoid else 1.0), chosen
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint."""
+    return dict(revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))

@@ -1,0 +1,99 @@
+"""Every declared architecture on megatron-core against transformers' own class: logits, gradients, checkpoints, numbers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3async.data.architectures import ARCHITECTURES
+from r3async.data.model_shape import read_shape
+from r3async.learner.batch.packing import collate, pack
+from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.trainer import train_minibatch
+from tests.helpers import architectures as ha
+from tests.helpers import models as hm
+from tests.helpers.learner import LENGTHS, fully_recorded, gradients, logits, settings
+
+
+@pytest.fixture(scope="module", params=list(ha.VARIANTS))
+def path(request, tmp_path_factory):
+    return ha.make_model(tmp_path_factory.mktemp("model") / "m", request.param)
+
+
+@pytest.fixture
+def learner(path):
+    off = {} if ha.mixtures(path) else {"routing__replay": "off"}
+    learner = MegatronLearner.load(settings(**off), path)
+    yield learner
+    learner.close()
+
+
+def samples_for(learner: MegatronLearner, seed: int = 1):
+    layers = len(learner.shape.moe_layers)
+    samples = hm.make_samples(seed, LENGTHS, layers=layers or 1, routes=layers > 0)
+    return fully_recorded(samples) if layers else samples
+
+
+def test_every_architecture_has_a_model_here():
+    assert {name.partition("/")[0] for name in ha.VARIANTS} == set(ARCHITECTURES)
+
+
+def test_logits_and_all_gradients_equal_transformers(learner, path):
+    plain = ha.load_plain(path)
+    samples = samples_for(learner)
+    micro_batch = collate(samples)
+    weight = torch.randn(micro_batch.tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
+    with learner.replay.bound(micro_batch):
+        ours = logits(learner, micro_batch)
+        (ours * weight).sum().backward()
+    at = 0
+    for sample in samples:
+        rows = slice(at, at := at + len(sample.table))
+        routes = sample.table["routed_experts"] if "routed_experts" in sample.table else np.zeros((0, 0, 0))
+        with ha.forced(plain, routes):
+            theirs = plain(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
+        assert (ours[rows] - theirs).abs().max() < 1e-5 * theirs.abs().max()
+        (theirs * weight[rows]).sum().backward()
+    got, want = gradients(learner), ha.gradients_of(plain)
+    if learner.shape.tied:
+        want.pop("lm_head.weight", None)
+    assert set(got) == set(want)
+    for name, expected in want.items():
+        assert expected.abs().max() > 0, name
+        assert (got[name] - expected).norm() < 1e-5 * expected.norm(), name
+
+
+def test_own_routes_are_those_of_transformers(learner, path):
+    """Groups, biases of experts and scores: what decides who is chosen."""
+    ids = np.random.default_rng(0).integers(0, hm.VOCAB, 65)
+    with torch.no_grad():
+        theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0], -1)
+    expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
+    assert np.abs(learner.score(ids) - expected).max() < 1e-4
+
+
+def test_export_gives_every_bit_back(learner, path):
+    source, out = load_file(path / "model.safetensors"), learner.export()
+    if learner.shape.tied:
+        source.pop("lm_head.weight", None)
+    assert set(out) == set(source) == learner.shape.tensor_names()
+    assert all(out[name].dtype == tensor.dtype and torch.equal(out[name], tensor) for name, tensor in source.items())
+
+
+def test_numbers_of_the_plan_are_those_of_the_model(learner, path):
+    shape = read_shape(json.loads((path / "config.json").read_text()))
+    assert shape.parameters == sum(p.numel() for p in ha.load_plain(path).parameters())
+    assert shape.of_rank(learner.config.learner, 0) == sum(p.numel() for p in learner.model.parameters())
+
+
+def test_a_step_trains_every_weight(learner):
+    before = learner.export()
+    metrics = train_minibatch(learner, pack(samples_for(learner, 2), 64)).metrics
+    assert metrics["optimizer/skipped"] == 0
+    after = learner.export()
+    same = [name for name, tensor in after.items() if torch.equal(before[name], tensor)]
+    assert [name for name in same if not name.endswith("e_score_correction_bias")] == []

@@ -27,7 +27,7 @@ PACKAGES = (
     "r3async/learner/scripted.py",
     "r3async/record/events.py",
     "r3async/record/reading.py",
-    "r3async/record/routes.py",
+    "r3async/record/merging.py",
     "r3async/record/steps.py",
     "r3async/record/timeline.py",
     "r3async/record/routes.py",

@@ -7,7 +7,7 @@ header, with a crc32 at its end, and then a frame for each array. A file that a 
 what is wrong with it is reported.
 
 Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
-25 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
+29 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
 48 layers with 8 of 128 experts: 0.8 + 0.4 kB per token, so 5 MB for one trajectory of 4,096 tokens.
 """
 
@@ -15,32 +15,26 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from r3async.config import Config
 from r3async.data.container import Container, Record, Torn, map_file
-from r3async.data.routes import RoutingError
-from r3async.learner.batch.prefixes import unfolded
+from r3async.data.records import Sample
+from r3async.data.routes import RoutingError, route_dtype
+from r3async.data.versions import expand
+from r3async.record.merging import merge_traces
+from r3async.rollout.engines import Engine, Generation, GenerationRequest
 from r3async.transport.codec import checksum, raw_bytes
 from r3async.world import File, Files, World
 from r3async.world.appending import AppendFile, Keeper
 from r3async.world.files import make_directory
 from r3async.world.real import REAL
-
-if TYPE_CHECKING:
-    from r3async.learner import RouteTrace
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
-
-from r3async.data.records import Sample
-from r3async.data.routes import route_dtype
-from r3async.data.versions import expand
-from r3async.rollout.engines import Engine, Generation, GenerationRequest
 
 if TYPE_CHECKING:
     from r3async.learner import MinibatchResult
@@ -179,10 +173,10 @@ class Entry(NamedTuple):
     checksum: int
 
 
-def scan(path: Path, *, files: Files = REAL.files) -> tuple[list[Entry], str]:
-    """All records of a file, without their arrays; and what is wrong with the file, "" if nothing is."""
+def scan(path: Path, at: int = 0, *, files: Files = REAL.files) -> tuple[list[Entry], str]:
+    """All records of a file from byte `at` on, without their arrays; and what is wrong with the file, "" if nothing is."""
     entries: list[Entry] = []
-    for record in ROUTES.records(map_file(path, files=files)):
+    for record in ROUTES.records(map_file(path, files=files), at):
         if isinstance(record, Torn):
             why = f"{record.reason} (its process was killed, or is still writing)"
             return entries, f"{path}: from byte {record.offset} on there is no record: {why}"
@@ -211,88 +205,45 @@ def load(entry: Entry, kind: type[Routes], *, files: Files = REAL.files) -> Rout
         raise RouteFileError(f"{where} cannot be read: {error!r}") from error
 
 
+def _step_and_sample(entry: Entry) -> tuple[int, str]:
+    return entry.facts["step"], entry.facts["sample_id"]
+
+
+def _call_time(entry: Entry) -> float:
+    return entry.facts["time"]
+
+
 class RouteIndex:
     """What a run kept of its routes. `trained`: samples in the order of their steps; `calls`: by trajectory, in order of
     time; `problems`: what could not be read."""
 
     def __init__(self, run_dir: Path, *, files: Files = REAL.files):
-        self._files = files
+        self._directory, self._files = run_dir / "routes", files
+        self._last: dict[str, int] = {}
         self.trained: list[Entry] = []
         self.calls: dict[str, list[Entry]] = {}
         self.problems: list[str] = []
-        for name in files.list(run_dir / "routes"):
-            entries, problem = scan(run_dir / "routes" / name, files=files) if name.endswith(".routes") else ([], "")
+        self.read_on()
+
+    def read_on(self) -> list[Entry]:
+        """Take in what was written since the last call; the samples among it."""
+        self.problems, new = [], []
+        for name in filter(lambda name: name.endswith(".routes"), self._files.list(self._directory)):
+            last = self._last.get(name)
+            entries, problem = scan(self._directory / name, last or 0, files=self._files)
             self.problems += [problem] if problem else []
-            for entry in entries:
+            for entry in entries if last is None else entries[1:]:
+                self._last[name] = entry.offset
                 if entry.kind == TrainedRoutes.__name__:
-                    self.trained.append(entry)
+                    new.append(entry)
                 else:
-                    self.calls.setdefault(entry.facts["trajectory_id"], []).append(entry)
-        self.trained.sort(key=lambda entry: (entry.facts["step"], entry.facts["sample_id"]))
-        for calls in self.calls.values():
-            calls.sort(key=lambda entry: entry.facts["time"])
+                    insort(self.calls.setdefault(entry.facts["trajectory_id"], []), entry, key=_call_time)
+        self.trained = sorted(self.trained + new, key=_step_and_sample) if new else self.trained
+        return new
 
     def calls_of(self, trajectory_id: str) -> list[EngineCall]:
         """Raises `RouteFileError`."""
         return [load(entry, EngineCall, files=self._files) for entry in self.calls.get(trajectory_id, ())]
-
-
-def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
-    """The traces of all ranks, put together: one for each micro-batch, with all its `N` tokens and all `layers`.
-
-    Parts may come in any order, and more than once if they are the same. Padding micro-batches are left out. Raises
-    `RoutingError` for a part that is missing, and for parts that contradict each other.
-    """
-    parts: dict[tuple[str, ...], list[RouteTrace]] = {}
-    for trace in traces:
-        if trace.sample_ids:
-            parts.setdefault(tuple(trace.sample_ids), []).append(trace)
-    return [_whole(of_one, layers) for of_one in parts.values()]
-
-
-def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
-    tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
-    merged = np.zeros((2, tokens, layers, top_k), np.uint16)
-    have = np.zeros((tokens, layers), bool)
-    for part in parts:
-        if not part.columns:
-            continue
-        here = np.ix_(range(part.first, part.first + len(part.own)), part.columns)
-        for whole, chosen in zip(merged, (part.own, part.used), strict=True):
-            if (whole[here] != chosen)[have[here]].any():
-                raise RoutingError(
-                    f"traces of two ranks contradict each other in the micro-batch of {part.sample_ids[0]}"
-                )
-            whole[here] = chosen
-        have[here] = True
-    if not have.all():
-        row, layer = np.argwhere(~have)[0]
-        raise RoutingError(
-            f"no trace has row {row} of MoE layer {layer} in the micro-batch of {parts[0].sample_ids[0]}: "
-            "the traces of all its ranks are needed"
-        )
-    own, used = merged
-    # Every rank that has them computed the same.
-    logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
-    joined = msgspec.structs.replace(
-        parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
-    )
-    return joined if joined.prefixes is None else _unfolded(joined, joined.prefixes)
-
-
-def _unfolded(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
-    """With the rows of every sample, also those that it shares; these it does not train."""
-    rows, edges = unfolded(trace.cu_seqlens, prefixes)
-    logprobs = trace.logprobs
-    if logprobs is not None:
-        shared = np.arange(len(rows)) - np.repeat(edges[:-1], np.diff(edges)) < np.repeat(
-            prefixes[:, 1], np.diff(edges)
-        )
-        logprobs = np.where(shared, np.float32(np.nan), logprobs[rows])
-    edges = edges.astype(np.int32)
-    return msgspec.structs.replace(
-        trace, cu_seqlens=edges, own=trace.own[rows], used=trace.used[rows], logprobs=logprobs, prefixes=None
-    )
 
 
 LOAD_EVERY = 10

@@ -12,14 +12,16 @@ import pytest
 
 from r3async.data.routes import RoutingError
 from r3async.learner import RouteTrace
+from r3async.record import routes
+from r3async.record.merging import merge_traces
 from r3async.record.routes import (
+    ROUTES,
     EngineCall,
     RouteFile,
     RouteFileError,
     RouteIndex,
     TrainedRoutes,
     load,
-    merge_traces,
     scan,
 )
 from r3async.record.verify import verify_routes
@@ -168,3 +170,28 @@ def test_a_part_that_is_missing_or_contradicts_is_refused() -> None:
     changed[0, 0] = changed[0, 0] + 1
     with pytest.raises(RoutingError, match="contradict"):
         merge_traces([*split, msgspec.structs.replace(split[1], used=changed)], LAYERS)
+
+
+# --- an index that is read on
+
+
+def test_an_index_reads_on_where_it_stopped_and_never_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, calls = episode()
+    learner, engine = RouteFile(tmp_path / "routes", "learner"), RouteFile(tmp_path / "routes", "engine-0")
+    index = RouteIndex(tmp_path)
+    assert index.read_on() == []
+    scanned: list[int] = []
+    monkeypatch.setattr(routes, "scan", lambda path, at, files: (scanned.append(at), scan(path, at, files=files))[1])
+    for step in (1, 2, 3):
+        learner.append(msgspec.structs.replace(trained, step=step))
+        engine.append(calls[step % 2])
+        assert [entry.facts["step"] for entry in index.read_on()] == [step]
+        assert index.read_on() == []
+    assert scanned[-1] > scanned[0] == 0, "from its last record on"
+    with learner.path.open("ab") as file:
+        file.write(ROUTES.magic + b"half")
+    assert index.read_on() == []
+    assert "no record" in index.problems[0]
+    whole = RouteIndex(tmp_path)
+    assert (index.trained, index.calls) == (whole.trained, whole.calls)
+    assert [entry.facts["time"] for entry in index.calls[ID]] == [0.0, 1.0, 1.0]

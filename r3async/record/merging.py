@@ -1,0 +1,73 @@
+"""Traces of what routers did, from all ranks that computed a micro-batch, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from r3async.data.routes import RoutingError
+from r3async.learner.batch.prefixes import unfolded
+
+if TYPE_CHECKING:
+    from r3async.learner import RouteTrace
+
+
+def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
+    """The traces of all ranks, put together: one for each micro-batch, with all its `N` tokens and all `layers`.
+
+    Parts may come in any order, and more than once if they are the same. Padding micro-batches are left out. Raises
+    `RoutingError` for a part that is missing, and for parts that contradict each other.
+    """
+    parts: dict[tuple[str, ...], list[RouteTrace]] = {}
+    for trace in traces:
+        if trace.sample_ids:
+            parts.setdefault(tuple(trace.sample_ids), []).append(trace)
+    return [_whole(of_one, layers) for of_one in parts.values()]
+
+
+def _whole(parts: list[RouteTrace], layers: int) -> RouteTrace:
+    tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
+    merged = np.zeros((2, tokens, layers, top_k), np.uint16)
+    have = np.zeros((tokens, layers), bool)
+    for part in parts:
+        if not part.columns:
+            continue
+        here = np.ix_(range(part.first, part.first + len(part.own)), part.columns)
+        for whole, chosen in zip(merged, (part.own, part.used), strict=True):
+            if (whole[here] != chosen)[have[here]].any():
+                raise RoutingError(
+                    f"traces of two ranks contradict each other in the micro-batch of {part.sample_ids[0]}"
+                )
+            whole[here] = chosen
+        have[here] = True
+    if not have.all():
+        row, layer = np.argwhere(~have)[0]
+        raise RoutingError(
+            f"no trace has row {row} of MoE layer {layer} in the micro-batch of {parts[0].sample_ids[0]}: "
+            "the traces of all its ranks are needed"
+        )
+    own, used = merged
+    # Every rank that has them computed the same.
+    logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
+    joined = msgspec.structs.replace(
+        parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
+    )
+    return joined if joined.prefixes is None else _unfolded(joined, joined.prefixes)
+
+
+def _unfolded(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
+    """With the rows of every sample, also those that it shares; these it does not train."""
+    rows, edges = unfolded(trace.cu_seqlens, prefixes)
+    logprobs = trace.logprobs
+    if logprobs is not None:
+        shared = np.arange(len(rows)) - np.repeat(edges[:-1], np.diff(edges)) < np.repeat(
+            prefixes[:, 1], np.diff(edges)
+        )
+        logprobs = np.where(shared, np.float32(np.nan), logprobs[rows])
+    edges = edges.astype(np.int32)
+    return msgspec.structs.replace(
+        trace, cu_seqlens=edges, own=trace.own[rows], used=trace.used[rows], logprobs=logprobs, prefixes=None
+    )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from r3async.record.catalogue import COLORS, METRICS, finite, in_order
 from r3async.record.reading import EVALUATION, read_objects
 
+AXES = ("step", "time", "tokens")
+"""What a curve can be drawn over: the step, seconds since the run began, or tokens that were trained so far."""
 EVALUATED, ERROR = "evaluation/reward_mean", "evaluation/reward_error"
 """Of a line of `evaluation.jsonl`."""
 
@@ -20,8 +24,8 @@ Column = list[float | None]
 
 
 class Line(msgspec.Struct, frozen=True):
-    """`points`: drawn as points, and without effect on the axis. `x`, `error`: columns of its steps and of its error bars; where
-    `x` is empty, the steps are those of the page. `marks`: each value is marked."""
+    """`points`: drawn as points, and without effect on the axis. `x`: the beginning of the names of its columns on `AXES`; those
+    of the page's own run begin with nothing. `error`: the column of its error bars. `marks`: each value is marked."""
 
     metric: str
     label: str
@@ -140,21 +144,21 @@ def describe_more(rows: Rows) -> tuple[Drawing, list[tuple[str, float]]]:
     return drawing, constants
 
 
-def describe_overlays(runs: Sequence[Rows], names: Sequence[str]) -> Drawing:
-    """One chart for each curve that any of the runs has, with a line a run."""
+def describe_overlays(runs: Sequence[Rows], names: Sequence[str], axes: Sequence[dict[str, list[Any]]]) -> Drawing:
+    """One chart for each curve that any of the runs has, with a line a run. `axes`: see `x_columns`."""
     drawing = Drawing("chart")
     for chart in CHARTS:
         for line in chart.lines:
             drawn = [
                 (
-                    Line(f"{i}:{line.metric}", names[i], color(i), points=line.points, x=f"{i}:step"),
+                    Line(f"{i}:{line.metric}", names[i], color(i), points=line.points, x=f"{i}:"),
                     chart_column(chart, line.metric, rows),
                 )
                 for i, rows in enumerate(runs)
             ]
             title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {line.label}"
             drawing.add(chart, drawn, title=title, bound=None)
-    drawing.series |= {f"{i}:step": step_column(rows) for i, rows in enumerate(runs)}
+    drawing.series |= {f"{i}:{name}": column for i, columns in enumerate(axes) for name, column in columns.items()}
     return drawing
 
 
@@ -162,8 +166,16 @@ def color(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def step_column(rows: Rows) -> list[Any]:
-    return [row.get("step", index + 1) for index, row in enumerate(rows)]
+def x_columns(rows: Rows, started: float | None = None) -> dict[str, list[Any]]:
+    """`x/AXIS` for each of `AXES` that the rows have. `started`: unix seconds from which time counts, or the first row's."""
+    times, tokens = ([finite(row.get(name)) for row in rows] for name in ("time", "batch/trained_tokens"))
+    columns: dict[str, list[Any]] = {"x/step": [row.get("step", at + 1) for at, row in enumerate(rows)]}
+    if known := [at for at in times if at is not None]:
+        since = min(known) if started is None else started
+        columns["x/time"] = [None if at is None else round(at - since, 2) for at in times]
+    if any(tokens):
+        columns["x/tokens"] = list(accumulate(count or 0.0 for count in tokens))
+    return columns
 
 
 def chart_column(chart: Chart, name: str, rows: Rows) -> Column:
@@ -206,11 +218,16 @@ def chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -> dic
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-def read_evaluations(run_dir: Path, of: str = "") -> list[dict[str, Any]]:
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Those of a run; see `evaluations_of`."""
+    return evaluations_of(read_objects(run_dir / EVALUATION))
+
+
+def evaluations_of(lines: Rows, of: str = "") -> list[dict[str, Any]]:
     """`{"step", EVALUATED, ERROR}` in the order of steps; ERROR is None where unknown. Of one step that was evaluated again,
     after a resume, the last counts. `of`: which of `evaluation.sets`; by default the first."""
     found = {}
-    for line in read_objects(run_dir / EVALUATION):
+    for line in lines:
         step, reward = finite(line.get("step")), finite(line.get(_of_set(EVALUATED, of)))
         if step is not None and reward is not None:
             found[step] = {"step": step, EVALUATED: reward, ERROR: finite(line.get(_of_set(ERROR, of)))}
@@ -221,10 +238,10 @@ def _of_set(metric: str, of: str) -> str:
     return metric.replace("/", f"/{of}/", 1) if of else metric
 
 
-def evaluated_sets(run_dir: Path) -> list[str]:
+def evaluated_sets(lines: Rows) -> list[str]:
     """Names of the sets that were evaluated, in their order."""
     names: dict[str, None] = {}
-    for line in read_objects(run_dir / EVALUATION):
+    for line in lines:
         for metric in line:
             parts = metric.split("/")
             if len(parts) == 3 and _of_set(EVALUATED, parts[1]) == metric:
@@ -234,26 +251,37 @@ def evaluated_sets(run_dir: Path) -> list[str]:
 
 def evaluation_line(label: str, color: str, prefix: str = "") -> Line:
     """Evaluations are few: each is marked, and has steps of its own. `prefix`: of its columns, which differs by run."""
-    x, error = f"{prefix}evaluation/step", prefix + ERROR
-    return Line(prefix + EVALUATED, label, color, x=x, error=error, marks=True)
+    return Line(prefix + EVALUATED, label, color, x=f"{prefix}evaluation/", error=prefix + ERROR, marks=True)
 
 
-def describe_evaluations(runs: Sequence[tuple[Line, Rows]], training: Rows = ()) -> Drawing:
-    """A chart of the evaluations of each run that has some, and of the reward of the steps of `training` beside them."""
+def describe_evaluations(
+    runs: Sequence[tuple[Line, Rows]], axes: Sequence[dict[str, list[Any]]], training: Rows = ()
+) -> Drawing:
+    """A chart of the evaluations of each run that has some, and of the reward of the steps of `training` beside them. `axes`: of
+    each run, see `x_columns`."""
     drawing = Drawing("evaluation")
-    evaluated = [(line, evaluations) for line, evaluations in runs if evaluations]
-    if not evaluated:
-        return drawing
-    steps = [each["step"] for _, evaluations in evaluated for each in evaluations]
     drawn: list[tuple[Line, Column]] = []
-    for line, evaluations in evaluated:
-        drawn.append((line, [each[EVALUATED] for each in evaluations]))
-        drawing.series[line.x] = [each["step"] for each in evaluations]
-        drawing.series[line.error] = [each[ERROR] for each in evaluations]
+    for (line, evaluations), columns in zip(runs, axes, strict=True):
+        if evaluations:
+            drawn.append((line, [each[EVALUATED] for each in evaluations]))
+            drawing.series |= _evaluation_columns(line.x, [each["step"] for each in evaluations], columns)
+            drawing.series[line.error] = [each[ERROR] for each in evaluations]
+    if not drawn:
+        return drawing
     reward = Line("reward/mean", "training", "blue")
     drawn.append((reward, chart_column(EVALUATION_CHART, reward.metric, training)))
-    steps += [row["step"] for row in training if finite(row.get("step")) is not None]
-    margin = max(0.5, (max(steps) - min(steps)) / 50)  # step 0, before training, may be among them
     caption = EVALUATION_CHART.caption + (", beside the step's own" if training else "")
-    drawing.add(EVALUATION_CHART, drawn, caption=caption, span=[min(steps) - margin, max(steps) + margin])
+    drawing.add(EVALUATION_CHART, drawn, caption=caption)
     return drawing
+
+
+def _evaluation_columns(prefix: str, steps: Sequence[float], run: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Where evaluations after `steps` are on each axis of their run, between its rows; at 0 before the first."""
+    columns: dict[str, list[Any]] = {f"{prefix}x/step": list(steps)}
+    for axis in AXES[1:]:
+        made = zip(run.get("x/step", ()), run.get(f"x/{axis}", ()), strict=False)
+        known = [(0.0, 0.0), *((step, at) for step, at in made if finite(step) is not None and at is not None)]
+        if len(known) > 1:
+            there, at = np.array(known, np.float64).T
+            columns[f"{prefix}x/{axis}"] = np.interp(steps, there, at).round(2).tolist()
+    return columns

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from r3async.record.catalogue import finite
@@ -26,10 +28,12 @@ MODES = (
     ("loss", "loss mask", "coloured: sampled by the policy and trained"),
     ("surprise", "log-prob", "the rollout policy's; the stronger, the less likely was the token (full: 4 nats)"),
     ("ratio", "log-ratio", "learner less rollout, nats; orange: less likely for the learner, blue: more (full: 0.2)"),
+    ("advantage", "advantage", "what the policy loss took; blue: more of it, orange: less (full: 2)"),
+    ("age", "age", "versions between sampling and training; the stronger, the older (full: the bound)"),
     ("version", "version", "of the weights that sampled the token"),
     (
         "agreement",
-        "agreement",
+        "routes",
         "red: MoE layers in which the learner would choose other experts; dotted: no route recorded",
     ),
 )
@@ -47,10 +51,11 @@ def spread(count: int, most: int) -> list[int]:
 def read_conversations(path: Path, most: int = MAX_EPISODES) -> tuple[list[dict[str, Any]], int]:
     """A few episodes in words, from the first to the last step; and how many there are."""
     found = [e for e in read_objects(path) if isinstance(e.get("turns"), list)]
-    return [_episode(found[index]) for index in spread(len(found), most)], len(found)
+    return [conversation(found[index]) for index in spread(len(found), most)], len(found)
 
 
-def _episode(episode: dict[str, Any]) -> dict[str, Any]:
+def conversation(episode: dict[str, Any]) -> dict[str, Any]:
+    """A line of `episodes.jsonl` as a page shows it."""
     turns = [t for t in episode["turns"] if isinstance(t, dict)]
     reward = finite(episode.get("reward"))
     return {
@@ -140,24 +145,51 @@ class TracedSample:
 # -- samples of a report -----------------------------------------------------------------------------------------------
 
 
-def read_samples(run_dir: Path) -> tuple[list[Sample], int]:
+class Ages(msgspec.Struct, frozen=True):
+    """From which tokens' ages count. `trained`: by step, the version of the weights that it changed."""
+
+    trained: dict[Any, int] = {}
+    bound: int | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[dict[str, Any]], bound: int | None) -> Ages:
+        """A step's row has the version that the step made."""
+        made = ((row.get("step"), row.get("version")) for row in rows)
+        return cls({step: version - 1 for step, version in made if isinstance(version, int)}, bound)
+
+
+def read_samples(run_dir: Path, ages: Ages) -> tuple[list[Sample], int]:
     """A few samples whose routes were kept, from the first to the last; and how many there are."""
     index = RouteIndex(run_dir)
-    tokenizer = RunTokenizer(run_dir)
+    shown = [index.trained[at] for at in spread(len(index.trained), MAX_SAMPLES)]
+    return samples_of(index, shown, RunTokenizer(run_dir), ages), len(index.trained)
+
+
+def samples_of(index: RouteIndex, entries: Iterable[Entry], tokenizer: RunTokenizer, ages: Ages) -> list[Sample]:
+    """Those that can be read."""
     samples = []
-    for at in spread(len(index.trained), MAX_SAMPLES):
-        try:
-            samples.append(Sample(index, index.trained[at], tokenizer))
-        except RouteFileError:
-            continue
-    return samples, len(index.trained)
+    for entry in entries:
+        with contextlib.suppress(RouteFileError):
+            samples.append(Sample(index, entry, tokenizer, ages))
+    return samples
+
+
+def modes_of(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
+    """The colours that any of them has values for."""
+    have = {
+        "ratio": any(sample.ratio is not None for sample in samples),
+        "advantage": any(sample.trained.advantages is not None for sample in samples),
+        "age": any(sample.version is not None for sample in samples),
+    }
+    return [mode for mode in MODES if have.get(mode[0], True)]
 
 
 class Sample(TracedSample):
     """The same for a page. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is recorded; `ratio`
-    float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept."""
+    float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept. `version`: of the
+    weights that it trained, None if unknown."""
 
-    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer):
+    def __init__(self, index: RouteIndex, entry: Entry, tokenizer: RunTokenizer, ages: Ages):
         super().__init__(index, entry)
         trained = self.trained
         self.agreement = np.where(self.recorded, self.agree.mean(axis=-1), np.nan)
@@ -165,6 +197,7 @@ class Sample(TracedSample):
         self._roles = roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
         self._texts = [tokenizer.text(int(token)) for token in trained.token_ids[:MAX_TOKENS]]
         self.step, self.name = trained.step, trained.sample_id
+        self.version, self._bound = ages.trained.get(trained.step), ages.bound
         self.hidden = max(0, len(trained.token_ids) - MAX_TOKENS)
         """Tokens that are not shown."""
 
@@ -189,14 +222,10 @@ class Sample(TracedSample):
         kinds, style = ["t"] * sampled, []
         title = [f"{at}: token {int(trained.token_ids[at])}"]
         if sampled:
-            logprob = float(trained.rollout_logprobs[at])
-            style.append(f"--p:{_unit(-logprob / 4)}")
-            kinds.append(f"v{max(0, int(trained.policy_version[at])) % PALETTE}")
-            title.append(f"log-prob {logprob:.3f}, version {int(trained.policy_version[at])}")
-            if self.ratio is not None and math.isfinite(ratio := float(self.ratio[at])):
-                style.append(f"--r:{_unit(abs(ratio) / 0.2)}")
-                kinds += ["down"] * (ratio < 0)
-                title.append(f"log-ratio {ratio:+.4f}")
+            for kind, css, words in self._sampled(at):
+                kinds += [kind] * bool(kind)
+                style += [css] * bool(css)
+                title.append(words)
         agreement = float(self.agreement[at])
         if math.isnan(agreement):
             kinds.append("u")
@@ -208,6 +237,24 @@ class Sample(TracedSample):
         # A newline shows where it is, and breaks the line.
         text = self._texts[at].replace("\n", "↵\n") or "·"
         return {"kinds": " ".join(kinds), "style": ";".join(style), "title": ", ".join(title), "text": text}
+
+    def _sampled(self, at: int) -> Iterator[tuple[str, str, str]]:
+        """Of a token that the policy sampled: class, style and words for each thing that is known."""
+        trained, version = self.trained, int(self.trained.policy_version[at])
+        logprob = float(trained.rollout_logprobs[at])
+        yield (
+            f"v{max(0, version) % PALETTE}",
+            f"--p:{_unit(-logprob / 4)}",
+            f"log-prob {logprob:.3f}, version {version}",
+        )
+        if self.version is not None:
+            age = self.version - version
+            yield "", f"--o:{_unit(age / (self._bound or 1))}", f"age {age}"
+        if self.ratio is not None and math.isfinite(ratio := float(self.ratio[at])):
+            yield "down" * (ratio < 0), f"--r:{_unit(abs(ratio) / 0.2)}", f"log-ratio {ratio:+.4f}"
+        if trained.advantages is not None:
+            gain = float(trained.advantages[at])
+            yield "minus" * (gain < 0), f"--g:{_unit(abs(gain) / 2)}", f"advantage {gain:+.3f}"
 
 
 def _unit(value: float) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from r3async.record.catalogue import finite
 from r3async.record.reading import converted
-from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes, load
 from r3async.record.timeline import Span, busy_shares
 from r3async.views.summary import format_percent
 
 MAX_COLUMNS = 400
-MAX_SAMPLES = 2000
+AGE = "staleness/age_"
+"""Of a metric: trained tokens of the age at its end."""
 
 
 class Agreement(msgspec.Struct):
@@ -82,34 +81,22 @@ def _load(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def describe_ages(run_dir: Path, rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:
-    """Bars of age, in versions: shares of the trained tokens whose routes were kept; without any, of steps by their oldest."""
-    made = {row.get("step"): row.get("version") for row in rows}
+def describe_ages(rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:
+    """Bars of age, in versions: shares of all trained tokens; where rows do not say, of steps by their oldest token."""
     counts: Counter[int] = Counter()
-    samples = 0
-    entries = RouteIndex(run_dir).trained
-    for entry in entries[:: -(-len(entries) // MAX_SAMPLES) or 1]:
-        version = made.get(entry.facts["step"])
-        if not isinstance(version, int):
-            continue
-        try:
-            trained = load(entry, TrainedRoutes)
-        except RouteFileError:
-            continue
-        # The step that makes version v trains with the weights of v - 1.
-        counts.update((version - 1 - trained.policy_version[trained.loss_mask]).tolist())
-        samples += 1
-    what = f"share of {counts.total():,} trained tokens, in the {samples} samples whose routes were kept"
+    for row in rows:
+        for name, tokens in row.items():
+            age = name.removeprefix(AGE)
+            if name.startswith(AGE) and age.isdecimal() and finite(tokens) is not None:
+                counts[int(age)] += int(tokens)
+    counts = +counts
+    what = f"share of {counts.total():,} trained tokens"
     if not counts:
-        counts.update(int(age) for row in rows if (age := finite(row.get("staleness/max"))) is not None)
+        counts.update(int(oldest) for row in rows if (oldest := finite(row.get("staleness/max"))) is not None)
         what = "share of steps by their oldest token"
     if not counts:
         return None
-    ages = (
-        list(range(min(0, *counts), max(*counts, bound or 0) + 1))
-        if len(counts) > 1
-        else sorted({*counts, 0, bound or 0})
-    )
+    ages = sorted({*range((bound or 0) + 1), *counts})
     return {
         "id": "ages",
         "title": "Age",

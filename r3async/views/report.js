@@ -1,11 +1,48 @@
 "use strict";
-// Draws the charts that the page describes; drawn again when the reader's colour scheme changes.
-const data = JSON.parse(document.getElementById("data").textContent);
+// Draws the charts that the page describes; drawn again when the reader changes an axis, the smoothing or the colour scheme,
+// and on a served page when the run has gone on.
+let data = JSON.parse(document.getElementById("data").textContent);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const font = getComputedStyle(document.body).fontFamily;
 
-const first = data.steps[0], last = data.steps[data.steps.length - 1];
-const span = first === last ? [first - 0.5, last + 0.5] : [first, last];
+const chosen = (name, otherwise) => document.querySelector(`input[name=${name}]:checked`)?.value || otherwise;
+
+// What curves are drawn over: the unit of the values, and of the axis all of them from the first to the last.
+function axis() {
+  const name = chosen("axis", "step"), columns = Object.keys(data.series).filter((key) => key.endsWith("x/" + name));
+  let low = Infinity, high = -Infinity;
+  for (const key of columns) {
+    for (const value of data.series[key]) {
+      if (typeof value === "number") { low = Math.min(low, value); high = Math.max(high, value); }
+    }
+  }
+  if (low > high) { low = high = 0; }
+  const [per, unit] = name !== "time" || high < 180 ? [1, " s"] : high < 10800 ? [60, " min"] : [3600, " h"];
+  const margin = low === high ? 0.5 : (high - low) / 60;
+  return { name, per, range: [(low - margin) / per, (high + margin) / per], few: name === "step" && high - low < 8,
+    title: { step: "step", time: "time since the start", tokens: "trained tokens" }[name],
+    ticks: { step: ",d", time: "", tokens: "~s" }[name], suffix: name === "time" ? unit : "",
+    hover: { step: "step %{x:,d}", time: "%{x:.2f}" + unit, tokens: "%{x:.4s} tokens" }[name] };
+}
+const over = (line, now) => (data.series[line.x + "x/" + now.name] || []).map((x) => typeof x === "number" ? x / now.per : null);
+
+// Means of the values on both sides, weighted by how near they are; `share` of all values weigh most of it. So no curve lags
+// behind what it smooths.
+function smoothed(values, share) {
+  const kept = values.filter((value) => value !== null).length, keep = 1 - 1 / Math.max(1, share * kept / 2);
+  const sums = values.map(() => 0), weights = values.map(() => 0);
+  for (const order of [[...values.keys()], [...values.keys()].reverse()]) {
+    let sum = 0, weight = 0;
+    for (const at of order) {
+      if (values[at] === null) { continue; }
+      sums[at] += keep * sum;
+      weights[at] += keep * weight;
+      sum = keep * sum + values[at];
+      weight = keep * weight + 1;
+    }
+  }
+  return values.map((value, at) => value === null ? null : (sums[at] + value) / (weights[at] + 1));
+}
 
 const box = { margin: { l: 8, r: 8, t: 10, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
 const look = () => ({
@@ -79,35 +116,55 @@ function drawMaps() {
 }
 
 function drawChart(chart) {
-  const traces = chart.lines.map((line) => ({
-    type: "scatter", x: line.x ? data.series[line.x] : data.steps, y: data.series[line.metric], name: line.label, connectgaps: false,
-    mode: line.marks ? "lines+markers" : line.points || data.steps.length < 2 ? "markers" : "lines",
-    error_y: line.error ? { type: "data", array: data.series[line.error], thickness: 1, width: 2 } : {},
-    marker: { size: line.points ? 4 : 7, color: color(line.color) },
-    line: { color: color(line.color), width: line.dash ? 1.5 : 2, dash: line.dash || "solid" },
-    hovertemplate: "%{y:" + chart.format + "}" + (chart.unit ? " " + chart.unit : "") + "<extra>" + line.label + "</extra>",
-  }));
+  const now = axis(), share = Number(chosen("smooth", "0")), traces = [];
+  for (const line of chart.lines) {
+    const y = data.series[line.metric], steps = data.series[line.x + "x/step"];
+    const soft = share > 0 && !line.points && !line.marks && share * y.length > 2;
+    const trace = {
+      type: "scatter", x: over(line, now), y, name: line.label, connectgaps: false, customdata: steps,
+      mode: line.marks ? "lines+markers" : line.points || y.length < 2 ? "markers" : "lines",
+      error_y: line.error ? { type: "data", array: data.series[line.error], thickness: 1, width: 2 } : {},
+      marker: { size: line.points ? 4 : 7, color: color(line.color) }, opacity: soft ? 0.4 : 1,
+      line: { color: color(line.color), width: soft ? 1 : line.dash ? 1.5 : 2, dash: soft ? "solid" : line.dash || "solid" },
+      hovertemplate: "%{y:" + chart.format + "}" + (chart.unit ? " " + chart.unit : "") + "<extra>" + line.label + "</extra>",
+    };
+    traces.push(trace);
+    if (soft) {
+      traces.push({ type: "scatter", mode: "lines", x: trace.x, y: smoothed(y, share), hoverinfo: "skip", connectgaps: false,
+        line: { color: color(line.color), width: line.dash ? 1.5 : 2, dash: line.dash || "solid" } });
+    }
+  }
   if (chart.bound !== null) {
-    traces.push({ type: "scatter", mode: "lines", x: span, y: [chart.bound, chart.bound], hoverinfo: "skip",
+    traces.push({ type: "scatter", mode: "lines", x: now.range, y: [chart.bound, chart.bound], hoverinfo: "skip",
       line: { color: color("red"), width: 1.5, dash: "dash" } });
   }
-  const axis = axisLook();
-  const y = { ...axis, type: chart.log ? "log" : "linear", tickformat: chart.ticks, nticks: 6, exponentformat: "e" };
+  const looks = axisLook();
+  const y = { ...looks, type: chart.log ? "log" : "linear", tickformat: chart.ticks, nticks: 6, exponentformat: "e" };
   if (chart.log) { y.dtick = 1; y.tickformat = ".0e"; }
   if (chart.log && chart.decades < 2) { y.dtick = "D2"; }
   if (chart.range) { y.range = chart.range; }
-  Plotly.react(chart.id, traces, {
-    ...box, ...look(), showlegend: false, hovermode: "x unified",
-    xaxis: { ...axis, showgrid: false, showline: true, nticks: 8, tickformat: ",d", range: chart.span || span, dtick: last - first < 8 ? 1 : null,
-      title: titled("step"), unifiedhovertitle: { text: "step %{x}" } },
+  const plot = document.getElementById(chart.id), fresh = !plot.on;
+  Plotly.react(plot, traces, {
+    ...box, ...look(), showlegend: false, hovermode: "x unified", uirevision: now.name,
+    xaxis: { ...looks, showgrid: false, showline: true, nticks: 8, tickformat: now.ticks, ticksuffix: now.suffix, range: now.range,
+      dtick: now.few ? 1 : null, title: titled(now.title), unifiedhovertitle: { text: now.hover } },
     yaxis: y,
   }, { displayModeBar: false, responsive: true });
+  if (fresh) { plot.on("plotly_click", (event) => pointed(event.points[0].customdata)); }
 }
-const anything = data.charts.length || data.maps.length || data.more.length || data.ages || data.timeline;
-if (anything) {
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+
+// What a click on a point of that step does: nothing in a file.
+let pointed = () => {};
+
+function follow() {
   for (const group of document.querySelectorAll("details.group")) {
-    group.addEventListener("toggle", () => { if (group.open) { drawGroup(group); } });
+    group.ontoggle = () => { if (group.open) { drawGroup(group); } };
   }
 }
+const drawsAnything = () => data.charts.length || data.maps.length || data.more.length || data.ages || data.timeline;
+if (drawsAnything()) { draw(); }
+follow();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (drawsAnything()) { draw(); } });
+document.addEventListener("change", (event) => {
+  if (["axis", "smooth"].includes(event.target.name) && drawsAnything()) { draw(); }
+});

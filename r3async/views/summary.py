@@ -211,7 +211,7 @@ def summarize(run_dir: Path) -> RunSummary:
     """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
     run_dir = Path(run_dir)
     rows, events = read_objects(run_dir / "metrics.jsonl"), read_objects(run_dir / "events.jsonl")
-    return summarize_records(run_dir, rows, events, read_run_config(run_dir))
+    return summarize_records(run_dir, rows, events, read_run_config(run_dir), read_evaluations(run_dir))
 
 
 def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
@@ -219,12 +219,17 @@ def _values(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 
 def summarize_records(
-    run_dir: Path, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], config: dict[str, Any]
+    run_dir: Path,
+    rows: Sequence[dict[str, Any]],
+    events: Sequence[dict[str, Any]],
+    config: dict[str, Any],
+    evaluations: Sequence[dict[str, Any]],
 ) -> RunSummary:
+    """The same of what was read of them. `evaluations`: see `evaluations_of`."""
     status, reason = next((end for event in reversed(events) if (end := status_after(event))), (UNFINISHED, ""))
     times = _values(events, "time") + _values(rows, "time")
     levels = [event.get("level") for event in events]
-    evaluations, schedule = read_evaluations(run_dir), read_schedule(config)
+    schedule = read_schedule(config)
     updates = _values(rows, "optimizer/updates")
     kept_from = [why_no_update(row) for row in rows]
     return RunSummary(

@@ -160,21 +160,20 @@ def test_the_drift_table_has_ten_parts_and_all() -> None:
     assert drift_table([{"step": 1}]) is drift_table([]) is None
 
 
-def test_ages_are_of_trained_tokens_where_routes_were_kept(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    rows = [{"step": step, "version": step} for step in (1, 11)]
-    found = describe_ages(run, rows, 2)
+def test_ages_are_of_all_trained_tokens() -> None:
+    found = describe_ages(
+        [{"staleness/age_0": 3.0, "staleness/max": 4}, {"staleness/age_0": 2.0, "staleness/age_4": 5.0}], 2
+    )
     assert found is not None
-    assert found["x"] == list(range(11))
-    assert (found["y"][0], found["y"][10]) == (0.5, 0.5)
-    assert "10 trained tokens, in the 2 samples" in found["caption"]
+    assert (found["x"], found["y"]) == ([0, 1, 2, 4], [0.5, 0, 0, 0.5])
+    assert "10 trained tokens" in found["caption"]
 
 
-def test_without_routes_ages_are_of_steps(tmp_path: Path) -> None:
-    found = describe_ages(tmp_path, [{"staleness/max": 1}, {"staleness/max": 0}, {"staleness/max": 1}], 1)
+def test_where_rows_do_not_say_ages_are_of_steps() -> None:
+    found = describe_ages([{"staleness/max": 1}, {"staleness/max": 0}, {"staleness/max": 1}], 1)
     assert found is not None
     assert (found["x"], found["y"]) == ([0, 1], [1 / 3, 2 / 3])
-    assert describe_ages(tmp_path, [{}], 1) is None
+    assert describe_ages([{}], 1) is None
 
 
 # --- tokens
@@ -259,10 +258,10 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     other = write_run(tmp_path, "other", 5, schedule={"max_staleness": 4}, seed=3)
     page = Page(write_report(one, other, path=tmp_path / "both.html"))
     data = json.loads(page.data)
-    assert {"0:reward/mean", "1:reward/mean", "0:step", "1:step"} <= set(data["series"])
+    assert {"0:reward/mean", "1:reward/mean", "0:x/step", "1:x/time"} <= set(data["series"])
     assert len(data["charts"]) == sum(len(chart.lines) for chart in CHARTS)
     assert all([line["label"] for line in chart["lines"]] == ["one", "other"] for chart in data["charts"])
-    assert len(data["series"]["1:step"]) == 5
+    assert len(data["series"]["1:x/step"]) == 5
     for part in ("schedule.max_staleness", "seed", "learner: train", "reward, last 10 steps"):
         assert part in page.text
     assert "samples_per_group" not in page.text, "only settings that differ"
@@ -348,15 +347,14 @@ def test_evaluations_are_drawn_over_their_own_steps_beside_training(tmp_path: Pa
     assert [chart["title"] for chart in data["charts"]][:2] == ["Reward", "Evaluation"]
     chart = data["charts"][1]
     evaluation, training = chart["lines"]
-    assert data["series"][evaluation["x"]] == [0, 10], "the steps of evaluations, in order, each once"
+    assert data["series"][evaluation["x"] + "x/step"] == [0, 10], "the steps of evaluations, in order, each once"
     assert data["series"][evaluation["metric"]] == [0.25, 0.75]
     assert data["series"][evaluation["error"]] == [0.05, None]
     assert evaluation["marks"], "a single one would not show as a line"
     assert training["metric"] == "reward/mean"
-    assert len(data["series"]["reward/mean"]) == len(data["steps"])
-    low, high = chart["span"]
-    assert low < 0, "step 0 is before the first step of the metrics"
-    assert high > 12
+    assert len(data["series"]["reward/mean"]) == len(data["series"]["x/step"])
+    assert data["series"]["evaluation/x/time"][0] == 0, "step 0 is before the first step of the metrics"
+    assert data["series"]["x/time"][8] < data["series"]["evaluation/x/time"][1] == data["series"]["x/time"][9]
 
 
 def test_each_set_of_evaluations_is_a_line(tmp_path: Path) -> None:
@@ -389,7 +387,7 @@ def test_a_comparison_shows_the_evaluations_of_the_runs_that_have_some(tmp_path:
     page, data = Page(path), drawn(path)
     (chart,) = [chart for chart in data["charts"] if chart["title"] == "Evaluation"]
     assert [line["label"] for line in chart["lines"]] == ["one", "three"]
-    assert [data["series"][line["x"]] for line in chart["lines"]] == [[0, 10], [40]]
+    assert [data["series"][line["x"] + "x/step"] for line in chart["lines"]] == [[0, 10], [40]]
     assert [data["series"][line["metric"]] for line in chart["lines"]] == [[0.25, 0.75], [0.25]]
     assert chart["lines"][0]["color"] != chart["lines"][1]["color"]
     row = page.text[page.text.index("reward of the last evaluation") :]

@@ -207,7 +207,7 @@ def test_report(tmp_path: Path) -> None:
     ):
         assert text in page.text
     data = json.loads(page.scripts[0])
-    assert data["steps"] == list(range(1, 21))
+    assert data["series"]["x/step"] == list(range(1, 21))
     assert {chart["title"] for chart in data["charts"]} == {chart.title for chart in CHARTS}
     staleness = next(chart for chart in data["charts"] if chart["title"] == "Staleness")
     assert staleness["bound"] == 2

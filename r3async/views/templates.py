@@ -1,0 +1,38 @@
+"""The templates of pages: whatever is filled in is escaped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from r3async.record.catalogue import metric
+from r3async.views.summary import format_number
+
+HERE = Path(__file__).parent
+
+
+def plotly() -> str:
+    """The script that draws charts, 4.7 MB."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def _environment() -> Environment:
+    """JSON stands inside a script element, and has null for what is not finite."""
+    found = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    found.policies["json.dumps_function"] = lambda value, **_: msgspec.json.encode(value).decode()
+    found.filters |= {"number": format_number, "docs": lambda name: metric(name).docs}
+    found.globals |= {
+        "plotly": lambda: Markup(plotly()),
+        "beside": lambda name: Markup((HERE / name).read_text("utf-8")),
+    }
+    return found
+
+
+TEMPLATES = _environment()

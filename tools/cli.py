@@ -13,6 +13,7 @@ import typer
 from r3async.config import ConfigError, load_command
 from r3async.tools.inspect.command import app as inspect
 from r3async.tools.model_commands import export
+from r3async.tools.report import command as report
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
 from r3async.tools.terminal import Terminal
@@ -271,21 +272,7 @@ def tail(
     raise typer.Exit(code)
 
 
-@app.command()
-def report(
-    runs: Annotated[list[str] | None, typer.Argument(help="runs' names or directories", show_default="latest")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="file to write", show_default="in the run")
-    ] = None,
-) -> None:
-    """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
-    from r3async.tools.inspect.run import InspectError
-    from r3async.tools.report import report as write
-
-    try:
-        typer.echo(write(runs or ["latest"], output))
-    except (InspectError, OSError) as error:
-        _fail(str(error), 2)
+app.command(name="report")(report)
 
 
 @app.command()

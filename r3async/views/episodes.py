@@ -86,8 +86,9 @@ class RunTokenizer:
     """The text of single tokens, and the end-of-sequence token, of a run's model; ids alone if there is no tokenizer."""
 
     def __init__(self, run_dir: Path):
-        self._decode: Callable[[int], str] = lambda token: f"#{token}"
+        self._decode: Callable[[list[int]], str] = lambda tokens: " ".join(f"#{token}" for token in tokens)
         self.end_id: int | None = None
+        self.known = False
         path = read_run_config(run_dir).get("model", {}).get("path")
         for directory in [run_dir / "init", *([Path(path)] if path else []), run_dir / "model"]:
             if (directory / "tokenizer.json").is_file():
@@ -98,14 +99,19 @@ class RunTokenizer:
         from tokenizers import Tokenizer as Reader
 
         reader = Reader.from_file(str(directory / "tokenizer.json"))
-        self._decode = lambda token: reader.decode([token], skip_special_tokens=False)
+        self._decode = lambda tokens: reader.decode(tokens, skip_special_tokens=False)
+        self.known = True
         described = directory / "tokenizer_config.json"
         end = json.loads(described.read_text()).get("eos_token") if described.is_file() else None
         end = end.get("content") if isinstance(end, dict) else end
         self.end_id = reader.token_to_id(end) if end else None
 
     def text(self, token: int) -> str:
-        return self._decode(token)
+        return self._decode([token])
+
+    def whole(self, tokens: list[int]) -> str:
+        """The text of all of them."""
+        return self._decode(tokens)
 
 
 def roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:

@@ -20,8 +20,9 @@ import msgspec
 from r3async.config import Config, flat, to_dict
 from r3async.record.catalogue import METRICS, figure_label
 from r3async.record.events import event_details
-from r3async.record.reading import EVALUATION, read_objects, read_run_config
+from r3async.record.reading import EVALUATION, read_objects, read_run_config, read_schedule
 from r3async.record.timeline import Span, busy_shares, read_timeline
+from r3async.schedule.admission import age_bound
 from r3async.views.charts import (
     AXES,
     color,
@@ -84,6 +85,12 @@ class RunRecord(msgspec.Struct):
             read_objects(run_dir / name) for name in ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION)
         )
         return cls(run_dir, rows, events, read_run_config(run_dir), read_timeline(run_dir), routing, evaluations)
+
+    @property
+    def age_bound(self) -> int | None:
+        """Versions that a trained token can be old at most; None if no schedule is recorded."""
+        schedule = read_schedule(self.config)
+        return None if schedule is None else age_bound(schedule)
 
     def summary(self) -> RunSummary:
         return summarize_records(self.run_dir, self.rows, self.events, self.config, evaluations_of(self.evaluations))
@@ -169,5 +176,3 @@ def _examples(run: RunRecord, bound: int | None) -> dict[str, Any]:
         "kept": kept,
         "modes": modes_of(samples),
     }
-
-

@@ -1,0 +1,177 @@
+"""`r3async report --serve`: the page of runs that go on, on this machine's loopback.
+
+Whoever asks needs the token of the address that is printed; names of other machines are refused, so that no web page can ask
+through its reader's browser. Runs are read only while somebody looks: see `views/live.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from r3async.tools.report import CannotServe
+from r3async.views.browse import Query
+from r3async.views.live import LiveRun
+from r3async.views.report import Live, compared_page, distinct, run_page
+from r3async.views.templates import HERE, plotly
+
+HOST = "127.0.0.1"
+SHUTDOWN_SECONDS = 1.0
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer: a page runs no script but ours, asks nobody else, and stays in no cache and in no other page's frame."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class LivePages:
+    """What is answered. `runs`: directories; the first page compares them if they are several."""
+
+    def __init__(self, runs: Sequence[Path], token: str):
+        self.token = token
+        self._runs = [LiveRun(run_dir) for run_dir in runs]
+        self._looking = asyncio.Lock()
+        """Who looks changes what is known of a run, so one does at a time."""
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guarded])
+        app.router.add_get("/", self.page)
+        app.router.add_get("/page", self.page)
+        app.router.add_get("/episodes", self.episodes)
+        app.router.add_get("/episode", self.episode)
+        app.router.add_get("/{name:plotly.js|report.js|live.js}", self.script)
+        app.on_cleanup.append(self._close)
+        return app
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not _is_loopback(request.headers.get("Host", "")):
+            answer: web.StreamResponse = web.Response(
+                status=403, text="this page answers to the names of loopback only"
+            )
+        elif not hmac.compare_digest(request.query.get("token", "").encode(), self.token.encode()):
+            answer = web.Response(status=403, text="the address lacks its token; it is where r3async was started")
+        else:
+            try:
+                answer = await handler(request)
+            except web.HTTPException as refusal:
+                answer = web.Response(status=refusal.status, text=refusal.text)
+        answer.headers.update({name: value for name, value in HEADERS.items() if name not in answer.headers})
+        return answer
+
+    async def _close(self, _: web.Application) -> None:
+        for run in self._runs:
+            run.close()
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """A whole page as it is now; 204 if `cursor` says that its reader has it."""
+        one = self._asked(request)
+        async with self._looking:
+            text = await asyncio.to_thread(self._page, one, request.query.get("cursor", ""))
+        if text is None:
+            return web.Response(status=204)
+        return web.Response(text=text, content_type="text/html")
+
+    async def episodes(self, request: web.Request) -> web.StreamResponse:
+        run = self._one(request)
+        words = {name: word for name, word in request.query.items() if name not in ("token", "run")}
+        try:
+            query = Query.of(words)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        async with self._looking:
+            text = await asyncio.to_thread(run.listed, query)
+        return web.Response(text=text, content_type="text/html")
+
+    async def episode(self, request: web.Request) -> web.StreamResponse:
+        run, group = self._one(request), bool(request.query.get("group"))
+        async with self._looking:
+            text = await asyncio.to_thread(run.opened, request.query.get("key", ""), group=group)
+        if text is None:
+            raise web.HTTPNotFound(text="there is no such episode, or not any more")
+        return web.Response(text=text, content_type="text/html")
+
+    async def script(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        text = await asyncio.to_thread(plotly if name == "plotly.js" else (HERE / name).read_text)
+        kept = {"Cache-Control": "private, max-age=3600"} if name == "plotly.js" else {}
+        return web.Response(text=text, content_type="text/javascript", headers=kept)
+
+    def _asked(self, request: web.Request) -> int | None:
+        """The number of a run; None for all of them beside each other."""
+        word = request.query.get("run", "" if len(self._runs) > 1 else "0")
+        if not word:
+            return None
+        if not (word.isdecimal() and int(word) < len(self._runs)):
+            raise web.HTTPNotFound(text=f"there is no run {word}")
+        return int(word)
+
+    def _one(self, request: web.Request) -> LiveRun:
+        number = self._asked(request)
+        if number is None:
+            raise web.HTTPBadRequest(text="episodes are those of one run")
+        return self._runs[number]
+
+    def _page(self, one: int | None, known: str) -> str | None:
+        """None if its reader knows it all. Blocking."""
+        runs = self._runs if one is None else [self._runs[one]]
+        cursor = ".".join(str(run.look()) for run in runs)
+        if cursor == known:
+            return None
+        names = distinct([run.name for run in self._runs], [run.run_dir for run in self._runs])
+        links = [(name, f"run={number}") for number, name in enumerate(names)]
+        links = [("compared", "run="), *links] if len(names) > 1 else links
+        gone = [run.name for run in runs if run.gone]
+        live = Live(self.token, cursor, f"run={'' if one is None else one}", links, gone)
+        records = [run.record() for run in runs]
+        return compared_page(records, live) if one is None else run_page(records[0], live)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether the `Host` of a request names this machine by its loopback; any port, for a tunnel may have another."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(runs: Sequence[Path], port: int, say: Callable[[str], Any]) -> None:
+    """Serve until SIGINT or SIGTERM. `port` 0: any free one. `say` gets the address. Raises `CannotServe`."""
+    asyncio.run(_serve(runs, port, say))
+
+
+async def _serve(runs: Sequence[Path], port: int, say: Callable[[str], Any]) -> None:
+    pages = LivePages(runs, secrets.token_urlsafe(24))
+    runner = web.AppRunner(pages.app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, HOST, port).start()
+        except OSError as error:
+            raise CannotServe(
+                f"port {port} of {HOST} cannot be had: {error.strerror or error}; choose another"
+            ) from error
+        say(f"http://{HOST}:{runner.addresses[0][1]}/?token={pages.token}")
+        await stop.wait()
+    finally:
+        await runner.cleanup()

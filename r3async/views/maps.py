@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,8 +15,8 @@ from r3async.record.timeline import Span, busy_shares
 from r3async.views.summary import format_percent
 
 MAX_COLUMNS = 400
-AGE = "staleness/age_"
-"""Of a metric: trained tokens of the age at its end."""
+AGE = re.compile(r"staleness/age_(\d+)")
+"""A metric that counts the trained tokens of that age."""
 
 
 class Agreement(msgspec.Struct):
@@ -86,9 +87,8 @@ def describe_ages(rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str
     counts: Counter[int] = Counter()
     for row in rows:
         for name, tokens in row.items():
-            age = name.removeprefix(AGE)
-            if name.startswith(AGE) and age.isdecimal() and finite(tokens) is not None:
-                counts[int(age)] += int(tokens)
+            if (age := AGE.fullmatch(name)) and (count := finite(tokens)) is not None:
+                counts[int(age[1])] += int(count)
     counts = +counts
     what = f"share of {counts.total():,} trained tokens"
     if not counts:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,10 +33,8 @@ from r3async.rollout.group import GroupPlayer
 from r3async.rollout.outcomes import Evaluation
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
-from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
-from r3async.transport.intake import TOKEN_BYTES
+from r3async.schedule.validation import refused, validate_trajectories
 from r3async.transport.sender import Sender
-from r3async.transport.sockets import off_loop
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import Difference, Publication, WeightError, WeightManifest, WeightReceiver
 from r3async.world import ActorRef, World
@@ -111,6 +111,8 @@ class GeneratorActor:
         self._stopping = False
         self._wake: Callable[[], object] = lambda: None
         """Of the leasing that runs."""
+        self._left: Counter[int] = Counter()
+        """By group: episodes that were leased here and have not ended."""
         self._sending: dict[asyncio.Task[None], None] = {}
 
     def _ready(self, part: T | None) -> T:
@@ -161,9 +163,8 @@ class GeneratorActor:
         world, transport = self.world, self.config.transport
         weights = await world.threads.run(receiver, self.config, backend, self.generator_id, world)
         known = generator_keys(transport, keys, world.files)
-        sender = self._parts.sender(
-            endpoint, self.generator_id, self.run_id, transport, keys=known, on_reject=self._rejected, world=world
-        )
+        make = partial(self._parts.sender, endpoint, self.generator_id, self.run_id, transport, keys=known)
+        sender = make(validate=self._validate, on_reject=self._rejected, world=world)
         self._connected = Connected(sender, weights)
         await sender.start()
 
@@ -303,6 +304,7 @@ class GeneratorActor:
             name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
             if (lease.group_index, index) not in player.active and name not in self._sender:
                 new.append(index)
+        self._left[lease.group_index] += len(new)
         return booked("play", self._timed(player.play(msgspec.structs.replace(lease, episode_indices=tuple(new)))))
 
     async def _timed(self, playing: Coroutine[Any, Any, None]) -> None:
@@ -317,28 +319,27 @@ class GeneratorActor:
 
     async def _deliver(self, trajectory: Trajectory) -> None:
         """Send it, or what stands for it if the learner would not take it."""
-        trajectory = msgspec.structs.replace(
-            trajectory, lineage=self.lineage
-        )  # of its versions: the engine has no others
-        try:
-            with stage("encode"):
-                await off_loop(self.world.threads, trajectory.tokens * TOKEN_BYTES, self._check, trajectory)
-        except InvalidTrajectory as error:  # the learner would refuse it for the same reason
-            self._rejected(trajectory, f"{self.generator_id} made it wrong: {error}")
-        else:
-            await self._sender.send(trajectory)
+        # The lineage of its versions: the engine has no others.
+        trajectory = msgspec.structs.replace(trajectory, lineage=self.lineage)
+        group = trajectory.group_index
+        self._left[group] -= 1
+        more = self._left[group] > 0
+        if not more:
+            del self._left[group]
+        await self._sender.send(trajectory, more=more)
 
-    def _check(self, trajectory: Trajectory) -> None:
-        """What the learner will ask of it, as far as that is known here. Raises `InvalidTrajectory`."""
-        engine = self._engine
-        validate_trajectory(
-            trajectory,
+    def _validate(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        """What the learner will ask of them, as far as that is known here."""
+        engine, config = self._engine, self.config
+        check = partial(
+            validate_trajectories,
             vocab_size=None,
             learner_version=engine.version,
-            max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            max_tokens=config.learner.max_tokens_per_micro_batch,
             routing=engine.routing,
-            samples_per_group=self.config.schedule.samples_per_group,
+            samples_per_group=config.schedule.samples_per_group,
         )
+        return {at: f"{self.generator_id} made it wrong: {error}" for at, error in refused(trajectories, check).items()}
 
     def _rejected(self, trajectory: Trajectory, reason: str) -> None:
         """The learner will never take it. Its group is trained without it, unless that happens too often (`Tasks`)."""

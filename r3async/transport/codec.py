@@ -128,12 +128,18 @@ JOINED = 2**15
 ALIGN = 8
 
 
-def framed(parts: Iterable[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Frames that hold these parts, one after the other: large ones by themselves, as they are, small ones joined."""
-    frames: list[bytes | memoryview] = []
-    small: list[bytes | memoryview] = []
+def align(at: int) -> int:
+    """The first place from `at` on where an array may begin."""
+    return -(-at // ALIGN) * ALIGN
+
+
+def framed(parts: Iterable[Frame], small_bytes: int = JOINED) -> list[Frame]:
+    """Frames that hold these parts, one after the other: large ones by themselves, as they are, those of up to `small_bytes`
+    joined."""
+    frames: list[Frame] = []
+    small: list[Frame] = []
     for part in filter(len, parts):
-        if len(part) <= JOINED:
+        if len(part) <= small_bytes:
             # The one before it is padded, so that arrays are aligned where they are.
             small += [bytes(-len(small[-1]) % ALIGN), part] if small else [part]
             continue
@@ -155,7 +161,7 @@ class Parts:
         """The next part. Raises `WireError` if the frames do not have it; `what`: its name, for the message."""
         if not size:
             return self._frame[:0]
-        start = -(-self._at // ALIGN) * ALIGN
+        start = align(self._at)
         if start >= len(self._frame):
             if self._next == len(self._frames):
                 raise WireError(f"only {len(self._frames)} column frames, no frame for {what!r}")

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from r3async.data.records import Trajectory
 from r3async.data.window import Consumed
-from r3async.transport.codec import Frame, WireError, joined
-from r3async.transport.sockets import OFFLOAD_BYTES, off_loop
-from r3async.transport.wire import NotAcceptable, decode_trajectory, decoded_bytes
+from r3async.transport.codec import Frame, WireError
+from r3async.transport.sockets import OFFLOAD_BYTES, Validate, off_loop
+from r3async.transport.wire import Item, NotAcceptable, decode_trajectory, decoded_bytes, frames_of
 from r3async.world import TURN_SECONDS, World
 from r3async.world.real import REAL
 
@@ -24,13 +24,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 """Of columns, at the least: what a token weighs when it is decided where to work on it."""
-
-
 TOGETHER = 16
 """Trajectories that are opened and validated in one go, at most."""
-
-Validate = Callable[[Sequence[Trajectory]], Mapping[int, str]]
-"""By their place, why trajectories will never be taken; those that may be are not named."""
 
 
 class Refuse(ValueError):
@@ -78,13 +73,20 @@ class Store(Protocol):
 @dataclass(slots=True)
 class Arrival:
     """A trajectory that arrived and was not answered yet. `senders`: the first one's is judged. `frames`: in pieces, until they
-    are `join`ed. `nbytes`: what it takes in memory, as its sender says."""
+    are `join`ed."""
 
     senders: list[bytes]
-    trajectory_id: str
-    group_index: int
+    item: Item
     frames: Sequence[Frame]
-    nbytes: int
+
+    @property
+    def trajectory_id(self) -> str:
+        return self.item.trajectory_id
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory, as its sender says."""
+        return self.item.nbytes
 
     @property
     def wire_bytes(self) -> int:
@@ -92,7 +94,7 @@ class Arrival:
 
     def join(self) -> None:
         """Off the event loop: this may copy. Raises `WireError`."""
-        self.frames = joined(self.frames)
+        self.frames = frames_of(self.item, self.frames)
 
 
 class Intake:
@@ -205,7 +207,7 @@ class Intake:
             if isinstance(opened, Exception):
                 raise opened
             trajectory, nbytes = opened
-            if self._ledger.is_forgotten(arrival.group_index) or not self._admits(trajectory):
+            if self._ledger.is_forgotten(arrival.item.group_index) or not self._admits(trajectory):
                 self._capacity.release(arrival.trajectory_id)
                 return Outcome("over")
             if self._store is not None:
@@ -214,7 +216,7 @@ class Intake:
                 stored = True
                 if kept is not None:
                     trajectory, nbytes = kept.trajectory, kept.nbytes
-            if self._ledger.is_forgotten(arrival.group_index):  # Meanwhile.
+            if self._ledger.is_forgotten(arrival.item.group_index):  # Meanwhile.
                 self._capacity.release(arrival.trajectory_id)
                 return Outcome("over")
             self._hand_over(trajectory, nbytes)
@@ -226,7 +228,7 @@ class Intake:
             logger.exception("trajectory %r was not taken", arrival.trajectory_id)
             reason = f"the learner failed to take it: {type(error).__name__}: {error}"
             if stored and self._store is not None:  # a defect; it must not be met again at every start
-                await self._store.remove({(arrival.group_index, arrival.trajectory_id): reason})
+                await self._store.remove({(arrival.item.group_index, arrival.trajectory_id): reason})
             return Outcome("refused", reason)
         return Outcome("taken")
 
@@ -247,7 +249,7 @@ class Intake:
         """Raises `WireError`."""
         arrival.join()
         trajectory = decode_trajectory(arrival.frames)
-        if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.group_index):
+        if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.item.group_index):
             raise WireError(f"the payload is trajectory {trajectory.trajectory_id!r} of {trajectory.group_index}")
         nbytes = decoded_bytes(arrival.frames, trajectory)
         if nbytes > arrival.nbytes:

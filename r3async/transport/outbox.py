@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from r3async.data.records import Trajectory
-from r3async.transport.wire import Frame
+from r3async.transport.wire import MOST_BYTES, MOST_TOGETHER, Frame, Item
 
 MOST = 256
 """Trajectories in flight: fewer than ZeroMQ holds for a connection (1000), and enough for a busy machine."""
@@ -18,21 +18,28 @@ DAMAGED_TIMES = 8
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """One trajectory, kept until it is acknowledged. `nbytes`: what it takes in memory. `frames` are views of its arrays. The
-    waiter is resolved when it is first handed over."""
+    """One trajectory, kept until it is acknowledged. `nbytes`: what it takes in memory. `frames` are views of its arrays, of
+    `wire_bytes`. The waiter is resolved when it is first handed over."""
 
     trajectory: Trajectory
     nbytes: int
-    frames: list[Frame]
+    frames: Sequence[Frame]
     handed_over: asyncio.Future[None] | None = None
     sent_at: float = math.nan
     order: int = -1
     damaged: int = 0
     """Times it changed on its way."""
+    item: Item = field(init=False)
+    wire_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = [len(frame) for frame in self.frames]
+        self.item = Item(self.trajectory.trajectory_id, self.trajectory.group_index, self.nbytes, sizes)
+        self.wire_bytes = sum(sizes)
 
     @property
     def name(self) -> str:
-        return self.trajectory.trajectory_id
+        return self.item.trajectory_id
 
 
 class Outbox:
@@ -62,14 +69,22 @@ class Outbox:
         if pending is not None and pending.order < 0:
             del self.waiting[trajectory_id]
 
-    def ready(self, until: int, at_once: int) -> Pending | None:
-        """What may be sent now, the first that was added: of a group before `until`, while no more than `at_once` bytes and
-        `MOST` trajectories are in flight, or one alone."""
-        pending = next((p for p in self.waiting.values() if p.trajectory.group_index < until), None)
-        if pending is None or not self.in_flight:
-            return pending
-        fits = self.bytes_in_flight + pending.nbytes <= at_once and len(self.in_flight) < MOST
-        return pending if fits else None
+    def ready(self, until: int, at_once: int) -> list[Pending]:
+        """What may be sent now, in one message, in the order in which it was added: of groups before `until`, while no more than
+        `at_once` bytes and `MOST` trajectories are in flight, or one alone."""
+        ready: list[Pending] = []
+        count, nbytes, wire_bytes = len(self.in_flight), self.bytes_in_flight, 0
+        for pending in self.waiting.values():
+            if pending.item.group_index >= until:
+                continue
+            count, nbytes, wire_bytes = count + 1, nbytes + pending.nbytes, wire_bytes + pending.wire_bytes
+            fits = nbytes <= at_once and count <= MOST
+            if ((ready or self.in_flight) and not fits) or (ready and wire_bytes > MOST_BYTES):
+                break
+            ready.append(pending)
+            if len(ready) == MOST_TOGETHER:
+                break
+        return ready
 
     def mark_sent(self, pending: Pending, now: float) -> None:
         del self.waiting[pending.name]

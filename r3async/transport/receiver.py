@@ -13,14 +13,15 @@ from typing import Any
 
 from r3async.config import TransportConfig, in_url
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store, Validate
-from r3async.transport.sockets import NoSocket
+from r3async.transport.intake import OPEN, Arrival, Capacity, Intake, Ledger, Outcome, Refuse, Store
+from r3async.transport.sockets import NoSocket, Validate
 from r3async.transport.wire import (
     WIRE_VERSION,
     Ack,
     Deliver,
     Frame,
     Hello,
+    Item,
     Message,
     Refusal,
     Reject,
@@ -269,27 +270,36 @@ class Receiver:
         return True
 
     def _deliver(self, identity: bytes, message: Deliver, frames: Sequence[Frame]) -> None:
-        trajectory_id, group_index, nbytes = message.trajectory_id, message.group_index, message.nbytes
-        if self._intake.also_from(identity, trajectory_id):
+        try:
+            portions = message.pieces(frames)
+        except WireError as error:
+            for item in message.items:
+                self._came_damaged(identity, item.trajectory_id, str(error))
             return
-        if problem := self._problem(message, frames):
+        for item, pieces in zip(message.items, portions, strict=True):
+            if not self._intake.also_from(identity, item.trajectory_id):
+                self._arrived(identity, item, pieces)
+
+    def _arrived(self, identity: bytes, item: Item, pieces: Sequence[Frame]) -> None:
+        trajectory_id, group_index = item.trajectory_id, item.group_index
+        if problem := self._problem(item, pieces):
             self._reject(identity, trajectory_id, problem)
         elif (group_index, trajectory_id) in self.ledger:
             self._acknowledge_again(identity, trajectory_id)
-        elif self._capacity.take(trajectory_id, group_index, nbytes, self._disk):
-            self._intake.add(Arrival([identity], trajectory_id, group_index, frames, nbytes))
+        elif self._capacity.take(trajectory_id, group_index, item.nbytes, self._disk):
+            self._intake.add(Arrival([identity], item, pieces))
         else:
             self._tell_now()  # first, or it would be sent again at once
             self._send(identity, Reject(trajectory_id, "there is no free memory for it", again="later"))
 
-    def _problem(self, message: Deliver, frames: Sequence[Frame]) -> str:
+    def _problem(self, item: Item, pieces: Sequence[Frame]) -> str:
         """Why nothing of the kind is ever taken; empty if it may be."""
-        trajectory_id, group_index, nbytes = message.trajectory_id, message.group_index, message.nbytes
+        trajectory_id, group_index, nbytes = item.trajectory_id, item.group_index, item.nbytes
         if nbytes > self._largest:
             return f"{nbytes} bytes, more than {self._largest}"
         if group_index < 0 or (self._claims is not None and not self._claims(group_index, trajectory_id)):
             return f"group {group_index} has no trajectory {trajectory_id!r}"
-        if (there := sum(map(len, frames))) > nbytes:
+        if (there := sum(map(len, pieces))) > nbytes:
             return f"{there} bytes came, and {nbytes} were announced"
         return ""
 
@@ -305,9 +315,7 @@ class Receiver:
         elif outcome.kind == "refused":
             self._reject(identity, name, outcome.reason)
         elif outcome.kind == "damaged":
-            self.damaged += 1
-            logger.warning("trajectory %r came damaged: %s", name, outcome.reason)
-            self._send(identity, Reject(name, outcome.reason[:MAX_REASON], again="damaged"))
+            self._came_damaged(identity, name, outcome.reason)
         else:
             self.received += 1
             self.bytes_received += arrival.wire_bytes
@@ -338,6 +346,11 @@ class Receiver:
         self._send(identity, Reject(trajectory_id, reason))
         if self._on_reject is not None:
             self._on_reject(trajectory_id, reason)
+
+    def _came_damaged(self, identity: bytes, trajectory_id: str, reason: str) -> None:
+        self.damaged += 1
+        logger.warning("trajectory %r came damaged: %s", trajectory_id, reason)
+        self._send(identity, Reject(trajectory_id, reason[:MAX_REASON], again="damaged"))
 
     def _tell(self) -> None:
         """Senders, of all that becomes possible in this round of the event loop."""

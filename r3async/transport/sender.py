@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from r3async.config import TransportConfig
 from r3async.data.records import SCHEMA, Trajectory
-from r3async.transport.codec import cut
+from r3async.transport.encoding import Encoded, Encoding, Waiter
 from r3async.transport.outbox import Outbox, Pending
-from r3async.transport.sockets import OFFLOAD_BYTES, NoSocket, TransportRefused, Turns
+from r3async.transport.sockets import NoSocket, TransportRefused, Validate
 from r3async.transport.wire import (
     Ack,
-    Deliver,
     Frame,
     Hello,
     Message,
@@ -25,9 +23,8 @@ from r3async.transport.wire import (
     Welcome,
     WireError,
     decode_control,
-    decoded_bytes,
+    delivery,
     encode_control,
-    encode_trajectory,
 )
 from r3async.world import MessageSocket, World
 from r3async.world.keys import ClientKeys, TransportError
@@ -51,8 +48,9 @@ class Sender:
     a fresh connection and sends again all that is not acknowledged; the receiver drops what it has. If the sender's
     process ends, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
 
-    `sender_id` names this end to the receiver: two live senders must not share one. `on_reject(trajectory, reason)`
-    is called, on the event loop, with a trajectory that the learner will never take.
+    `sender_id` names this end to the receiver: two live senders must not share one. `validate(trajectories)`, off the event loop
+    if they are large, names those that the learner would not take. `on_reject(trajectory, reason)` is called, on the event loop,
+    with a trajectory that the learner will never take.
 
     All methods belong to the event loop's thread.
     """
@@ -65,6 +63,7 @@ class Sender:
         settings: TransportConfig,
         *,
         keys: ClientKeys,
+        validate: Validate = lambda trajectories: {},
         on_reject: Callable[[Trajectory, str], None] | None = None,
         world: World = REAL,
     ):
@@ -84,8 +83,9 @@ class Sender:
         """Fresh connections after the first."""
         self.damaged = 0
         """Deliveries that changed on their way."""
-        self._on_reject = on_reject
-        self._unique, self._threads, self._clock = world.unique, world.threads, world.clock.monotonic
+        self._validate, self._on_reject = validate, on_reject
+        self._unique, self._clock = world.unique, world.clock.monotonic
+        self._encoding = Encoding(settings, validate, self._encoded, world)
         self._outbox = Outbox()
         self._settled = asyncio.Event()
         """Nothing is unacknowledged, or nothing ever will be settled again."""
@@ -94,9 +94,6 @@ class Sender:
         self._session = ""
         self._welcomed = False
         self._until = self._at_once = 0
-        self._turns = Turns("encode", self._clock)
-        self._encoding = asyncio.Lock()
-        """One thread is enough: it keeps up with the connection."""
         self._heard_at = 0.0
         self._backoff = 1
         self._sockets = world.sockets()
@@ -107,11 +104,11 @@ class Sender:
     @property
     def unacknowledged(self) -> int:
         """Trajectories that wait to be sent or for an acknowledgement."""
-        return len(self._outbox)
+        return len(self._encoding.fresh) + len(self._outbox)
 
     def __contains__(self, trajectory_id: str) -> bool:
         """It was handed to `send`, and is not acknowledged or rejected yet."""
-        return trajectory_id in self._outbox
+        return trajectory_id in self._encoding.fresh or trajectory_id in self._outbox
 
     async def start(self) -> None:
         """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
@@ -124,49 +121,36 @@ class Sender:
             raise TransportError(f"cannot connect to {self.endpoint!r}: {error.strerror}") from error
         self._task = asyncio.create_task(booked("messages", self._run()), name=f"transport-sender-{self.sender_id}")
 
-    async def send(self, trajectory: Trajectory) -> None:
-        """Return when the trajectory is on its way, which may take as long as the learner takes to have memory for it.
+    async def send(self, trajectory: Trajectory, *, more: bool = False) -> None:
+        """Return when the trajectory is on its way, which may take as long as the learner takes to have memory for it. With
+        `more`, others of its group will follow: it waits for them, `encoding.LINGER_SECONDS` at most.
 
         From then on it is this object's to deliver, and its arrays must not be changed. Cancelled before that, it is not
         sent. Raises `TransportRefused` if the receiver refuses this sender, `TransportError` if it is closed, or if the
         trajectory is too large or is being sent already, and `WireError` if it is not valid.
         """
         self._raise_error()
-        nbytes = sum(sample.table.nbytes for sample in trajectory.samples)
-        encode = functools.partial(encode_trajectory, routes=self.settings.routes)
-        if nbytes <= OFFLOAD_BYTES:  # many episodes may end at once
-            frames = await self._turns.do(encode, trajectory)
-        else:
-            async with self._encoding:
-                with stage("encode"):
-                    frames = await self._threads.run(encode, trajectory)
-        self._raise_error()  # Things may have changed while it was encoded.
-        nbytes = decoded_bytes(frames, trajectory)
-        name = trajectory.trajectory_id
-        if nbytes > self.settings.max_message_bytes:
-            raise TransportError(
-                f"trajectory {name!r} takes {nbytes} bytes, more than `transport.max_message_bytes` = "
-                f"{self.settings.max_message_bytes}: raise that, or shorten the episode"
-            )
-        if name in self._outbox:
+        name, waiter = trajectory.trajectory_id, asyncio.get_running_loop().create_future()
+        if name in self:
             raise TransportError(f"trajectory {name!r} is being sent already")
-        handed_over = asyncio.get_running_loop().create_future()
-        self._outbox.add(Pending(trajectory, nbytes, frames, handed_over))
-        self._settled.clear()
-        self._deliver()
         try:
-            await handed_over
+            await self._encoding.add(trajectory, waiter, more=more)
+            self._note_settled()
+            await waiter
         except asyncio.CancelledError:
+            waiter.cancel()
+            self._encoding.fresh.pop(name, None)
             self._outbox.withdraw(name)
             self._note_settled()
             raise
 
     async def flush(self, timeout: float) -> int:
         """Wait up to `timeout` seconds until all is acknowledged. Returns how many are not; raises as `send` does."""
+        self._encoding.begin()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), timeout)
         self._raise_error()
-        return len(self._outbox)
+        return self.unacknowledged
 
     async def close(self) -> None:
         """Disconnect at once. What is not acknowledged is given up (`flush` first), and callers that wait in `send` get
@@ -269,24 +253,49 @@ class Sender:
             self.damaged += damaged
             self._deliver()
         elif message.again != "later" and (pending := self._settle(name)):
-            self.rejected += 1
-            if self._on_reject is not None:
-                self._on_reject(pending.trajectory, message.reason)
+            self._refuse(pending.trajectory, message.reason)
             self._deliver()
+
+    # -- what is to be sent ----------------------------------------------------------------------------------------
+
+    def _encoded(self, made: Sequence[tuple[Trajectory, Waiter, Encoded]]) -> None:
+        try:
+            with stage("messages"):
+                for trajectory, waiter, encoded in made:
+                    if not waiter.done():  # or it was cancelled, or the sender has failed
+                        self._add(trajectory, waiter, encoded)
+                self._deliver()
+        except Exception as error:
+            self._stop(error)
+        self._note_settled()
+
+    def _add(self, trajectory: Trajectory, waiter: Waiter, encoded: Encoded) -> None:
+        if self._error is not None:
+            waiter.set_exception(again(self._error))
+        elif isinstance(encoded, Exception):
+            waiter.set_exception(encoded)
+        elif isinstance(encoded, str):
+            waiter.set_result(None)
+            self._refuse(trajectory, encoded)
+        elif trajectory.trajectory_id in self:
+            waiter.set_exception(TransportError(f"trajectory {trajectory.trajectory_id!r} is being sent already"))
+        else:
+            encoded.handed_over = waiter
+            self._outbox.add(encoded)
 
     def _deliver(self) -> None:
         """All that may be sent now."""
-        while self._welcomed and (pending := self._outbox.ready(self._until, self._at_once)):
-            message = Deliver(self._session, pending.name, pending.trajectory.group_index, pending.nbytes)
-            if not self._say(message, cut(pending.frames)):
+        while self._welcomed and (ready := self._outbox.ready(self._until, self._at_once)):
+            if self._socket.send(delivery(self._session, [p.item for p in ready], [p.frames for p in ready])):
                 break  # The connection's queue is full: the next answer, or WELCOME, tries again.
-            self._outbox.mark_sent(pending, self._clock())
-            self.sent += 1
-            if pending.handed_over is not None and not pending.handed_over.done():
-                pending.handed_over.set_result(None)
+            now = self._clock()
+            for pending in ready:
+                self._outbox.mark_sent(pending, now)
+                self._resolve(pending)
+            self.sent += len(ready)
 
-    def _say(self, message: Message, frames: Sequence[Frame] = ()) -> bool:
-        return self._socket.send([encode_control(message), *frames]) == 0
+    def _say(self, message: Message) -> None:
+        self._socket.send([encode_control(message)])
 
     def _settle(self, trajectory_id: str) -> Pending | None:
         """What was answered for good; None if that was known already."""
@@ -294,25 +303,44 @@ class Sender:
         if pending is None:
             return None
         self._backoff = 1
-        if pending.handed_over is not None and not pending.handed_over.done():
-            pending.handed_over.set_result(None)
+        self._resolve(pending)
         self._note_settled()
         return pending
 
+    @staticmethod
+    def _resolve(pending: Pending) -> None:
+        if pending.handed_over is not None and not pending.handed_over.done():
+            pending.handed_over.set_result(None)
+
     def _note_settled(self) -> None:
-        if not len(self._outbox):
+        if self.unacknowledged and self._error is None:
+            self._settled.clear()
+        else:
             self._settled.set()
+
+    def _refuse(self, trajectory: Trajectory, reason: str) -> None:
+        """It will never be taken."""
+        self.rejected += 1
+        if self._on_reject is not None:
+            self._on_reject(trajectory, reason)
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            # A new one each time: an exception that is raised twice gathers the tracebacks of both.
-            raise type(self._error)(*self._error.args)
+            raise again(self._error)
 
     def _fail(self, error: TransportError) -> None:
         """For good: all who wait get the reason, now and later. The first reason stands."""
         if self._error is None:
             self._error = error
         self._settled.set()
-        for pending in self._outbox.waiting.values():
-            if pending.handed_over is not None and not pending.handed_over.done():
-                pending.handed_over.set_exception(type(self._error)(*self._error.args))
+        waiting = [waiter for _, waiter in self._encoding.fresh.values()]
+        self._encoding.fresh.clear()
+        waiting += [p.handed_over for p in self._outbox.waiting.values() if p.handed_over is not None]
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_exception(again(self._error))
+
+
+def again(error: TransportError) -> TransportError:
+    """The same: one that is raised twice gathers the tracebacks of both."""
+    return type(error)(*error.args)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import functools
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
+from r3async.data.records import Trajectory
 from r3async.transport.wire import Frame
-from r3async.world import TURN_SECONDS, Threads
+from r3async.world import Threads
 from r3async.world.keys import TransportError
-from r3async.world.real import REAL
-from r3async.world.stages import stage
 
 OFFLOAD_BYTES = 256 * 2**10
 """Larger payloads are encoded, checksummed and decoded in a thread. Smaller ones take less than the hop there."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+Validate = Callable[[Sequence[Trajectory]], Mapping[int, str]]
+"""By their place, why trajectories will never be taken; those that may be are not named."""
 
 
 class TransportRefused(TransportError):
@@ -39,38 +39,6 @@ class NoSocket:
 
     def close(self) -> None:
         pass
-
-
-class Turns:
-    """Short work of many tasks, in order: as much in each round of the event loop as `TURN_SECONDS` allow, so that they do
-    not hold it up together, and no round is spent on one of them alone. All of it belongs to one `stage`."""
-
-    def __init__(self, stage: str, clock: Callable[[], float] = REAL.clock.monotonic) -> None:
-        self._stage, self._clock = stage, clock
-        self._waiting: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
-
-    async def do(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What it returns or raises. Cancelled before its turn, it is not called."""
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._turn)
-        self._waiting.append((done, functools.partial(function, *args, **kwargs)))
-        return await done
-
-    def _turn(self) -> None:
-        until = self._clock() + TURN_SECONDS
-        with stage(self._stage):
-            while self._waiting and self._clock() < until:
-                done, work = self._waiting.popleft()
-                if done.done():
-                    continue
-                try:
-                    done.set_result(work())
-                except Exception as error:
-                    done.set_exception(error)
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
 
 
 async def off_loop(threads: Threads, nbytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

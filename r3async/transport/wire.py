@@ -13,9 +13,10 @@ read-only views of the frames. Both directions checksum the payload, so call the
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,26 +26,36 @@ from msgspec import Meta
 from r3async.data.packed import Form
 from r3async.data.records import SCHEMA, Schema, TokenTable, Trajectory
 from r3async.transport.codec import (
+    JOINED,
     PIECE,
     Frame,
     Parts,
     WireError,
+    align,
     checksum,
     compress,
+    cut,
     decode,
     decompress,
     framed,
+    joined,
     view_of,
 )
 from r3async.transport.tables import decode_table, encode_table
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """Changes when an older peer would misread a message. Both ends must have the same."""
 MAX_HEADER = 4 * 2**20
 """Bytes of a trajectory's header. The preview text is the part of it that grows."""
 MAX_CONTROL = PIECE
 CRC_BYTES = 4
 MAX_ID = 100
+MAX_FRAMES = 4096
+"""Of a trajectory."""
+MOST_TOGETHER = 32
+"""Trajectories in one message."""
+MOST_BYTES = PIECE // 2
+"""Of the frames of several trajectories in one message: they travel as one piece."""
 
 
 class Header(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
@@ -217,14 +228,53 @@ class Refusal(Control):
     final: bool
 
 
-class Deliver(Control):
-    """Sender: the trajectory itself, in the frames that follow, cut into pieces (`cut`). `nbytes` is what it takes in memory once
-    decoded (`decoded_bytes`)."""
+class Item(msgspec.Struct, array_like=True, frozen=True):
+    """A trajectory in a message. `nbytes`: what it takes in memory once decoded (`decoded_bytes`). `frames`: bytes of each."""
 
-    session: Session
     trajectory_id: Id
     group_index: int
     nbytes: Annotated[int, Meta(ge=0)]
+    frames: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_FRAMES)]
+
+
+class Deliver(Control):
+    """Sender: the trajectories themselves. All their frames follow, small ones joined (`codec.framed`), cut into pieces
+    (`codec.cut`); those of several trajectories are one piece. Each is accepted or refused by itself."""
+
+    session: Session
+    items: Annotated[list[Item], Meta(min_length=1, max_length=MOST_TOGETHER)]
+
+    def pieces(self, pieces: Sequence[Frame]) -> list[Sequence[Frame]]:
+        """Those of each item: copied out of the piece that several share, so that none keeps the memory of another. Raises
+        `WireError`."""
+        if len(self.items) == 1:
+            return [pieces]
+        if len(pieces) != 1:
+            raise WireError(f"{len(self.items)} trajectories in {len(pieces)} pieces")
+        view, ends = view_of(pieces[0]), [0]
+        for item in self.items:
+            end = ends[-1]
+            for size in filter(None, item.frames):
+                end = align(end) + size
+            ends.append(end)
+        if ends[-1] != len(view):
+            raise WireError(f"{len(view)} bytes of several trajectories that have {ends[-1]}")
+        return [[bytes(view[align(start) : end])] if start < end else [] for start, end in itertools.pairwise(ends)]
+
+
+def delivery(session: str, items: Sequence[Item], frames: Iterable[Sequence[Frame]]) -> list[Frame]:
+    """The message that delivers these, whose frames are `frames`."""
+    # Those of several have to be one piece.
+    payload = framed(itertools.chain.from_iterable(frames), PIECE if len(items) > 1 else JOINED)
+    return [encode_control(Deliver(session, list(items))), *cut(payload)]
+
+
+def frames_of(item: Item, pieces: Sequence[Frame]) -> list[Frame]:
+    """The frames of a trajectory, from its own pieces: views of these unless it was cut. Raises `WireError`."""
+    parts = Parts([view_of(frame) for frame in joined(pieces)])
+    frames: list[Frame] = [parts.take(size, f"frame {i}") for i, size in enumerate(item.frames)]
+    parts.end()
+    return frames
 
 
 class Ack(Control):

@@ -56,6 +56,11 @@ def memory_size(trajectory: Trajectory) -> int:
     return wire.decoded_bytes(encoded(trajectory), trajectory)
 
 
+def delivered(name: str, group: int, nbytes: int, *frames: bytes | memoryview, session: str = "session") -> list[Any]:
+    """The message that delivers these frames as one trajectory."""
+    return wire.delivery(session, [wire.Item(name, group, nbytes, [len(f) for f in frames])], [frames])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -145,7 +145,7 @@ class Generator:
     async def _play(self, name: str) -> None:
         trajectory = self.delivery.work[name]
         await asyncio.sleep(2 * self.delivery.rng.random() * (1 + trajectory.group_index / 2))
-        await self.sender.send(trajectory)
+        await self.sender.send(trajectory, more=self.delivery.rng.random() < 0.5)
         while name in self.sender:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         self.delivery.left[self.process.name].remove(name)
@@ -162,6 +162,7 @@ class Delivery:
         self.violations: list[str] = []
         self.faults: list[str] = []
         self.messages: Counter[str] = Counter()
+        self.delivered = 0
         self.digest = hashlib.sha256()
         self.work: dict[str, Trajectory] = {}
         self.left: dict[str, list[str]] = {name: [] for name in GENERATORS}
@@ -255,6 +256,8 @@ class Delivery:
         if event == "sent":
             message = wire.decode_control(frames[0])
             self.messages[type(message).__name__] += 1
+            if isinstance(message, wire.Deliver):
+                self.delivered += len(message.items)
             if isinstance(message, wire.Ack):
                 for name in message.ids:
                     if name not in self.disk and self.work[name].group_index >= len(self.trained):

@@ -16,8 +16,7 @@ from r3async.config import load_config
 from r3async.tools.chaos.accounting import Acknowledged
 from r3async.tools.chaos.actors import FAULTS, Recorder, chaos_directory
 from r3async.tools.chaos.run import Rehearsal, look_into
-from r3async.transport.codec import joined
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, frames_of
 from r3async.world.simulated.world import EPOCH
 from tests.sim.whole import SMALL, Simulated
 
@@ -68,8 +67,9 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
             return
         now = EPOCH + machine.seconds
         if isinstance(control, Deliver):
-            sent = Recorder._sent(decode_trajectory(joined(frames[1:])))
-            passed.append(msgspec.structs.replace(sent, at=now))
+            for item, pieces in zip(control.items, control.pieces(frames[1:]), strict=True):
+                sent = Recorder._sent(decode_trajectory(frames_of(item, pieces)))
+                passed.append(msgspec.structs.replace(sent, at=now))
         elif isinstance(control, Ack):
             passed.append(Acknowledged(now, list(control.ids)))
 

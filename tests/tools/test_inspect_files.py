@@ -15,7 +15,7 @@ from r3async.data.records import TokenTable
 from r3async.schedule.spool import SPOOL
 from r3async.tools.inspect.checkpoint import describe, look
 from r3async.tools.inspect.wire import describe_message
-from r3async.transport.wire import Deliver, Welcome, encode_control, encode_trajectory
+from r3async.transport.wire import Item, Welcome, delivery, encode_control, encode_trajectory
 from tests.helpers.checkpoint import write_checkpoint
 from tests.tools.test_inspect import inspect
 from tests.tools.test_inspect_data import made, write_spool
@@ -24,11 +24,13 @@ from tests.tools.test_inspect_data import made, write_spool
 
 
 def test_a_message_is_shown_frame_by_frame(tmp_path, monkeypatch) -> None:
-    frames = [encode_control(Deliver("s1", "g00000003e0000", 3, 900)), *encode_trajectory(made(3))]
-    SPOOL.append(tmp_path / "message", frames, fsync=False)
+    both = [encode_trajectory(made(i)) for i in (3, 4)]
+    items = [Item(f"g{i:08d}e0000", i, 900, [len(f) for f in frames]) for i, frames in zip((3, 4), both, strict=True)]
+    SPOOL.append(tmp_path / "message", delivery("s1", items, both), fsync=False)
     text = inspect("message", root=tmp_path, monkeypatch=monkeypatch)
-    assert f"{len(frames)} frames" in text
-    assert "DELIVER session=s1 trajectory_id=g00000003e0000 group_index=3" in text
+    assert "2 frames" in text
+    assert "DELIVER session=s1 items=[Item(trajectory_id='g00000003e0000', group_index=3" in text
+    assert "trajectory g00000004e0000" in text
     assert "schema" in text
     assert "(ours)" in text
     assert "(right)" in text

@@ -12,13 +12,14 @@ import pytest
 
 from r3async.config import TransportConfig
 from r3async.transport import Receiver, TransportError, wire
+from r3async.transport import encoding as encoding_module
 from r3async.transport import intake as intake_module
-from r3async.transport import sender as sender_module
 from tests.helpers.transport import (
     HELLO,
     LIMIT,
     SLOW,
     Inbox,
+    delivered,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -144,7 +145,7 @@ async def test_message_over_the_limit_is_an_error_of_the_sender():
         # A peer with other settings is refused.
         async with raw_dealer(endpoint) as peer:
             await peer.send(HELLO)
-            await peer.send(wire.Deliver("session", "big", 0, 2001), b"x")
+            await peer.send(*delivered("big", 0, 2001, b"x"))
             assert await peer.answer() == wire.Reject("big", "2001 bytes, more than 2000")
         assert receiver.rejected == 1
 
@@ -161,7 +162,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    spy(sender_module, "encode_trajectory", "encode")
+    spy(encoding_module, "encode_trajectory", "encode")
     spy(intake_module, "decode_trajectory", "decode")
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
@@ -173,7 +174,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
 
 async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_together(monkeypatch):
     """Each encodes for half a millisecond, on the loop; others have their turn in between."""
-    encode = sender_module.encode_trajectory
+    encode = encoding_module.encode_trajectory
     turns: list[int] = []
     encoded = 0
 
@@ -190,7 +191,7 @@ async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_toge
             turns.append(encoded)
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(sender_module, "encode_trajectory", slow)
+    monkeypatch.setattr(encoding_module, "encode_trajectory", slow)
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
         watching = asyncio.create_task(watch())

@@ -27,6 +27,7 @@ from tests.helpers.transport import (
     CLIENT_KEYS,
     LIMIT,
     Inbox,
+    delivered,
     make_trajectory,
     receiving,
     send_all,
@@ -180,11 +181,11 @@ async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(
     frames = wire.encode_trajectory(make_trajectory(1))
     async with receiving(inbox, SETTINGS) as (receiver, endpoint):
         with stranger(endpoint, mechanism) as socket:
-            for message, payload in (
-                (wire.Hello("s", "g0", "run", SCHEMA.fingerprint), []),
-                (wire.Deliver("s", "t1", 0, 10_000), frames),
+            for message in (
+                [wire.encode_control(wire.Hello("s", "g0", "run", SCHEMA.fingerprint))],
+                delivered("t1", 0, 10_000, *frames, session="s"),
             ):
-                socket.send_multipart([wire.encode_control(message), *payload], zmq.DONTWAIT)
+                socket.send_multipart(message, zmq.DONTWAIT)
             await until(lambda: receiver.refused[NO_KEY])
             assert not await asyncio.to_thread(socket.poll, 300)
         assert await asyncio.wait_for(_all_bytes_of_a_bare_connection(endpoint), LIMIT) < 256

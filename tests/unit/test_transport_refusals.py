@@ -10,6 +10,7 @@ import pytest
 
 from r3async.data.records import SCHEMA, Column, Trajectory
 from r3async.transport import Receiver, Refuse, Sender, TransportError, TransportRefused, WireError, wire
+from r3async.transport.codec import align
 from tests.helpers.transport import (
     CLIENT_KEYS,
     FAST,
@@ -18,6 +19,7 @@ from tests.helpers.transport import (
     SERVER_KEYS,
     SLOW,
     Inbox,
+    delivered,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -79,7 +81,7 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
 
 async def test_malformed_messages():
     frames = [bytes(f) for f in wire.encode_trajectory(make_trajectory(1))]
-    size = sum(map(len, frames))
+    size = sum(align(len(frame)) for frame in frames)
     nan = make_trajectory(2)
     payloads = {
         "checksum": [frames[0], bytes([frames[1][0] ^ 1]) + frames[1][1:], *frames[2:]],
@@ -100,18 +102,18 @@ async def test_malformed_messages():
                 assert answer.trajectory_id == ""
                 assert answer.reason
                 assert receiver.rejected == n
-            await peer.send(wire.Deliver("session", "x", 0, size), *frames)
+            await peer.send(*delivered("x", 0, size, *frames))
             assert await peer.answer() == wire.Refusal("session", "unknown session: say HELLO", False)
             await peer.send(HELLO)
             for n, (reason, payload) in enumerate(payloads.items()):
-                await peer.send(wire.Deliver("session", f"x{n}", 0, size), *payload)
+                await peer.send(*delivered(f"x{n}", 0, size, *payload))
                 answer = await peer.answer()
                 assert isinstance(answer, wire.Reject)
                 assert answer.trajectory_id == f"x{n}"
                 assert answer.again == ("never" if reason.endswith("announced") else "damaged")
                 assert reason in answer.reason
             # An old session's leftovers are neither taken nor answered.
-            await peer.send(wire.Deliver("before", "x", 0, size), *frames)
+            await peer.send(*delivered("x", 0, size, *frames, session="before"))
             assert await peer.answer(0.3) is None
         assert receiver.rejected == len(garbage) + 2 + 1
         assert receiver.damaged == len(payloads) - 1

@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.transport import Ledger
+from r3async.transport import Ledger, wire
 from r3async.transport.intake import OPEN, Capacity
 from r3async.transport.outbox import DAMAGED_TIMES, MOST, Outbox, Pending
 from tests.helpers.transport import make_trajectory
@@ -151,9 +151,10 @@ def pending(index: int | str, group: int = 0, nbytes: int = 1) -> Pending:
 def drain(outbox: Outbox, until: int, at_once: int) -> list[str]:
     """Send what may be sent; the names of that."""
     sent = []
-    while (chosen := outbox.ready(until, at_once)) is not None:
-        outbox.mark_sent(chosen, 0.0)
-        sent.append(chosen.name)
+    while chosen := outbox.ready(until, at_once):
+        for each in chosen:
+            outbox.mark_sent(each, 0.0)
+            sent.append(each.name)
     return sent
 
 
@@ -187,6 +188,22 @@ def test_outbox_has_a_limit_of_small_ones_in_flight():
     assert len(drain(outbox, OPEN, 10**9)) == MOST
     outbox.settle("t0", 0.0)
     assert drain(outbox, OPEN, 10**9) == [f"t{MOST}"]
+
+
+def test_outbox_sends_small_ones_together_and_a_large_one_alone():
+    outbox = Outbox()
+    sizes = [10, 20, wire.MOST_BYTES, 5, wire.MOST_BYTES - 5, 1, 3 * wire.MOST_BYTES, 7]
+    for i, size in enumerate(sizes):
+        outbox.add(Pending(make_trajectory(i, group=0), 1, [bytes(size)]))
+    messages = []
+    while chosen := outbox.ready(OPEN, 10**9):
+        messages.append([len(each.frames[0]) for each in chosen])
+        for each in chosen:
+            outbox.mark_sent(each, 0.0)
+    assert messages == [sizes[:2], sizes[2:3], sizes[3:5], sizes[5:6], sizes[6:7], sizes[7:]]
+    for i in range(100, 101 + wire.MOST_TOGETHER):
+        outbox.add(pending(i))
+    assert len(outbox.ready(OPEN, 10**9)) == wire.MOST_TOGETHER
 
 
 @settings(max_examples=150, deadline=None)

@@ -27,6 +27,7 @@ from tests.helpers.transport import (
     SERVER_KEYS,
     SLOW,
     Inbox,
+    delivered,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -136,8 +137,8 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
         if rng.random() < 0.8:
             group, episode = rng.choice([0, oldest, oldest + 1, oldest + 2, -1, 10**9]), rng.randint(0, SAMPLES)
             nbytes = rng.choice([1, 20, LARGEST, 60, 2**40])
-            message = wire.Deliver("s", name_of(group, episode, rng), group, nbytes)
-            receiver._handle(rng.choice(senders), [wire.encode_control(message), b"x" * rng.choice([1, 20, LARGEST])])
+            payload, sender = b"x" * rng.choice([1, 20, LARGEST]), rng.choice(senders)
+            receiver._handle(sender, delivered(name_of(group, episode, rng), group, nbytes, payload, session="s"))
         else:
             for episode in range(SAMPLES):
                 receiver._intake._in_hand.pop(trajectory_name(oldest, episode), None)
@@ -170,7 +171,7 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
         most = 0
         await greedy.send(HELLO)
         for i in range(1000):
-            await greedy.send(wire.Deliver("session", trajectory_name(0, i), 0, 2**20), b"x" * 1000)
+            await greedy.send(*delivered(trajectory_name(0, i), 0, 2**20, b"x" * 1000))
             most = max(most, receiver.bytes_held)
         await until(lambda: receiver.rejected == 1000 - 4 and receiver.damaged == 4)
         assert most <= 4 * 2**20
@@ -185,7 +186,7 @@ async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
     ):
         await peer.send(HELLO)
         for name in ("g00000007e0001", "g00000000e0004"):
-            await peer.send(wire.Deliver("session", name, 0, 10), b"x")
+            await peer.send(*delivered(name, 0, 10, b"x"))
             assert await peer.answer() == wire.Reject(name, f"group 0 has no trajectory {name!r}")
 
 
@@ -210,7 +211,7 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
     ):
         for peer in (first, second):
             await peer.send(HELLO)
-            await peer.send(wire.Deliver("session", "t1", 5, nbytes), *frames)
+            await peer.send(*delivered("t1", 5, nbytes, *frames))
             await until(lambda: len(receiver._intake))
         await until(lambda: receiver.senders == 2)
         assert await second.answer(0.2) is None
@@ -218,7 +219,7 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
         go_on.set()
         assert await first.answer() == wire.Ack(["t1"])
         assert (await second.answer()).again == "later"
-        await second.send(wire.Deliver("session", "t1", 5, nbytes), *frames)
+        await second.send(*delivered("t1", 5, nbytes, *frames))
         assert await second.answer() == wire.Ack(["t1"])
         assert (receiver.received, receiver.duplicates, receiver.bytes_held) == (1, 1, nbytes)
     await spool.close()

@@ -1,58 +1,157 @@
-"""Many tasks that each have a little to do share the event loop's rounds."""
+"""Trajectories that end at about the same time share what is done of them: a look, a message, an answer."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from r3async.data.records import Trajectory
 from r3async.transport import Receiver, wire
-from r3async.transport.sockets import Turns
-from r3async.world import TURN_SECONDS
-from tests.helpers.transport import LIMIT, SLOW, Inbox, make_trajectory, receiving, send_all, sending
+from r3async.transport.codec import WireError
+from tests.helpers.transport import (
+    HELLO,
+    LIMIT,
+    SLOW,
+    Inbox,
+    encoded,
+    make_trajectory,
+    memory_size,
+    raw_dealer,
+    receiving,
+    send_all,
+    sending,
+    until,
+)
 
 
-async def test_short_work_of_many_tasks_is_done_together_in_order():
-    turns, done = Turns("encode"), []
-    rounds = 0
-
-    async def count_rounds() -> None:
-        nonlocal rounds
-        while True:
-            await asyncio.sleep(0)
-            rounds += 1
-
-    counting = asyncio.create_task(count_rounds())
-    assert await asyncio.gather(*(turns.do(lambda i: done.append(i) or i, i) for i in range(100))) == list(range(100))
-    counting.cancel()
-    assert done == list(range(100))
-    assert rounds < 50
-
-
-async def test_long_work_of_many_tasks_lets_others_have_their_turn():
-    turns = Turns("encode")
-    tasks = [asyncio.create_task(turns.do(time.sleep, 2 * TURN_SECONDS)) for _ in range(20)]
-    rounds = 0
-    while not all(task.done() for task in tasks):
-        await asyncio.sleep(0)
-        rounds += 1
-    assert rounds >= 20
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_frames_of_each_come_out_of_a_message_of_several(data):
+    """Of any sizes, from nothing on; also in a buffer at an odd address, as ZeroMQ hands it out."""
+    sizes = st.lists(st.sampled_from([0, 1, 7, 8, 9, 100, 2000]), min_size=1, max_size=4)
+    contents = [[np.random.default_rng(n).bytes(n) for n in each] for each in data.draw(st.lists(sizes, min_size=1))]
+    contents = contents[: wire.MOST_TOGETHER]
+    items = [wire.Item(f"t{i}", i, 10**6, [len(f) for f in frames]) for i, frames in enumerate(contents)]
+    control, *payload = wire.delivery("s", items, contents)
+    message = wire.decode_control(control)
+    assert isinstance(message, wire.Deliver)
+    assert message.items == items
+    shifted = [memoryview(b"x" + bytes(piece))[1:] for piece in payload]
+    for pieces in (payload, shifted):
+        if len(items) > 1 and not pieces:  # there is nothing in it at all
+            continue
+        portions = message.pieces(pieces)
+        found = [wire.frames_of(item, portion) for item, portion in zip(items, portions, strict=True)]
+        assert [[bytes(frame) for frame in frames] for frames in found] == contents
 
 
-async def test_what_fails_or_is_cancelled_is_its_own_callers_matter():
-    turns, called = Turns("encode"), []
-    failing = asyncio.create_task(turns.do(lambda: 1 / 0))
-    cancelled = asyncio.create_task(turns.do(called.append, "cancelled"))
-    last = asyncio.create_task(turns.do(called.append, "last"))
-    await asyncio.sleep(0)  # each is in the queue, and none had its turn
-    cancelled.cancel()
-    await asyncio.wait_for(last, 5)
-    with pytest.raises(ZeroDivisionError):
-        await failing
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    assert called == ["last"]
+def test_a_message_of_several_that_does_not_add_up_is_refused():
+    contents = [[b"a" * 10], [b"b" * 20]]
+    items = [wire.Item(f"t{i}", i, 100, [len(frames[0])]) for i, frames in enumerate(contents)]
+    control, payload = wire.delivery("s", items, contents)
+    message = wire.decode_control(control)
+    for bad in ([], [payload, b""], [payload[:-1]], [bytes(payload) + b"x"]):
+        with pytest.raises(WireError, match=r"several trajectories|2 trajectories in"):
+            message.pieces(bad)
+
+
+async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
+    """One that changed on its way, one that is not acceptable, one of a group that there is not, one that is too large."""
+    sent = [make_trajectory(i, group=0) for i in range(6)]
+    frames = [[bytes(frame) for frame in encoded(t)] for t in sent]
+    frames[1][1] = frames[1][1][:-1] + bytes([frames[1][1][-1] ^ 1])
+    items = [wire.Item(f"t{i}", 0, memory_size(t), [len(f) for f in frames[i]]) for i, t in enumerate(sent)]
+    items[3] = wire.Item("t3", 7, items[3].nbytes, items[3].frames)
+    items[4] = wire.Item("t4", 0, 10**9, items[4].frames)
+
+    def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        return {i: "no such expert" for i, t in enumerate(trajectories) if t.trajectory_id == "t2"}
+
+    inbox = Inbox()
+    async with (
+        receiving(inbox, SLOW, validate=validate, claims=lambda group, name: group == 0) as (receiver, endpoint),
+        raw_dealer(endpoint) as peer,
+    ):
+        await peer.send(HELLO)
+        await peer.send(*wire.delivery("session", items, frames))
+        answers = [await peer.answer() for _ in range(5)]
+        assert receiver.bytes_held == 0
+    (ack,) = [answer for answer in answers if isinstance(answer, wire.Ack)]
+    assert ack.ids == ["t0", "t5"]
+    rejects = {answer.trajectory_id: answer for answer in answers if isinstance(answer, wire.Reject)}
+    assert {name: reject.again for name, reject in rejects.items()} == {
+        "t1": "damaged",
+        "t2": "never",
+        "t3": "never",
+        "t4": "never",
+    }
+    assert rejects["t2"].reason == "no such expert"
+    assert inbox.once({"t0", "t5"})
+
+
+@pytest.fixture
+def delivered(monkeypatch) -> list[list[str]]:
+    """Names in each message, as they are sent."""
+    messages: list[list[str]] = []
+    delivery = wire.delivery
+
+    def note(session: str, items: list[wire.Item], frames: Any) -> Any:
+        messages.append([item.trajectory_id for item in items])
+        return delivery(session, items, frames)
+
+    monkeypatch.setattr("r3async.transport.sender.delivery", note)
+    return messages
+
+
+async def test_what_others_of_its_group_follow_waits_for_the_last_and_goes_with_it(monkeypatch, delivered):
+    monkeypatch.setattr("r3async.transport.encoding.LINGER_SECONDS", LIMIT)
+    inbox, looks = Inbox(), list[int]()
+
+    def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
+        looks.append(len(trajectories))
+        return {i: "it is odd" for i, t in enumerate(trajectories) if t.trajectory_id == "t2"}
+
+    refused: list[tuple[str, str]] = []
+    async with (
+        receiving(inbox, SLOW) as (_, endpoint),
+        sending(
+            endpoint, SLOW, validate=validate, on_reject=lambda t, why: refused.append((t.trajectory_id, why))
+        ) as sender,
+    ):
+        await send_all(sender, [make_trajectory(99)])
+        first = [asyncio.create_task(sender.send(make_trajectory(i), more=True)) for i in range(5)]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in first)
+        assert "t3" in sender
+        first[3].cancel()
+        await asyncio.wait([first[3]])
+        assert "t3" not in sender
+        await asyncio.wait_for(sender.send(make_trajectory(5)), LIMIT)
+        await asyncio.wait_for(asyncio.gather(*first[:3], first[4]), LIMIT)
+        assert await sender.flush(LIMIT) == 0
+    assert delivered == [["t99"], ["t0", "t1", "t4", "t5"]]
+    assert looks == [1, 5]
+    assert refused == [("t2", "it is odd")]
+    assert inbox.once({"t99", "t0", "t1", "t4", "t5"})
+
+
+async def test_what_waits_for_others_that_do_not_come_goes_after_a_while_or_with_a_flush(monkeypatch, delivered):
+    inbox = Inbox()
+    async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
+        await asyncio.wait_for(sender.send(make_trajectory(0), more=True), LIMIT)
+        monkeypatch.setattr("r3async.transport.encoding.LINGER_SECONDS", 1000.0)
+        last = asyncio.create_task(sender.send(make_trajectory(1), more=True))
+        await until(lambda: "t1" in sender)
+        assert await sender.flush(LIMIT) == 0
+        await asyncio.wait_for(last, LIMIT)
+    assert delivered == [["t0"], ["t1"]]
+    assert inbox.once({"t0", "t1"})
 
 
 async def test_what_is_accepted_at_about_the_same_time_is_acknowledged_together():

@@ -170,8 +170,8 @@ def test_refused_frames():
         ([frames[0], frames[1] + b"x"], "the header describes 1, and [0-9]+ bytes of the last"),
         ([frames[0], flipped, *frames[2:]], "checksum"),
         ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
-        ([frames[0].replace(b"\xa4wire\x07", b"\xa4wire\x06"), *frames[1:]], "wire version 6, expected 7"),
-        ([old, *frames[1:]], "wire version 3, expected 7"),
+        ([frames[0].replace(b"\xa4wire\x08", b"\xa4wire\x07"), *frames[1:]], "wire version 7, expected 8"),
+        ([old, *frames[1:]], "wire version 3, expected 8"),
         (["text"], "contiguous bytes, not str"),
         ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
     ]
@@ -256,7 +256,7 @@ def test_control_messages_mutated(data):
 
 
 def test_a_control_message_of_which_one_bit_changed_is_no_message():
-    raw = wire.encode_control(wire.Deliver("session", "t1", 3, 100))
+    raw = wire.encode_control(wire.Deliver("session", [wire.Item("t1", 3, 100, [10, 20])]))
     for bit in range(8 * len(raw)):
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
@@ -270,8 +270,11 @@ def test_control_messages_have_limits_and_may_grow():
     for bad in (
         wire.Hello("s", "", "run", "schema"),
         wire.Hello("s" * 65, "g0", "run", "schema"),
-        wire.Deliver("s", "x" * 257, 0, 1),
-        wire.Deliver("s", "x", 0, -1),
+        wire.Deliver("s", [wire.Item("x" * 257, 0, 1, [])]),
+        wire.Deliver("s", [wire.Item("x", 0, -1, [])]),
+        wire.Deliver("s", [wire.Item("x", 0, 1, [-1])]),
+        wire.Deliver("s", []),
+        wire.Deliver("s", [wire.Item("x", 0, 1, [1])] * (wire.MOST_TOGETHER + 1)),
         wire.Reject("x", "why", "perhaps"),
         wire.Ack(["x" * 1000] * (wire.MAX_CONTROL // 1000)),
     ):

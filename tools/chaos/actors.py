@@ -22,7 +22,7 @@ from r3async.schedule.groups import GroupBuffer
 from r3async.tools.chaos.accounting import Acknowledged, Passed, Sent
 from r3async.tools.chaos.relay import Direction, Noise, Relay
 from r3async.transport import Ledger
-from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory
+from r3async.transport.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, frames_of
 from r3async.world.appending import AppendFile
 from r3async.world.keys import ClientKeys, generator_keys
 
@@ -47,7 +47,8 @@ class Recorder:
         except WireError:
             return
         if isinstance(message, Deliver):
-            self._write(self._sent(decode_trajectory(frames[1:])))
+            for item, pieces in zip(message.items, message.pieces(frames[1:]), strict=True):
+                self._write(self._sent(decode_trajectory(frames_of(item, pieces))))
         elif isinstance(message, Ack):
             self._write(Acknowledged(time.time(), list(message.ids)))
 

@@ -14,10 +14,13 @@ from r3async.tools.inspect.run import InspectError
 from r3async.transport.codec import Parts, checksum, view_of
 from r3async.transport.tables import describe
 from r3async.transport.wire import (
+    Deliver,
     Frame,
+    Message,
     WireError,
     decode_control,
     decode_trajectory,
+    frames_of,
     read_header,
 )
 
@@ -55,38 +58,51 @@ def read_messages(path: Path, problem: Callable[[str], object]) -> Iterator[tupl
 
 def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
     """A line for each frame; and what is wrong with the message, or ""."""
-    lines, rest = [], list(frames)
-    if rest and (control := _control(rest[0])):
-        lines.append(_line(0, rest[0], control))
-        rest = rest[1:]
-    if not rest:
-        return lines, "" if lines else "it has no frame"
-    first = len(lines)
+    control = _control(frames[0]) if frames else None
+    if control is None:
+        return _describe(frames, 0)
+    fields = {name: str(value)[:MAX_SHOWN] for name, value in msgspec.structs.asdict(control).items()}
+    said = " ".join([type(control).__name__.upper(), *(f"{name}={value}" for name, value in fields.items())])
+    lines, problems = [_line(0, frames[0], said)], list[str]()
+    if isinstance(control, Deliver):
+        try:
+            for item, pieces in zip(control.items, control.pieces(frames[1:]), strict=True):
+                described, problem = _describe(frames_of(item, pieces), len(lines))
+                lines, problems = [*lines, *described], [*problems, problem]
+        except WireError as error:
+            problems.append(str(error))
+    elif len(frames) > 1:
+        problems.append(f"{len(frames) - 1} frames follow a message that has one")
+    return lines, "; ".join(filter(None, problems))
+
+
+def _describe(frames: Sequence[Frame], first: int) -> tuple[list[str], str]:
+    """The same of the frames of one trajectory, the first of which is number `first`."""
+    if not frames:
+        return [], "it has no frame"
     try:
-        described, framed, missing = _trajectory(rest)
+        described, framed, missing = _trajectory(frames)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, UnicodeDecodeError) as error:
-        described, framed, missing = "not a header that this release can read", [""] * (len(rest) - 1), []
+        described, framed, missing = "not a header that this release can read", [""] * (len(frames) - 1), []
         problem = f"frame {first}: {error!r}"
     else:
         problem = ""
-    lines.append(_line(first, rest[0], described))
-    for number, frame in enumerate(rest[1:]):
+    lines = [_line(first, frames[0], described)]
+    for number, frame in enumerate(frames[1:]):
         lines.append(_line(first + 1 + number, frame, framed[number] or "described nowhere"))
     lines += [f"  missing        {text}" for text in missing]
     try:
-        decode_trajectory(rest, SCHEMA)
+        decode_trajectory(frames, SCHEMA)
     except WireError as error:
         problem = str(error)
     return lines, problem
 
 
-def _control(frame: Frame) -> str:
+def _control(frame: Frame) -> Message | None:
     try:
-        message = decode_control(frame)
+        return decode_control(frame)
     except WireError:
-        return ""
-    fields = {name: str(value)[:MAX_SHOWN] for name, value in msgspec.structs.asdict(message).items()}
-    return " ".join([type(message).__name__.upper(), *(f"{name}={value}" for name, value in fields.items())])
+        return None
 
 
 def _line(number: int, frame: Frame, text: str) -> str:

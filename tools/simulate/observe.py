@@ -41,7 +41,7 @@ from r3async.tools.simulate.history import (
 )
 from r3async.tools.simulate.invariants import Checker, Violated
 from r3async.tools.simulate.observe_files import WatchedFiles
-from r3async.transport.codec import WireError, joined
+from r3async.transport.codec import WireError
 from r3async.transport.intake import OPEN
 from r3async.transport.wire import (
     Ack,
@@ -51,6 +51,7 @@ from r3async.transport.wire import (
     decode_control,
     decode_trajectory,
     decoded_bytes,
+    frames_of,
 )
 from r3async.world import Files, Lane, Placement
 from r3async.world.simulated.actors import PLACEMENT, Actor, SimulatedActors, SimulatedRef
@@ -150,7 +151,8 @@ class Watched(Simulation):
             elif isinstance(message, Welcome) and message.until < OPEN:
                 self.see(Limited, route.target, message.until)
             elif isinstance(message, Deliver):
-                self._see_sent(route.source, joined(frames[1:]))
+                for item, pieces in zip(message.items, message.pieces(frames[1:]), strict=True):
+                    self._see_sent(route.source, frames_of(item, pieces))
         except WireError:
             return  # not of ours; the receiver says so
 

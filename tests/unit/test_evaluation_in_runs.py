@@ -217,7 +217,7 @@ class Learner:
     def acked(self):
         return len(self.got)
 
-    async def send(self, trajectory):
+    async def send(self, trajectory, *, more):
         self.got[trajectory.trajectory_id] = trajectory
 
     async def flush(self, timeout):

@@ -29,6 +29,7 @@ from r3async.schedule.validation import (
 from r3async.transport.wire import encode_trajectory
 from r3async.weights.publish import SharedMemoryReceiver
 from r3async.world.real import REAL
+from tests.helpers.transport import LIMIT, Inbox, receiving, sending
 from tests.unit.test_buffer import ROUTING, make_trajectory
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
@@ -198,20 +199,21 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
 async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.begin", lambda *args: None)
     config = to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
-    sent: list[Trajectory] = []
-
-    async def send(trajectory: Trajectory) -> None:
-        sent.append(trajectory)
-
     engine: Any = SimpleNamespace(routing=ROUTING, version=3)
     renderer: Any = SimpleNamespace(end_id=0)
-    sender: Any = SimpleNamespace(send=send)
     actor = GeneratorActor(REAL, "g0", "run", config, "model", str(tmp_path), lineage=3)
-    actor._loaded, actor._connected = Loaded(engine, renderer), Connected(sender, SharedMemoryReceiver())
-    await actor._deliver(make_trajectory(0, 0))
-    await actor._deliver(POISON["reward of 1e39"][0])
-    await asyncio.gather(*actor._sending)
-    assert [(t.trajectory_id, len(t.turns), t.lineage) for t in sent] == [("g0e0", 1, 3), ("g00000000e0000", 0, 3)]
+    inbox = Inbox()
+    async with (
+        receiving(inbox) as (_, endpoint),
+        sending(endpoint, validate=actor._validate, on_reject=actor._rejected) as sender,
+    ):
+        actor._loaded, actor._connected = Loaded(engine, renderer), Connected(sender, SharedMemoryReceiver())
+        await actor._deliver(make_trajectory(0, 1))
+        await actor._deliver(POISON["reward of 1e39"][0])
+        await asyncio.gather(*actor._sending)
+        assert await sender.flush(LIMIT) == 0
+    sent = [(t.trajectory_id, len(t.turns), t.lineage) for t in inbox.trajectories]
+    assert sent == [("g0e1", 1, 3), ("g00000000e0000", 0, 3)]
     text = (tmp_path / "events.jsonl").read_text()
     assert "trajectory_rejected" in text
     assert "g0 made it wrong: trajectory g0e0 has rewards of 1e+39" in text

@@ -17,7 +17,8 @@ import numpy as np
 from r3async.actors.delivery import receiver
 from r3async.actors.leasing import Gate, Leasing
 from r3async.actors.process import NotLoaded, begin, together, whereabouts
-from r3async.config import Config, EnvConfig, config_from_dict, to_dict
+from r3async.config import Config, EnvConfig, config_from_dict, environments, to_dict
+from r3async.data.mixed import parted
 from r3async.data.records import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import environment_factory
@@ -28,7 +29,7 @@ from r3async.rollout.agents.agents import agent_player, is_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine, InstallReport, build_engine, sample_probe
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
-from r3async.rollout.evaluation import count_tasks, drop_long_prompts, evaluate_all
+from r3async.rollout.evaluation import drop_long_prompts, evaluate_all, task_counts
 from r3async.rollout.group import GroupPlayer
 from r3async.rollout.outcomes import Evaluation
 from r3async.schedule.admission import GroupLease
@@ -154,7 +155,7 @@ class GeneratorActor:
             **self.whereabouts(),
             "gpus": getattr(engine, "gpus", []),
             "routing": msgspec.structs.asdict(engine.routing) if engine.routing else None,
-            "tasks": await count_tasks(await threads.run(self._factory, config.env)),
+            "tasks": await task_counts(await threads.run(self._factory, config.env)),
         }
 
     async def connect(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
@@ -233,7 +234,7 @@ class GeneratorActor:
         All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
         rejects what stands for a failed episode: its group could never be complete.
         """
-        config = self.config
+        config, posed = self.config, environments(self.config)
         recorded = recording(self._engine, self.run_dir, self.generator_id, config, world=self.world)
         engine = Gate(timed(recorded, self._timeline))
         async with agent_player(
@@ -258,6 +259,7 @@ class GeneratorActor:
                 play=play,
                 over=self._over,
                 clock=self.world.clock.time,
+                limits=lambda seed: posed[parted(seed, len(posed))[0]].episode,
             )
             leasing = Leasing(
                 config,

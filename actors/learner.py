@@ -19,14 +19,14 @@ from r3async.actors.ranks import LocalLearner, RankedLearner
 from r3async.actors.reception import Ahead, Reception
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORDS, ConductorState, TrainingState
-from r3async.config import config_from_dict
+from r3async.config import config_from_dict, environments
 from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory
 from r3async.data.versions import FIRST, Lineage
 from r3async.learner.batch.planner import Cost, cost_model
 from r3async.record.events import open_events
 from r3async.record.routes import StepTracer
-from r3async.record.steps import TRAINED, episode_metrics, previews, trained_step
+from r3async.record.steps import TRAINED, environment_metrics, episode_metrics, previews, trained_step
 from r3async.record.timeline import LagMeter, StageSeconds, Timeline
 from r3async.rollout.episode import EpisodeTask, failed_trajectory
 from r3async.schedule.groups import GroupBuffer
@@ -109,6 +109,7 @@ class LearnerActor:
         self._torch, self._writer = world.threads.lane("torch"), world.threads.lane("writer")
         self._packer = world.threads.lane("prepare")
         self._trained_file = AppendFile(self.run_dir / TRAINED, world=world)
+        self._labels = [each.label for each in environments(self.config)]
         self._interrupted = asyncio.Event()
         self._doing = "between steps"
         self._mark = self._now()
@@ -284,7 +285,8 @@ class LearnerActor:
             with self._timeline.span("snapshot", step=counts.steps, version=counts.version):
                 await work.publishing.copy(counts.version, scored=scored)
         trajectories = [t for group in groups for t in group]
-        metrics |= episode_metrics(trajectories) | work.reception.figures()
+        metrics |= episode_metrics(trajectories) | environment_metrics(trajectories, self._labels)
+        metrics |= work.reception.figures()
         metrics |= {f"lag/learner_{name}": value for name, value in self._lag.figures().items()} | self._stages.take()
         (before, spent), (ended, spent_now) = self._mark, self._now()
         self._mark = ended, spent_now

@@ -15,10 +15,11 @@ from r3async.actors.fleet import Fleet, Generator
 from r3async.actors.process import RPC_SECONDS, RunFailed
 from r3async.checkpoint import Checkpoints
 from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, write_evaluation
-from r3async.config import Config
+from r3async.config import Config, environments
 from r3async.record.reading import EVALUATION, QUARANTINE, QuarantinedTask, read_quarantine
 from r3async.rollout.outcomes import figures_of
 from r3async.schedule.admission import slots_of
+from r3async.schedule.mix import MixedCursor
 from r3async.schedule.tasks import By, Cursor, EpisodeEnd, FailedTask, TaskFailures
 from r3async.world import World
 from r3async.world.appending import AppendFile
@@ -49,11 +50,20 @@ class Tasks:
         )
         self._too_many = asyncio.Event()
         self._reason = ""
-        self._cursor = Cursor(config.seed, quarantined=self._quarantined)
+        self._posed = environments(config)
+        self._sizes: Sequence[int | None] = [None] * len(self._posed)
+        self._cursor = self._made()
 
-    def open(self, size: int | None) -> None:
-        """The environment has `size` tasks; None: that is not known."""
-        self._cursor = Cursor(self._config.seed, size, self._quarantined)
+    def open(self, sizes: Sequence[int | None]) -> None:
+        """How many tasks each environment has; None: that is not known."""
+        self._sizes = sizes
+        self._cursor = self._made()
+
+    def _made(self) -> Cursor | MixedCursor:
+        seed, quarantined = self._config.seed, self._quarantined
+        if len(self._posed) == 1:
+            return Cursor(seed, self._sizes[0], quarantined)
+        return MixedCursor(seed, [each.weight for each in self._posed], self._sizes, quarantined)
 
     def task_seed(self, group: int) -> int:
         return self._cursor.task_seed(group)
@@ -61,7 +71,11 @@ class Tasks:
     def figures(self, groups: int) -> dict[str, float]:
         """Metrics, after so many groups were leased."""
         figures = {"data/quarantined_tasks": float(len(self._quarantined))}
-        return figures | ({"data/epochs": self._cursor.epochs(groups)} if self._cursor.size else {})
+        cursor = self._cursor
+        if isinstance(cursor, Cursor):
+            return figures | ({"data/epochs": cursor.epochs(groups)} if cursor.size else {})
+        each = zip(self._posed, self._sizes, cursor.epochs(groups), strict=True)
+        return figures | {f"env/{posed.label}/epochs": epochs for posed, size, epochs in each if size}
 
     def resumed(self, next_group: int) -> None:
         """Nothing is left of groups from `next_group` on: those that are leased again pose no quarantined task."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config import Config, DataConfig, RewardConfig, Section
+from r3async.config import Config, DataConfig, EntryConfig, RewardConfig, Section
 from r3async.config.evaluation import EvaluationSet
 from r3async.config.section import plain_type
 from r3async.data.architectures import ARCHITECTURES, REFUSED
@@ -40,7 +40,8 @@ A run is one TOML file over these defaults, or a preset ([presets](presets.md)),
 that. `extends = "NAME"` at the top of a file lays it over another. A key that does not exist, or a value of another type,
 is answered with the nearest right one. Values on the command line are TOML: `learner.betas=[0.8, 0.9]`,
 `env.args={ letters = 5 }`; a bare word is a string. `data` and `reward` at the top are short for the environment `dataset`
-and its arguments; their keys come last. What a run resolved to is in `runs/NAME/config.toml`.
+and its arguments, and `[[env]]` for several environments; their keys come last. What a run resolved to is in
+`runs/NAME/config.toml`.
 """
 
 
@@ -102,6 +103,7 @@ def reference() -> str:
     _section("evaluation.sets.NAME", EvaluationSet, EvaluationSet(), out)
     _section("data", DataConfig, DataConfig(), out)
     _section("reward", RewardConfig, RewardConfig(fn=""), out)
+    _section("[env]", EntryConfig, EntryConfig(), out)
     return "\n".join(out).rstrip("\n") + "\n"
 
 

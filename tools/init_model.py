@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from r3async.config import Config, ConfigError, InitConfig, config_from_dict, to_dict
+from r3async.config import Config, ConfigError, InitConfig, config_from_dict, environments, to_dict
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.tasks import ReverseText
@@ -332,7 +332,7 @@ def kept_model(
 
 def _cached(config: Config) -> Path | None:
     """Where the model of these settings is kept; None if it is not."""
-    if config.env.name not in BUILT_IN:
+    if any(each.env.name not in BUILT_IN for each in environments(config)):
         return None
     settings = to_dict(config)
     key = xxhash.xxh3_128(msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted"))

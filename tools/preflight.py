@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from r3async.config import Config, ConfigError, bare_host, did_you_mean
+from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
 from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
@@ -202,15 +202,19 @@ def _is_here(host: str) -> bool:
 async def try_environment(config: Config) -> None:
     """Play one turn with an empty answer. Raises `ConfigError` where the environment breaks the protocol: a `step` that returns
     a tuple, a reward that is a list. What else goes wrong is not judged: an empty answer may be no answer to it."""
-    if is_agent(config.env):
-        return
-    environment = environment_factory(config.env)()
+    for each in environments(config):
+        if not is_agent(each.env):
+            await _try_one(each.env)
+
+
+async def _try_one(env: EnvConfig) -> None:
+    environment = environment_factory(env)()
     try:
         async with asyncio.timeout(TRY_SECONDS):
             checked_messages(await environment.reset(0))
             checked_result(await environment.step(Action("")))
     except WrongEnvironment as error:
-        raise ConfigError(f"`env.name` = {config.env.name!r} cannot be played: {error}") from error
+        raise ConfigError(f"`env.name` = {env.name!r} cannot be played: {error}") from error
     except Exception:
         return
     finally:

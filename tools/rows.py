@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from r3async.config import Config, ConfigError
+from r3async.config import Config, ConfigError, EnvConfig, Posed, environments
 from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, settings_of, tasks_of
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.evaluation import drop_long_prompts
@@ -19,35 +20,43 @@ def note_rows(config: Config, say: Callable[[str], object]) -> Config:
     Raises `ConfigError` for rows that cannot be read or do not fit, if all prompts are too long, and for a tokenizer that cannot
     be used.
     """
-    if not is_dataset(config.env):
-        return config
-    data = settings_of(config.env)
-    tasks = tasks_of(data)
-    config = msgspec.structs.replace(config)
-    config.env = msgspec.structs.replace(config.env, args={**config.env.args, "digest": tasks.digest})
     for line in describe_rows(config):
         say(line)
+    noted = {each.label: _noted(each.env) for each in environments(config) if is_dataset(each.env)}
+    if not noted:
+        return config
+    config = msgspec.structs.replace(config)
+    if "" in noted:
+        config.env = msgspec.structs.replace(config.env, args=noted[""])
+        return config
+    entries = {label: {**config.env.args[label], "args": args} for label, args in noted.items()}
+    config.env = msgspec.structs.replace(config.env, args={**config.env.args, **entries})
     return config
 
 
+def _noted(env: EnvConfig) -> dict[str, Any]:
+    return {**env.args, "digest": tasks_of(settings_of(env)).digest}
+
+
 def describe_rows(config: Config) -> list[str]:
-    """A line for each part of the rows; see `note_rows`. Prompts are measured where the model's tokenizer is."""
-    if not is_dataset(config.env):
-        return []
-    data = settings_of(config.env)
+    """A line for each part of the rows of each environment; see `note_rows`. Prompts are measured where the model's tokenizer
+    is."""
+    return [line for each in environments(config) if is_dataset(each.env) for line in _described(config, each)]
+
+
+def _described(config: Config, posed: Posed) -> list[str]:
+    data, what = settings_of(posed.env), posed.label or "data"
     tasks, renderer = tasks_of(data), _renderer(config)
     lines = []
-    for part, env in (("trained", config.env), ("evaluated", held_out(config.env))):
+    for part, env in (("trained", posed.env), ("evaluated", held_out(posed.env))):
         if part == "evaluated" and not data.eval:
             continue
-        factory = DatasetFactory(env)
-        dropped = drop_long_prompts(factory, renderer, config.episode) if renderer else 0
-        longer = f" ({dropped} longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens})" * bool(
-            dropped
-        )
-        lines.append(f"data: {factory.size} rows are {part}, {dropped} dropped{longer}")
+        factory, most = DatasetFactory(env), posed.episode.max_prompt_tokens
+        dropped = drop_long_prompts(factory, renderer, posed.episode) if renderer else 0
+        longer = f" ({dropped} longer than episode.max_prompt_tokens = {most})" * bool(dropped)
+        lines.append(f"{what}: {factory.size} rows are {part}, {dropped} dropped{longer}")
     if tasks.repeated:
-        lines.append(f"data: {tasks.repeated} rows are left out of training, for evaluation poses the same prompts")
+        lines.append(f"{what}: {tasks.repeated} rows are left out of training, for evaluation poses the same prompts")
     return lines
 
 

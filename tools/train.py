@@ -126,11 +126,13 @@ def _train(
     config: Config, preset: str, view: LiveView, root: Path, pipeline: type[Pipeline] | None, request: StopRequest
 ) -> Path:
     from r3async.actors.supervise import Pipeline, supervise
+    from r3async.envs.mix import evaluate_each
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
     from r3async.tools.preflight import check_start
     from r3async.tools.rows import note_rows
 
+    config = evaluate_each(config)
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
     check_capacity(root)

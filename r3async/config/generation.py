@@ -57,7 +57,13 @@ class ModelConfig(Section):
     init: InitConfig = msgspec.field(default_factory=InitConfig)
 
 
+MIX = "mix"
+"""`env.name` of several environments: `env.args` has a table for each, by its label."""
+
+
 class EnvConfig(Section):
+    """Which environment. Several, with a weight each: `[[env]]`, see below."""
+
     name: str = "reverse-text"
     """Built-in name; `module:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`,
     `textarena:ID`, `verifiers:ID`."""
@@ -73,13 +79,27 @@ class EnvConfig(Section):
     every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
 
     def check(self) -> None:
-        if isinstance(environment := self.args.get("environment"), Mapping):
-            hidden = {name: Secret(value) if isinstance(value, str) else value for name, value in environment.items()}
-            self.args = {**self.args, "environment": hidden}
+        self.args = _with_secrets(self.args)
+        if self.name == MIX:
+            self.args = {label: _entry_with_secrets(entry) for label, entry in self.args.items()}
 
     def arguments(self, setting: str = "env.args") -> dict[str, Any]:
         """`args` with the secrets of `args.environment` revealed. Raises `ConfigError`."""
         return revealed(self.args, setting)
+
+
+def _with_secrets(args: dict[str, Any]) -> dict[str, Any]:
+    """With the values of `args.environment` as secrets."""
+    if not isinstance(environment := args.get("environment"), Mapping):
+        return args
+    hidden = {name: Secret(value) if isinstance(value, str) else value for name, value in environment.items()}
+    return {**args, "environment": hidden}
+
+
+def _entry_with_secrets(entry: Any) -> Any:
+    if isinstance(entry, Mapping) and isinstance(args := entry.get("args"), dict):
+        return {**entry, "args": _with_secrets(args)}
+    return entry
 
 
 RowsMode = Literal["auto", "merged", "stepwise"]

@@ -14,6 +14,7 @@ import msgspec
 from r3async.config.data import DataConfig
 from r3async.config.evaluation import EvaluationConfig
 from r3async.config.generation import (
+    MIX,
     EnvConfig,
     EpisodeConfig,
     GeneratorConfig,
@@ -21,6 +22,7 @@ from r3async.config.generation import (
     ServingConfig,
     check_engine_args,
 )
+from r3async.config.mix import EntryConfig, Posed, posed
 from r3async.config.operation import (
     BufferConfig,
     CheckpointConfig,
@@ -42,6 +44,7 @@ from r3async.config.section import (
     plain_type,
     secret_settings,
 )
+from r3async.config.short import DATASET, SHORT, merge, spelled_out
 from r3async.config.training import GROUP_RELATIVE, AlgorithmConfig, LearnerConfig, RoutingConfig
 
 
@@ -122,12 +125,6 @@ FORMER = {
     "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
 }
 """Keys that there were, and what holds now."""
-
-
-DATASET = "dataset"
-"""`env.name` of rows of the user's own."""
-SHORT = ("data", "reward")
-"""Keys at the top that stand for `env.name` and `env.args` of a dataset."""
 
 
 @functools.cache
@@ -225,40 +222,35 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     return keys, value
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in over.items():
-        old = out.get(key)
-        out[key] = _merge(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
-    return out
-
-
 def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` merged over `base`. `env.args` belong to the environment that they were given with: another one has its own."""
     env, other = base.get("env"), over.get("env")
+    if isinstance(env, Mapping) and isinstance(other, Mapping) and other.get("name") == MIX:
+        env = {**env, "name": ""}  # what [[env]] names replaces what there was
     if (
         isinstance(env, Mapping)
         and isinstance(other, Mapping)
         and other.get("name", env.get("name")) != env.get("name")
     ):
         base = {**base, "env": {key: value for key, value in env.items() if key != "args"}}
-    return _merge(base, over)
+    return merge(base, over)
 
 
-def _spelled_out(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` and `reward` of a file, or of the overrides, as the `env.name` and `env.args` that they are short for."""
-    given = {key: layer[key] for key in SHORT if key in layer}
-    if not given:
-        return dict(layer)
-    data = given.pop("data", {})
-    if isinstance(data, str):
-        data = {"path": data}
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"`data` = {data!r} must be a path, or a section with `path` in it")
-    if "reward" in data:
-        raise ConfigError("`data.reward`: `reward` is set beside `data`, not in it")
-    rest = {key: value for key, value in layer.items() if key not in SHORT}
-    return _merge(rest, {"env": {"name": DATASET, "args": {**data, **given}}})
+def parts_of(env: EnvConfig) -> dict[str, EntryConfig]:
+    """The environments of a mix, in the order of their labels; none of any other. Raises `ConfigError` that names the entry."""
+    if env.name != MIX:
+        return {}
+    if not env.args:
+        raise ConfigError("`env.name` = 'mix' without environments: set [[env]], once for each")
+    return {label: _convert(EntryConfig, entry, f"env.args.{label}") for label, entry in sorted(env.args.items())}
+
+
+def environments(config: Config) -> list[Posed]:
+    """What the run trains: one environment, or those of a mix. Raises as `parts_of`."""
+    parts = parts_of(config.env)
+    if not parts:
+        return [Posed("", config.env, 1.0, config.episode)]
+    return [posed(label, entry, config.episode) for label, entry in parts.items()]
 
 
 def data_config(args: Mapping[str, Any]) -> DataConfig:
@@ -300,7 +292,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    base, data = data.pop("extends", None), _spelled_out(data)
+    base, data = data.pop("extends", None), spelled_out(data)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: `extends` = {base!r} must be a preset's name, or a TOML file")
     return _over(_read(find_config(base), (*seen, path)), data) if base is not None else data
@@ -321,7 +313,7 @@ def nested(overrides: Overrides) -> dict[str, Any]:
     for keys, value in given:
         for key in reversed(keys):
             value = {key: value}
-        over = _merge(over, _spelled_out(value))
+        over = merge(over, spelled_out(value))
     return over
 
 
@@ -341,8 +333,9 @@ def checked(config: Config) -> Config:
     """`config`, as it was read from what a person wrote. Raises `ConfigError` for what the engine has to decide itself."""
     if config.generator.engine == "vllm":
         check_engine_args(config.generator.engine_args)
-    if config.env.name.partition(":")[0] == DATASET:
-        data_config(config.env.args)
+    for each in environments(config):
+        if each.env.name.partition(":")[0] == DATASET:
+            data_config(each.env.args)
     return config
 
 

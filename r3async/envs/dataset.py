@@ -127,7 +127,7 @@ def _chosen(tasks: Sequence[Task], wanted: float) -> list[Task]:
     return [by_prompt[digest] for digest in chosen]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=16)
 def _loaded(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> Tasks:
     """Rows are read once in a process, also where both parts are posed; again when a file has changed."""
     data = msgspec.json.decode(settings, type=DataConfig)

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
-from r3async.config import DATASET, ConfigError, EnvConfig, did_you_mean
+from r3async.config import DATASET, MIX, ConfigError, EnvConfig, did_you_mean
 from r3async.envs import EnvironmentFactory
 from r3async.envs.pool import pooled
 
@@ -21,6 +21,7 @@ BUILT_IN = {
 }
 ADAPTERS = {
     "dataset": "r3async.envs.dataset:make",
+    MIX: "r3async.envs.mix:make",
     "reasoning-gym": "r3async.envs.adapters:make_reasoning_gym",
     "gymnasium": "r3async.envs.adapters:make_gymnasium",
     "textarena": "r3async.envs.adapters:make_textarena",
@@ -37,8 +38,8 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
     Raises `ConfigError` for an unknown name, wrong `env.args` or a package that is not installed.
     """
     prefix, colon, target = config.name.partition(":")
-    if (colon and prefix in ADAPTERS) or prefix == DATASET:
-        if not target and prefix != DATASET:
+    if (colon and prefix in ADAPTERS) or prefix in (DATASET, MIX):
+        if not target and prefix not in (DATASET, MIX):
             raise ConfigError(f"`env.name` = {config.name!r}: say which, as in `{prefix}:NAME`")
         return pkgutil.resolve_name(ADAPTERS[prefix])(target, config)
     path = BUILT_IN.get(config.name, config.name)

@@ -301,6 +301,9 @@ def metric(name: str) -> Metric:
         return METRICS[f"rollout_kl/k3_{drift[1]}_0"]._replace(name=name, label=f"drift {where}")
     if name in METRICS:
         return METRICS[name]
+    own = re.fullmatch(r"env/([A-Za-z0-9_-]+)/(.+)", name)
+    if own:
+        return _of_environment(name, own[1], own[2])
     told = re.fullmatch(r"(reward|env)/(.+)_(mean|std)", name)
     if told:
         of = "Standard deviation" if told[3] == "std" else "Mean"
@@ -311,6 +314,15 @@ def metric(name: str) -> Metric:
         )
         return Metric(name, f"{told[2]} {told[3]}", "", "", f"{of} of {what}, over the episodes that have it.")
     return Metric(name, name, "", "", name)
+
+
+def _of_environment(name: str, label: str, figure: str) -> Metric:
+    """`env/LABEL/FIGURE`, where a run has several environments."""
+    others = {known.replace("/", "_", 1): known for known in METRICS}
+    known = METRICS["data/epochs"] if figure == "epochs" else metric(others.get(figure, f"env/{figure}"))
+    docs = "Episodes of the step." if figure == "episodes" else known.docs
+    shown = figure if known.label == known.name else known.label
+    return Metric(name, f"{label}: {shown}", known.unit, known.good, f"Of the environment {label}: {docs}")
 
 
 def in_order(names: Iterable[str]) -> list[Metric]:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
+from r3async.data.mixed import parted
 from r3async.data.records import Trajectory
 from r3async.record.reading import EPISODES
 from r3async.rollout.episode import ENDINGS
@@ -219,6 +220,19 @@ def _turns(messages: Sequence[Mapping[str, str]], answers: int) -> list[tuple[st
 # -- trained trajectories ----------------------------------------------------------------------------------------------
 
 
+OF_ENVIRONMENTS = (
+    "reward/mean",
+    "reward/std",
+    "reward/std_in_group",
+    "episode/tokens_mean",
+    "episode/tokens_p95",
+    "episode/truncated_share",
+    "episode/turns_mean",
+    "episode/ended_error",
+)
+"""What `environment_metrics` has of each environment, besides what that told itself."""
+
+
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means over those that were played: one without turns stands for an episode that failed, and only its ending counts."""
     played = [t for t in trajectories if t.turns]
@@ -242,6 +256,21 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         **{f"episode/ended_{reason}": float(endings[reason]) for reason in ENDINGS},
         **_told(played),
     }
+
+
+def environment_metrics(trajectories: Sequence[Trajectory], labels: Sequence[str]) -> dict[str, float]:
+    """Of each environment of a mix, as `env/LABEL/NAME`; nothing of one that no trajectory is of, or that is the only one."""
+    metrics: dict[str, float] = {}
+    for entry, label in enumerate(labels if len(labels) > 1 else ()):
+        own = [t for t in trajectories if parted(t.task_seed, len(labels))[0] == entry]
+        if not own:
+            continue
+        told, played = episode_metrics(own), [t for t in own if t.turns]
+        kept = {name: told[name] for name in OF_ENVIRONMENTS}
+        kept |= {name.removeprefix("env/"): value for name, value in _told(played).items()}
+        kept["episodes"] = float(len(own))
+        metrics |= {f"env/{label}/{name.replace('/', '_', 1)}": value for name, value in kept.items()}
+    return metrics
 
 
 def is_truncated(trajectory: Trajectory) -> bool:

@@ -18,6 +18,9 @@ from r3async.config import (
     EvaluationConfig,
     ServingConfig,
     check_kept,
+    environments,
+    parts_of,
+    posed,
     secret_settings,
 )
 from r3async.data.records import Trajectory
@@ -33,6 +36,7 @@ from r3async.envs import (
 )
 from r3async.envs.dataset import DatasetFactory, held_out, is_dataset, same_rows, shared_prompts
 from r3async.envs.factory import environment_factory
+from r3async.envs.mix import MixedFactory, evaluate_each
 from r3async.rollout.agents.agents import OUTSIDE, agent_player, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
@@ -72,6 +76,12 @@ async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
         await close_environment(environment)
 
 
+async def task_counts(factory: EnvironmentFactory | None) -> tuple[int | None, ...]:
+    """Of each environment of a mix, or of the only one."""
+    parts = list(factory.parts.values()) if isinstance(factory, MixedFactory) else [factory]
+    return tuple([await count_tasks(part) for part in parts])
+
+
 def evaluation_tasks(
     env: EnvConfig, size: int | None, settings: EvaluationConfig, trained: EnvConfig | None = None
 ) -> list[EvaluationTask]:
@@ -96,6 +106,9 @@ def evaluation_tasks(
 def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, settings: EpisodeConfig) -> int:
     """Have a dataset pose no prompt of more than `episode.max_prompt_tokens`; returns how many it had. 0 for other environments,
     which do not know their prompts. Raises `ConfigError` if nothing is left, or the chat template refuses a prompt."""
+    if isinstance(factory, MixedFactory):
+        own = {label: posed(label, entry, settings).episode for label, entry in factory.entries.items()}
+        return sum(drop_long_prompts(part, renderer, own[label]) for label, part in factory.parts.items())
     if not isinstance(factory, DatasetFactory):
         return 0
     most = settings.max_prompt_tokens
@@ -122,6 +135,8 @@ def refuse_trained_tasks(env: EnvConfig, size: int | None, trained: EnvConfig | 
 def refuse_shared_prompts(env: EnvConfig, trained: EnvConfig) -> None:
     """Raise `ConfigError` if a row that `env` evaluates poses a prompt that a row of `trained` poses too. Reads the rows of both,
     if they are datasets; whole datasets that are the same are `refuse_trained_tasks`'s."""
+    for part in parts_of(trained).values():
+        refuse_shared_prompts(env, part)
     if not (is_dataset(env) and is_dataset(trained)) or same_rows(env, trained):
         return
     shared = shared_prompts(env, trained)
@@ -134,6 +149,8 @@ def refuse_shared_prompts(env: EnvConfig, trained: EnvConfig) -> None:
 
 def _same_tasks(env: EnvConfig, trained: EnvConfig) -> bool:
     """Rows are the same in one file, whatever is asked of them; another environment's arguments may choose its tasks."""
+    if parts := parts_of(trained):
+        return any(_same_tasks(env, part) for part in parts.values())
     if is_dataset(env) and is_dataset(trained):
         return same_rows(env, trained)
     return (env.name, env.args) == (trained.name, trained.args)
@@ -143,6 +160,7 @@ def check_environment(config: Config) -> None:
     """Raise `ConfigError` for an environment, or an agent, that cannot be used in this run, to train or to evaluate."""
     for setting, secret in secret_settings(config).items():
         check_kept(secret, setting)
+    config = evaluate_each(config)
     _check_loads(config.env)
     for settings in config.evaluation.each().values() if config.evaluation.every else ():
         env = evaluated(config, settings)
@@ -193,7 +211,7 @@ async def evaluate_all(
             await factory(env),
             engine,
             renderer,
-            config.episode,
+            next((each.episode for each in environments(config) if each.label == name), config.episode),
             config.serving,
             settings,
             trained=trained,

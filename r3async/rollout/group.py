@@ -33,7 +33,8 @@ class GroupPlayer:
     """Plays leases. `deliver` takes each finished trajectory; `report(event, **fields)` gets failed attempts.
 
     `play` plays one episode in place of an environment that `factory` makes. `over(end)` gets each episode that is over,
-    and decides how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds.
+    and decides how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds. `limits`: of a
+    task, by its seed; the `settings` unless named.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class GroupPlayer:
         play: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
         over: Callable[[EpisodeEnd], None] | None = None,
         clock: Callable[[], float] = REAL.clock.time,
+        limits: Callable[[int], EpisodeConfig] | None = None,
     ):
         self._retries: dict[By, int] = {"environment": settings.retries, "engine": settings.engine_retries}
         self._over, self._clock, self._held_up = over, clock, HeldUp(report, clock)
         self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
+        self._limits = limits or (lambda task_seed: settings)
         self._generator_id, self._deliver, self._report = generator_id, deliver, report
         self.playing = 0
         """Episodes that have begun and not ended. One that waits to be sent has ended."""
@@ -143,7 +146,7 @@ class GroupPlayer:
             self._factory(),
             self._engine,
             self._renderer,
-            self._settings,
+            self._limits(task.task_seed),
             generator_id=self._generator_id,
             clock=self._clock,
             report=self._report,

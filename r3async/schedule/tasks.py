@@ -29,7 +29,7 @@ from r3async.world.real import REAL
 class Cursor:
     """Tasks of a run, for ever. The same `seed` and `size` name the same tasks, whatever was played before.
 
-    Without a `size`, every group has a random task seed of 63 bits. With one (an environment that knows how many tasks
+    Without a `size`, every group has a random task seed of `bits` bits. With one (an environment that knows how many tasks
     it has), group `g` is of epoch `g // size`, and its task seed is an index `0 .. size - 1`: every epoch poses every task
     once, in an order of its own. Groups of two epochs may be played at once; nothing waits for an epoch's end.
 
@@ -37,10 +37,12 @@ class Cursor:
     from the run's seed and its index. It may grow, but only by groups that were never leased: what a group poses is fixed.
     """
 
-    def __init__(self, seed: int, size: int | None = None, quarantined: Mapping[int, int] | None = None):
+    def __init__(
+        self, seed: int, size: int | None = None, quarantined: Mapping[int, int] | None = None, *, bits: int = 63
+    ):
         if size is not None and size < 1:
             raise ValueError(f"an environment with `size` = {size} has no task")
-        self.seed, self.size = seed, size
+        self.seed, self.size, self._bits = seed, size, bits
         self._quarantined = {} if quarantined is None else quarantined
         # Two epochs overlap in flight, or a few if they are short.
         self._order = lru_cache(maxsize=8)(self._shuffled)
@@ -61,11 +63,11 @@ class Cursor:
         """Tasks in place of one that is quarantined, without end."""
         rng = random.Random(f"{self.seed}/instead/{group_index}")
         while True:
-            yield rng.getrandbits(63) & ~1 if self.size is None else rng.randrange(self.size)
+            yield rng.getrandbits(self._bits) & ~1 if self.size is None else rng.randrange(self.size)
 
     def _in_order(self, group_index: int) -> int:
         if self.size is None:
-            return training_seed(self.seed, group_index)
+            return training_seed(self.seed, group_index, self._bits)
         epoch, position = divmod(group_index, self.size)
         return int(self._order(epoch)[position])
 
@@ -79,9 +81,9 @@ class Cursor:
         return np.random.default_rng(seed).permutation(self.size)
 
 
-def training_seed(seed: int, group_index: int) -> int:
-    """Seed of the task that a group plays, in `0..2^63 - 1`."""
-    return random.Random(f"{seed}/{group_index}").getrandbits(63) & ~1
+def training_seed(seed: int, group_index: int, bits: int = 63) -> int:
+    """Seed of the task that a group plays, in `0..2^bits - 1`."""
+    return random.Random(f"{seed}/{group_index}").getrandbits(bits) & ~1
 
 
 def evaluation_seed(seed: int, index: int) -> int:

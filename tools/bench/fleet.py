@@ -161,7 +161,7 @@ class _Generator:
             **whereabouts(self._world),
             "gpus": [],
             "routing": msgspec.structs.asdict(SCRIPTED_ROUTING),
-            "tasks": None,
+            "tasks": (None,),
         }
 
     def connect(self, *way: Any) -> None:

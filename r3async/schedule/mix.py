@@ -1,0 +1,109 @@
+"""Which of several environments poses the task of a group. Pure: a group's index says everything, so a run that resumes goes on
+with the same tasks.
+
+The order is the smoothest that there is: in any stretch of groups each environment has its share of them, up to one or two. So
+every step trains all of them, as far as it has groups enough.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from r3async.data.mixed import INNER_BITS, joint, parted
+from r3async.schedule.tasks import Cursor
+
+PERIOD = 1000
+"""Groups after which the order repeats, at most: weights are rounded to that."""
+
+
+class Order:
+    """Of groups, by weights. Immutable."""
+
+    def __init__(self, weights: Sequence[float]):
+        quotas = _quotas(weights)
+        self.period = sum(quotas)
+        chosen = np.zeros(self.period, np.int64)
+        counts = [0] * len(quotas)
+        for at in range(self.period):
+            # Whoever is furthest behind its share.
+            entry = max(range(len(quotas)), key=lambda e: (quotas[e] * (at + 1) - self.period * counts[e], -e))
+            chosen[at] = entry
+            counts[entry] += 1
+        self._chosen = chosen
+        # [entry, at]: groups of the period before `at` that are the entry's; the last column is the quota.
+        self._before = np.stack([np.append(0, np.cumsum(chosen == e)) for e in range(len(quotas))])
+
+    def entry(self, group: int) -> int:
+        """Which environment poses the task of a group."""
+        return int(self._chosen[group % self.period])
+
+    def count(self, entry: int, group: int) -> int:
+        """How many groups before `group` are that environment's."""
+        periods, at = divmod(group, self.period)
+        return int(periods * self._before[entry, -1] + self._before[entry, at])
+
+
+def _quotas(weights: Sequence[float]) -> list[int]:
+    """How many groups of a period each has: at least one; the largest remainders are rounded up."""
+    total = sum(weights)
+    exact = [PERIOD * weight / total for weight in weights]
+    quotas = [max(1, math.floor(share)) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda e: (math.floor(exact[e]) - exact[e], e))
+    for entry in by_remainder[: max(0, PERIOD - sum(quotas))]:
+        quotas[entry] += 1
+    common = math.gcd(*quotas)
+    return [quota // common for quota in quotas]
+
+
+class _Own(Mapping[int, int]):
+    """Of the quarantined tasks of all environments those of one: by its own seed the first of its own groups that does not pose
+    the task any more. A view."""
+
+    def __init__(self, entry: int, order: Order, entries: int, quarantined: Mapping[int, int]):
+        self._entry, self._order, self._entries, self._all = entry, order, entries, quarantined
+
+    def __getitem__(self, seed: int) -> int:
+        return self._order.count(self._entry, self._all[joint(self._entry, seed)])
+
+    def __iter__(self) -> Iterator[int]:
+        parts = (parted(task, self._entries) for task in self._all)
+        return (seed for entry, seed in parts if entry == self._entry)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class MixedCursor:
+    """As `Cursor`, over several environments with these `weights` and `sizes`: each has tasks, epochs and quarantined tasks
+    of its own, in the order of its own groups."""
+
+    def __init__(
+        self,
+        seed: int,
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        quarantined: Mapping[int, int] | None = None,
+    ):
+        self._order, known = Order(weights), {} if quarantined is None else quarantined
+        self._cursors = [
+            Cursor(
+                random.Random(f"{seed}/environment {entry}").getrandbits(63),
+                size,
+                _Own(entry, self._order, len(weights), known),
+                bits=INNER_BITS,
+            )
+            for entry, size in enumerate(sizes)
+        ]
+
+    def task_seed(self, group_index: int) -> int:
+        """Raises `ValueError` if every task of the group's environment is quarantined."""
+        entry = self._order.entry(group_index)
+        return joint(entry, self._cursors[entry].task_seed(self._order.count(entry, group_index)))
+
+    def epochs(self, groups: int) -> list[float]:
+        """By environment, how often all its tasks were posed by the first `groups` groups; 0 without a size."""
+        return [cursor.epochs(self._order.count(entry, groups)) for entry, cursor in enumerate(self._cursors)]

@@ -1,16 +1,19 @@
 """What the pages say of the code is true of the code."""
 
+import datetime
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from r3async.config import Config, load_config
+from r3async.config import Config, ConfigError, load_config
 from r3async.data.architectures import ARCHITECTURES, REFUSED
 from r3async.record.catalogue import METRICS, metric
 from r3async.schedule.admission import age_bound
+from r3async.tools import comparison
 from r3async.tools.config_reference import (
     METRICS_PAGE,
     MODELS_PAGE,
@@ -126,13 +129,23 @@ def test_the_table_of_presets_is_that_of_the_files():
     assert said <= {p.stem for p in preset_paths()}
 
 
-def test_every_claim_about_others_has_a_source():
-    text = (ROOT / "docs" / "comparison.md").read_text()
-    rows = [r for r in text.splitlines() if r.startswith("| **") and "r3async" not in r.split("|")[1]]
-    assert len(rows) == 7
-    for row in rows:
-        for cell in row.strip("|").split(" | ")[1:]:
-            assert "https://" in cell or cell.strip().endswith("—"), cell
+def test_the_comparison_is_that_of_its_data_and_every_claim_has_evidence():
+    data = msgspec.toml.decode(comparison.DATA.read_text(), type=comparison.Comparison)
+    assert comparison.PAGE.read_text() == comparison.page(data)
+    for cell in (cell for point in data.point for cell in point.cell):
+        assert cell.evidence, cell.text
+        assert all(address.startswith("https://") for address in cell.evidence), cell.text
+        assert cell.read <= data.as_of, cell.text
+
+
+def test_evidence_of_more_than_sixty_days_is_a_question_mark():
+    data = msgspec.toml.decode(comparison.DATA.read_text(), type=comparison.Comparison)
+    newest = max(cell.read for point in data.point for cell in point.cell)
+    data.as_of = newest + datetime.timedelta(days=60)
+    assert any("Asynchronous by default" in row or "stable since" in row for row in comparison.page(data).splitlines())
+    data.as_of = newest + datetime.timedelta(days=61)
+    rows = [row for row in comparison.page(data).splitlines() if row.startswith("| ") and "r3async" not in row]
+    assert all(row.split(" | ")[1].startswith("? (") for row in rows if row != "| | |")
 
 
 def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):
@@ -158,3 +171,19 @@ def test_every_file_of_the_sources_that_a_page_names_exists():
         there = {p.name for p in (ROOT / "r3async" / folder).rglob("*.py")}
         for name in re.findall(r"`(\w+\.py)`", text):
             assert name in there, f"architecture.md: there is no {name} in r3async/{folder}/"
+
+
+def test_the_words_of_other_trainers_are_those_that_errors_translate():
+    """docs/coming-from.md: each word of a column, if somebody sets it here, leads to the setting of its row."""
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in page.splitlines() if row.startswith("| `")]
+    assert len(rows) > 20
+    for ours, *theirs in rows:
+        setting = ours.strip("`")
+        for word in (word.strip("`") for word in theirs if word):
+            try:
+                load_config("math", [f"{word}=1"])
+            except ConfigError as e:
+                assert f"`{setting}`" in str(e), f"{word}: {e}, not {setting}"
+            else:
+                assert word == setting, f"{word} is a setting of ours"

@@ -89,7 +89,7 @@ class Pipeline:
             generators[name] = actors.spawn(self.generator, *plays, name=name, placement=playing)
         leads = (self.run_id, plain, directory, learner, generators, resume.state if resume else None, lineage)
         conductor = actors.spawn(
-            self.conductor, *leads, name="conductor", placement=Placement(concurrency=max(1000, 4 * count))
+            self.conductor, *leads, name="conductor", placement=Placement(0, concurrency=max(1000, 4 * count))
         )
         return Running(self, conductor, learner, generators)
 

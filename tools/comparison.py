@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     data = msgspec.toml.decode(text, type=Comparison)
     if arguments == ["--check"]:
         return int(PAGE.read_text() != page(data))
-    today = datetime.date.today()  # noqa: DTZ011 - a page is written on somebody's day
+    today = datetime.date.today()
     DATA.write_text(text.replace(f"as_of = {data.as_of}", f"as_of = {today}"))
     PAGE.write_text(page(msgspec.structs.replace(data, as_of=today)))
     return 0

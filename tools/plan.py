@@ -134,7 +134,7 @@ def _processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list[Proc
     p, learner, generator = config.learner.parallel, config.learner, config.generator
     out = [
         Process("driver", 1, 0, 0, "this command: the live view, sinks"),
-        Process("conductor", 1, 1, 0, "leases, versions, metrics"),
+        Process("conductor", 1, 0, 0, "leases, versions, metrics"),
     ]
     if p.world == 1:
         out.append(Process("learner", 1, 1, int(on_gpus), f"{learner.backend}: receives, packs, trains"))

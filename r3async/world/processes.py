@@ -35,7 +35,7 @@ def environment(threads: int) -> dict[str, str]:
     Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines.
     """
     return {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(max(1, threads)),
         "RAY_worker_niceness": "0",
         USER_PATH: os.environ.get(USER_PATH, os.getcwd()),
     }

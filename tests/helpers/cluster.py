@@ -53,7 +53,7 @@ def own_cluster() -> Iterator[dict[str, str]]:
             "RAY_AUTH_TOKEN_PATH": str(home / "token"),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        words = ["--num-cpus=4", "--object-store-memory=100000000"]
+        words = ["--num-cpus=2", "--object-store-memory=100000000"]
         with _head(home, bare_environment(**environment), words) as ports:
             yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['dashboard-port']}"}
 

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from r3async.config import load_config
 from r3async.tools.submit.launch import NOT_FOUND, command_of, entrypoint
-from tests.helpers.cluster import BARE, bare_environment, beside_python
+from tests.helpers.cluster import BARE, bare_environment, beside_python, free_ports
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -113,3 +115,30 @@ def test_rays_own_command_as_the_page_writes_it_trains(token_cluster, tmp_path):
     done = run(["sh", "-c", f"{line.strip()} name=plain {shlex.join(SMALL)}"], tmp_path, token_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "plain" / "model" / "config.json").is_file()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_the_slurm_script_makes_a_cluster_trains_and_leaves_nothing_behind(tmp_path):
+    """One node: no `srun`. The cluster has a token of its own, and as many CPUs as the machine."""
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    port, dashboard = free_ports(2)
+    ports = {"RAY_PORT": str(port), "RAY_DASHBOARD_PORT": str(dashboard), "NODES_WAIT_S": "120"}
+    script = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
+    words = ["bash", str(script), "quickstart", *SMALL, "name=first"]
+    done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", **ports}, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "job slurm-7 succeeded" in done.stdout
+    assert (tmp_path / "runs" / "first" / "model" / "config.json").exists()
+    assert not list(tmp_path.glob(".*token"))
+
+
+def test_the_job_for_kuberay_has_a_command_of_ours_and_its_own_shared_memory():
+    job = yaml.safe_load((ROOT / "docs" / "examples" / "cluster" / "rayjob.yaml").read_text())
+    command, preset, *words = shlex.split(job["spec"]["entrypoint"])[:4]
+    assert (command, preset) == ("r3async", "train")
+    load_config(words[0], [word for word in words[1:] if "=" in word])
+    groups = [job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]]
+    for pod in (group["template"]["spec"] for group in groups):
+        mounted = {place["mountPath"] for place in pod["containers"][0]["volumeMounts"]}
+        assert mounted >= {"/runs", "/dev/shm"}

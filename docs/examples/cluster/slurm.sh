@@ -1,0 +1,55 @@
+#!/bin/bash
+#SBATCH --job-name=r3async
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:TERM@600
+#SBATCH --requeue
+
+# One Ray cluster over the nodes of the job, and one run on it:
+#     sbatch docs/examples/cluster/slurm.sh moe_30b_r3 model.path=/shared/Qwen3-30B-A3B name=first
+# From the repository's folder, which all nodes must see. Ten minutes before the end Slurm sends TERM: the running step is
+# finished and a checkpoint written. The same command, with the same name=, resumes; so does `scontrol requeue`.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+port=${RAY_PORT:-6379} dashboard=${RAY_DASHBOARD_PORT:-8265} wait_s=${NODES_WAIT_S:-300}
+bin=$PWD/.venv/bin
+# Slurm runs this script on the job's first node: the head.
+address=$(hostname -I | cut -d' ' -f1)
+api=http://127.0.0.1:$dashboard
+job=slurm-${SLURM_JOB_ID:-$$}
+head='' workers=''
+
+# A cluster has its own token: other users of these hosts cannot start anything on it.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$PWD/.$job.token
+(umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
+
+finish() {
+  for process in $workers $head; do kill "$process" 2>/dev/null && wait "$process" || true; done
+  rm -f "$RAY_AUTH_TOKEN_PATH"
+}
+trap finish EXIT
+
+"$bin/ray" start --head --block --node-ip-address="$address" --port="$port" --dashboard-port="$dashboard" &
+head=$!
+if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
+  srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --exclude="$(hostname)" \
+    "$bin/ray" start --block --address="$address:$port" &
+  workers=$!
+fi
+
+# The nodes join one by one: until they hold the run, `cluster` exits with 1 and the reason, and with 2 for a mistake.
+until "$bin/r3async" cluster "$@" --address "$api"; do
+  kill -0 "$head" || { echo "the head of the Ray cluster ended" >&2; exit 1; }
+  [ $SECONDS -lt "$wait_s" ] || { echo "the cluster does not hold the run after $wait_s s" >&2; exit 1; }
+  sleep 5
+done
+
+"$bin/r3async" submit "$@" --address "$api" --id "$job" --runs "$PWD/runs" &
+client=$!
+trap '"$bin/r3async" submit stop "$job" --address "$api"' TERM
+status=0
+while kill -0 "$client" 2>/dev/null; do wait "$client" && status=0 || status=$?; done
+exit "$status"

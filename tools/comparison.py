@@ -1,8 +1,8 @@
 """`python -m r3async.tools.comparison`: docs/comparison.md, from docs/figures/comparison.toml.
 
 A cell of the data is what another framework states about itself, its evidence, and the day on which that was read. What is older
-than 60 days on the day of writing (`as_of`) is printed as "?": these projects change within weeks. The day is kept in the data, so
-that the page is the same whenever it is checked. `--check` writes nothing, and exits 1 if the page is not what would be written.
+than 60 days on the day of writing (`as_of`) is printed as "?". The day is kept in the data, so that
+the page is the same whenever it is checked. `--check` writes nothing, and exits 1 if the page is not what would be written.
 """
 
 from __future__ import annotations

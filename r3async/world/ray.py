@@ -64,7 +64,9 @@ class RayActors:
                 ray.init(address=address, log_to_driver=True, logging_level="error")
             else:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
-                ray.init(num_cpus=max(actors, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
+                # "local": one of its own, also where somebody has started a head on this host.
+                capacity = max(actors, os.cpu_count() or 1)
+                ray.init("local", num_cpus=capacity, include_dashboard=False, logging_level="error")
         except Exception as error:
             raise ConnectionError(_not_connected(address, str(error).partition("\n")[0])) from error
         self._owns = True

@@ -1,9 +1,14 @@
 """The cluster of the tests leaves nothing behind, however the tests end."""
 
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import psutil
+
+from tests.helpers.cluster import plain_head
 
 SCRIPT = """
 from tests.helpers.cluster import plain_head
@@ -30,3 +35,21 @@ def test_a_head_ends_with_the_process_of_the_tests_also_when_that_is_killed():
         for process in daemons:
             if process.is_running():
                 process.kill()
+
+
+def test_a_head_on_this_host_that_nothing_names_is_left_alone():
+    """Ray finds such a head by a file, would join it, and then refuses the capacity that we ask for."""
+    code = (
+        "import ray; from r3async.world.ray import RayActors\n"
+        "RayActors().connect(None, 3); print(ray.cluster_resources()['CPU'])"
+    )
+    with plain_head() as address, tempfile.TemporaryDirectory(prefix="r3") as home:
+        Path(home, "ray").mkdir()
+        Path(home, "ray", "ray_current_cluster").write_text(address)
+        environment = {**os.environ, "RAY_TMPDIR": home}
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 32

@@ -181,9 +181,7 @@ def test_the_words_of_other_trainers_are_those_that_errors_translate():
     for ours, *theirs in rows:
         setting = ours.strip("`")
         for word in (word.strip("`") for word in theirs if word):
-            try:
+            if word == setting:
+                continue
+            with pytest.raises(ConfigError, match=re.escape(f"`{setting}`")):
                 load_config("math", [f"{word}=1"])
-            except ConfigError as e:
-                assert f"`{setting}`" in str(e), f"{word}: {e}, not {setting}"
-            else:
-                assert word == setting, f"{word} is a setting of ours"

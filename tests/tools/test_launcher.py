@@ -128,7 +128,7 @@ def test_the_slurm_script_makes_a_cluster_trains_and_leaves_nothing_behind(tmp_p
     words = ["bash", str(script), "quickstart", *SMALL, "name=first"]
     done = run(words, tmp_path, {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", **ports}, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "job slurm-7 succeeded" in done.stdout
+    assert "job slurm-7 succeeded" in done.stderr
     assert (tmp_path / "runs" / "first" / "model" / "config.json").exists()
     assert not list(tmp_path.glob(".*token"))
 

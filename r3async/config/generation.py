@@ -132,8 +132,11 @@ class EpisodeConfig(Section):
     """With `top_p`, `top_k` or `min_p`: record which tokens could be sampled, and renormalise the learner's log-probs over the
     same ones. Without it the learner's are of the whole vocabulary and the engine's are not: every importance ratio is too low,
     and the trust region measures that as drift."""
+    stop: list[str] = msgspec.field(default_factory=list)
+    """Strings that end an answer, with the token that completes one. They were sampled, so they stay in the answer and are
+    trained. What the chat template adds to close the turn was not, and is not."""
     ignore_eos: bool = False
-    """Sample on where the model ends its turn, until `max_new_tokens`."""
+    """Sample on where the model ends its turn, until `max_new_tokens` or a `stop`."""
     timeout: Positive = 600.0
     """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
     retries: int = 2
@@ -156,6 +159,8 @@ class EpisodeConfig(Section):
     def check(self) -> None:
         if self.max_prompt_tokens >= self.max_total_tokens:
             raise ValueError("`max_prompt_tokens` must be less than `max_total_tokens`, or nothing can be sampled")
+        if not all(self.stop):
+            raise ValueError("`stop` has an empty string, which would end every answer")
 
 
 class GeneratorConfig(Section):

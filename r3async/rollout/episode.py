@@ -119,6 +119,7 @@ class EngineCalls:
                 top_k=self._settings.top_k,
                 min_p=self._settings.min_p,
                 mask=self._settings.keeps_mask,
+                stop=tuple(self._settings.stop),
                 stop_token_ids=self._stop_token_ids,
                 routes_from=call.routes_from,
                 routes_version=call.routes_version,

@@ -130,7 +130,12 @@ def reference_step(
         table = sample.table
         ids = torch.from_numpy(table["token_ids"].astype(np.int64))
         with forced_routes(model, table["routed_experts"]):
-            logp = torch.log_softmax(model(ids[None]).logits[0].double() / sample.temperature, -1)
+            logits = model(ids[None]).logits[0].double() / sample.temperature
+        if "support" in table:
+            # Row t predicts token t + 1.
+            left = torch.from_numpy(table["support"].dense(logits.shape[-1])).roll(-1, 0)
+            logits = logits.masked_fill(~left, -torch.inf)
+        logp = torch.log_softmax(logits, -1)
         for t in np.flatnonzero(table["loss_mask"] & np.isfinite(table["rollout_logprobs"])):
             lp, mu = logp[t - 1, ids[t]], float(table["rollout_logprobs"][t])
             ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.ratio_cap)

@@ -68,6 +68,18 @@ def loss(
 
 
 @app.command()
+def sampling(
+    json: Json = False,
+    seeds: Annotated[str, typer.Option(help="seeds of model, prompts and sampling")] = "0,1,2",
+    quick: Quick = False,
+) -> None:
+    """How far learner and vLLM differ at top-p 0.95, with the mask of what could be sampled and without, and its bytes."""
+    from r3async.tools.bench.sampling import render, run
+
+    _report(lambda: run(_seeds(seeds), quick, say_on_stderr), render, json)
+
+
+@app.command()
 def packing(
     json: Json = False,
     seeds: Annotated[str, typer.Option(help="seeds of the lengths")] = "0,1,2,3,4",

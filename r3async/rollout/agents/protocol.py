@@ -110,33 +110,55 @@ class Edge(msgspec.Struct, frozen=True):
     end: bytes = b""
 
 
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "stop")
+"""What a request may ask for only as the episode has it."""
+
+
 def read_fields(kind: Any, body: Any, settings: EpisodeConfig, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
     """`body` as a `kind`. `neutral`: parameters that cannot be granted, and the values with which they ask for nothing; None is
     one for all. Raises `Refused` for what is ill-formed or cannot be granted."""
     if not isinstance(body, Mapping):
         raise Refused("the body must be a JSON object")
+    _check_sampling(body, settings, neutral)
     for name, values in neutral.items():
         asked = body.get(name)
-        if asked is not None and asked not in values:
+        if name not in SAMPLED and asked is not None and asked not in values:
             raise Refused(
                 f"{name} = {asked!r} is not supported: episodes are trained on what the policy itself samples. Leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
-    temperature = body.get("temperature")
-    if temperature is not None and (
-        not isinstance(temperature, (int, float)) or not math.isclose(temperature, settings.temperature, rel_tol=1e-6)
-    ):
-        raise Refused(
-            f"temperature = {temperature!r}: this episode is sampled at episode.temperature = {settings.temperature}. Leave it "
-            "out, or change that setting of the run.",
-            param="temperature",
-            code="unsupported_value",
-        )
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise Refused(str(error)) from error
+
+
+def _check_sampling(body: Mapping[str, Any], settings: EpisodeConfig, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises `Refused` for a request that asks for other tokens than the episode samples, or for another rendering."""
+    template = settings.template_args
+    ours = {name: (f"episode.{name}", getattr(settings, name)) for name in SAMPLED}
+    ours["reasoning_effort"] = "episode.template_args.reasoning_effort", template.get("reasoning_effort")
+    wanted = {name: body.get(name) for name in ours}
+    kwargs = body.get("chat_template_kwargs")
+    for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
+        ours[name], wanted[name] = (f"episode.template_args.{name}", template.get(name)), value
+    for name, (setting, value) in ours.items():
+        asked = [wanted[name]] if name == "stop" and isinstance(wanted[name], str) else wanted[name]
+        if asked is None or wanted[name] in neutral.get(name, ()) or _same(asked, value):
+            continue
+        raise Refused(
+            f"{name} = {wanted[name]!r}: this episode is sampled at {setting} = {value!r}. Leave it out, or change that "
+            "setting of the run.",
+            param=name,
+            code="unsupported_value",
+        )
+
+
+def _same(asked: Any, value: Any) -> bool:
+    if isinstance(asked, float) and isinstance(value, (int, float)):
+        return math.isclose(asked, value, rel_tol=1e-6)
+    return bool(asked == value)
 
 
 def offered(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequence[Mapping[str, Any]]:

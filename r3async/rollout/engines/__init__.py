@@ -30,7 +30,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     `routes_version`: if not None, the rows known are those of a call that entered under this version. An engine that takes
     the request in under another version computes the prompt again, and returns its routes from position 0.
     `top_p`, `top_k`, `min_p`: see `EpisodeConfig`. `mask`: which tokens could be sampled is wanted, of an engine that was built
-    to record it.
+    to record it. `stop`: strings, of which the first that the answer has ends it, with the token that completes it.
     """
 
     request_id: str
@@ -44,6 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     top_k: int = 0
     min_p: float = 0.0
     mask: bool = False
+    stop: tuple[str, ...] = ()
 
     def routes_wanted(self, version: int) -> int:
         """First position whose routes a call that enters under weights `version` has to return."""
@@ -59,7 +60,7 @@ class Generation(msgspec.Struct, frozen=True):
     abort there may be fewer. `routes_from` is what the request wanted (`routes_wanted`), or lower if the engine cannot leave
     known rows out. The first span's version is the one that the request entered under. `supports`: of each of `token_ids`, if
     the request asked for a `mask`; each token is in its own, and log-probs are of distributions over these.
-    `stop_reason`: `stop` (a stop token, which is the last token), `length`, or `abort`.
+    `stop_reason`: `stop` (a stop token, which is the last token, or a stop string, which ends in it), `length`, or `abort`.
     """
 
     token_ids: np.ndarray

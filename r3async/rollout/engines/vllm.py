@@ -127,10 +127,12 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
 
-        Only `request.stop_token_ids` end it early: the model's own end-of-sequence token is not added. Cancelling it
-        aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
+        Only `request.stop_token_ids` and `request.stop` end it early: the model's own end-of-sequence token is not added.
+        Cancelling it aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
         something that cannot be trained on. There is no timeout here: the caller knows how long an answer may take.
         """
+        if request.stop and not (Path(self._args["model"]) / "tokenizer.json").is_file():
+            raise EngineError(f"{self._args['model']} has no tokenizer.json, which stop strings need")
         prompt_ids = request.prompt_ids.tolist()
         while True:
             await self._requests.admission()
@@ -144,6 +146,7 @@ class VllmEngine:
                 top_p=request.top_p,
                 top_k=request.top_k,
                 min_p=request.min_p,
+                stop=request.stop,
             )
             running = self._requests.new(request.request_id, self.version)
             if await self._requests.run(running, prompt_ids, params, self._cache_salt()):

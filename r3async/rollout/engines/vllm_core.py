@@ -40,6 +40,7 @@ from r3async.rollout.engines import EngineError, vllm_messages
 from r3async.rollout.engines.vllm_client import on_cpu
 from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are
 from r3async.rollout.engines.vllm_owner import OwnedConfig
+from r3async.rollout.engines.vllm_stops import StopStrings
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
@@ -48,7 +49,8 @@ MASKS = "r3async_masks"
 _NO_IDS = np.empty((0, 0), np.int32)
 _USED: dict[type, str] = {
     EngineCoreProc: "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
-    AsyncScheduler: "update_from_output finish_requests set_pause_state pause_state has_requests make_stats",
+    AsyncScheduler: "update_from_output _update_request_with_output finish_requests set_pause_state pause_state "
+    "has_requests make_stats",
     Executor: "get_class",
     EngineCoreReadyResponse: "max_model_len block_size",
     SchedulerStats: "num_waiting_reqs kv_cache_usage",
@@ -245,11 +247,11 @@ class WholeAnswers:
         return bool(self.pause_state == PauseState.PAUSED_ALL)  # type: ignore[attr-defined]
 
 
-class WholeScheduler(WholeAnswers, Scheduler):
+class WholeScheduler(WholeAnswers, StopStrings, Scheduler):
     pass
 
 
-class WholeAsyncScheduler(WholeAnswers, AsyncScheduler):
+class WholeAsyncScheduler(WholeAnswers, StopStrings, AsyncScheduler):
     pass
 
 

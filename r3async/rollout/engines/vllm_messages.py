@@ -59,6 +59,9 @@ class Event(msgspec.Struct, gc=False):
     type: int
 
 
+STOP = "r3async_stop"
+"""In a request's `extra_args`: its stop strings. vLLM's own want text, which the core does not make."""
+
 PREEMPTED = 3
 """Type of an event."""
 
@@ -121,6 +124,7 @@ class Sampling(msgspec.Struct, omit_defaults=True, gc=False):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    extra_args: dict[str, Any] | None = None
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
@@ -200,6 +204,7 @@ def sampling(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    stop: tuple[str, ...] = (),
 ) -> Sampling:
     """What a request asks for. Raises `EngineError` for a value that has no meaning: in the core it would end everything."""
     if not (math.isfinite(temperature) and 0.0 <= temperature <= MAX_TEMPERATURE):
@@ -218,4 +223,5 @@ def sampling(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        extra_args={STOP: list(stop)} if stop else None,
     )

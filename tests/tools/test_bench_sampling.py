@@ -1,0 +1,26 @@
+"""`r3async bench sampling`: real vLLM and a real learner, with the mask and without."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from r3async.tools.bench.sampling import Report, render
+from r3async.tools.cli import app
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(580)
+def test_without_the_mask_log_probs_are_too_low():
+    answer = CliRunner().invoke(app, ["bench", "sampling", "--quick", "--seeds", "0", "--json"])
+    assert answer.exit_code == 0, answer.output
+    report = msgspec.json.decode(answer.stdout.splitlines()[-1], type=Report)
+    (seed,) = report.seeds
+    assert seed.scored.whole.tokens == report.job.samples * report.job.new_tokens
+    assert 1 <= report.support_tokens < report.job.vocab_size / 2
+    assert report.support_bytes <= report.job.vocab_size / 8 + 3
+    # What top-p leaves has 95 % at least, and less than all.
+    assert seed.scored.unmasked.mean < seed.scored.masked.mean - 0.01
+    assert seed.scored.unmasked.k3 > seed.scored.masked.k3
+    assert "mask" in render(report)

@@ -73,16 +73,18 @@ class Supports:
     def of_bits(bits: np.ndarray, vocab_size: int) -> Supports:
         """`bits` uint8 `[T, ceil(vocab_size / 8)]`, the lowest of a byte first; those beyond the vocabulary are 0."""
         width = bits.shape[1]
-        counts = _ONES[bits].sum(axis=1, dtype=np.int64)
+        words = _words(bits)
+        counts = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
         most = 2 * counts > vocab_size
         listed = np.minimum(counts, vocab_size - counts)
         short = listed < width
-        some = bits.copy()
-        some[most] = ~some[most]
-        if width:
-            some[:, -1] &= (1 << (vocab_size - 8 * (width - 1))) - 1
+        if most.any():
+            others = ~bits[most]
+            others[:, -1:] &= (1 << (vocab_size - 8 * (width - 1))) - 1
+            words = words.copy()
+            words[most] = _words(others)
         where = np.flatnonzero(short)
-        found = _ids_of_bits(some[where])
+        found = _ids_of_words(words if short.all() else words[where])
         lengths, numbers = _encode(found, len(where))
         kept = lengths < width
         heads = np.full(len(bits), width << 2 | BITS, np.uint32)
@@ -188,7 +190,7 @@ class Supports:
         for row, form in enumerate((self.heads & 3).tolist()):
             part = self[row : row + 1]
             if form == BITS:
-                out[row] = _ids_of_bits(part.data[None]).ids.tolist()
+                out[row] = _ids_of_words(_words(part.data[None])).ids.tolist()
             elif form:
                 ids = part.numbers().ids
                 out[row] = (ids if form == LISTED else -1 - ids).tolist()
@@ -263,18 +265,19 @@ class Supports:
         return inside
 
 
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-"""Bits of each byte that are set."""
+def _words(bits: np.ndarray) -> np.ndarray:
+    """uint64 `[T, ceil(width / 8)]` of uint8 `[T, width]`; the lowest bit of the first byte is the lowest."""
+    extra = -bits.shape[1] % 8
+    return np.ascontiguousarray(np.pad(bits, ((0, 0), (0, extra))) if extra else bits).view("<u8")
 
 
-def _ids_of_bits(bits: np.ndarray) -> Ids:
-    """Of uint8 `[T, width]`."""
-    width = bits.shape[1]
-    bits = np.ascontiguousarray(bits).reshape(-1)
-    where = np.flatnonzero(bits)
-    at, bit = np.nonzero(np.unpackbits(bits[where][:, None], axis=1, bitorder="little"))
-    rows, byte = np.divmod(where[at], width) if width else (where[at], where[at])
-    return Ids(rows, 8 * byte + bit)
+def _ids_of_words(words: np.ndarray) -> Ids:
+    """Of uint64 `[T, W]`."""
+    flat = words.reshape(-1)
+    where = np.flatnonzero(flat)
+    at, bit = np.nonzero(np.unpackbits(flat[where].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"))
+    rows, word = np.divmod(where[at], max(1, words.shape[1]))
+    return Ids(rows, 64 * word + bit)
 
 
 def _encode(sets: Ids, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -90,6 +90,20 @@ class LocalLearner:
 
         return train_share(self.backend, [mine for (mine,) in minibatches], version=version, trace=trace)
 
+    def teach(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        """`supervised.supervised_step` with the micro-batches of one data-parallel rank: this one."""
+        from r3async.learner.supervised import supervised_step
+
+        (mine,) = shares
+        return supervised_step(self.backend, mine)
+
+    def examine(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
+        """`supervised.supervised_loss` in the same way."""
+        from r3async.learner.supervised import supervised_loss
+
+        (mine,) = shares
+        return supervised_loss(self.backend, mine)
+
     def updates(self) -> int:
         """Optimizer updates that made the weights, those before a resume included."""
         return self.backend.version
@@ -291,19 +305,28 @@ class RankedLearner:
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
         """See `trainer.Ranks.train`."""
-        p = self._config.learner.parallel
-        given = [self.calls.share([[m[rank]] for m in minibatches]) for rank in range(p.dp)]
-        # Megatron's order of ranks: tp varies fastest, then dp, then pp.
-        answers: list[list[MinibatchResult]] = self.calls.wait(
-            [
-                self.calls.begin(rank, "call", "train", given[rank // p.tp % p.dp], version=version, trace=trace)
-                for rank in range(p.world)
-            ]
-        )
+        given = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
+        answers: list[list[MinibatchResult]] = self._with_shares("train", given, version=version, trace=trace)
         return [
             msgspec.structs.replace(results[0], traces=[t for result in results for t in result.traces])
             for results in zip(*answers, strict=True)
         ]
+
+    def _with_shares(self, name: str, given: Sequence[Any], **options: Any) -> list[Any]:
+        """What the method `name` of every rank returns, each with what is `given` to its data-parallel rank."""
+        p, shared = self._config.learner.parallel, [self.calls.share(each) for each in given]
+        # Megatron's order of ranks: tp varies fastest, then dp, then pp.
+        return self.calls.wait(
+            [self.calls.begin(r, "call", name, shared[r // p.tp % p.dp], **options) for r in range(p.world)]
+        )
+
+    def teach(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        """See `LocalLearner.teach`: with the micro-batches of every data-parallel rank."""
+        return self._with_shares("teach", [[mine] for mine in shares])[0]
+
+    def examine(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
+        """See `LocalLearner.examine`."""
+        return self._with_shares("examine", [[mine] for mine in shares])[0]
 
     def write(self, reading: Sequence[int] = ()) -> Publication:
         """See `LocalLearner.write`: the first rank does it, on this host."""

@@ -12,7 +12,7 @@ import typer
 
 from r3async.config import ConfigError, load_command
 from r3async.tools.inspect.command import app as inspect
-from r3async.tools.model_commands import export
+from r3async.tools.model_commands import export, sft
 from r3async.tools.report import command as report
 from r3async.tools.submit.commands import app as submit
 from r3async.tools.submit.commands import cluster
@@ -48,6 +48,7 @@ app.add_typer(submit, name="submit")
 app.add_typer(inspect, name="inspect")
 app.command()(cluster)
 app.command()(export)
+app.command()(sft)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)

@@ -20,20 +20,26 @@ import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import xxhash
 
-from r3async.config import Config, ConfigError, InitConfig, config_from_dict, environments, to_dict
+import r3async.learner
+from r3async.config import Config, ConfigError, InitConfig, LearnerConfig, config_from_dict, environments, to_dict
+from r3async.config.training import RoutingConfig
+from r3async.data.records import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.factory import BUILT_IN, environment_factory
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engines.vllm_owner import exit_with
+from r3async.rollout.lessons import Lesson
 from r3async.world.files import replace_directory
 from r3async.world.processes import find_user_modules
+
+if TYPE_CHECKING:
+    from r3async.learner.torch.backend import TorchLearner
 
 # Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.
 CHAT_TEMPLATE = (
@@ -44,6 +50,8 @@ SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 WARM_LR = 1e-3
 WARM_BATCH = 64
 """Episodes of a supervised step."""
+WARM_TOKENS = 16384
+"""Of a micro-batch."""
 EVALUATED = 64
 """Episodes of an evaluation."""
 DIGEST = "digest"
@@ -108,10 +116,6 @@ def random_model(init: InitConfig, tokenizer: Any) -> Any:
     return model
 
 
-_Row = tuple[list[int], list[bool]]
-"""Token ids, and which of them are the oracle's."""
-
-
 class OracleData:
     """Episodes played by the environment's own oracle."""
 
@@ -124,48 +128,31 @@ class OracleData:
         self._factory, self._renderer = factory, renderer
         self._rng = random.Random(f"warm-up {seed}")
 
-    async def _episode(self) -> tuple[list[_Row], list[tuple[list[int], Environment, int]]]:
+    async def _episode(self) -> tuple[Lesson, list[tuple[list[int], Environment, int]]]:
         env: Any = self._factory()
         conversation = Conversation(
             self._renderer, await env.reset(self._rng.getrandbits(63)), getattr(env, "tools", ())
         )
-        rows: list[_Row] = [([], [])]
-        turns = []
+        lesson, turns = Lesson(), []
         while True:
             prompt = conversation.prompt().token_ids.tolist()
-            ids, mask = rows[-1]
-            if (
-                prompt[: len(ids)] != ids
-            ):  # history was rewritten: a new row, whose earlier answers are not learned again
-                rows.append(([], []))
-                ids, mask = rows[-1]
-            mask += [False] * (len(prompt) - len(ids))
-            ids += prompt[len(ids) :]
             answer = env.oracle()
             encoded = [*self._renderer.encode(answer), self._renderer.end_id]
-            turns.append((list(ids), copy.deepcopy(env), len(encoded)))
-            ids += encoded
-            mask += [True] * len(encoded)
+            lesson.turn(prompt, encoded)
+            turns.append((lesson.rows[-1][0][: -len(encoded)], copy.deepcopy(env), len(encoded)))
             conversation.answered(encoded)
             result = await env.step(Action(answer))
             if result.done:
-                return rows, turns
+                return lesson, turns
             (conversation.rewrite if result.rewrites else conversation.observe)(result.messages)
 
-    def batch(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 `[N, T]` (right-padded) and the mask of answer tokens, bool `[N, T]`, of `size` episodes: a row each,
-        or more where history was rewritten."""
+    def batch(self, size: int) -> list[Sample]:
+        """`size` episodes: a sample each, or more where history was rewritten."""
 
-        async def play() -> list[_Row]:
-            return [row for _ in range(size) for row in (await self._episode())[0]]
+        async def play() -> list[Sample]:
+            return [s for i in range(size) for s in (await self._episode())[0].samples(str(i))]
 
-        rows = asyncio.run(play())
-        width = max(len(ids) for ids, _ in rows)
-        tokens = np.full((len(rows), width), self._renderer.tokenizer.pad_token_id, np.int64)
-        mask = np.zeros((len(rows), width), bool)
-        for row, (ids, answer) in enumerate(rows):
-            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, answer
-        return tokens, mask
+        return asyncio.run(play())
 
     def sampled_reward(self, model: Any, episodes: int) -> float:
         """Mean reward of answers *sampled* at temperature 1 in every turn, after the oracle's answers in the turns before."""
@@ -207,28 +194,47 @@ class OracleData:
         return sum(asyncio.run(score())) / episodes
 
 
-def warm_up(model: Any, data: OracleData, init: InitConfig, progress: Progress) -> tuple[int, float]:
+def warm_up(learner: TorchLearner, data: OracleData, init: InitConfig, progress: Progress) -> tuple[int, float]:
     """Supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and the reward reached."""
-    import torch
+    from r3async.learner.batch.packing import pack
+    from r3async.learner.supervised import supervised_step
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR)
-    step, reward = 0, 0.0 if init.warm_reward > 0 else data.sampled_reward(model, EVALUATED)
+    def sampled_reward() -> float:
+        model = learner.model.causal
+        packed = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")  # packed samples are no text to continue
+        try:
+            return data.sampled_reward(model, EVALUATED)
+        finally:
+            model.set_attn_implementation(packed)
+
+    step, reward = 0, 0.0 if init.warm_reward > 0 else sampled_reward()
     look = EVALUATE_EVERY
     while reward < init.warm_reward and step < init.max_warm_steps:
-        tokens, mask = map(torch.from_numpy, data.batch(WARM_BATCH))
-        logits = model(tokens).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]].float(), tokens[:, 1:][mask[:, 1:]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        supervised_step(learner, pack(data.batch(WARM_BATCH), learner.config.learner.max_tokens_per_micro_batch))
         step += 1
         if step == look:
-            reward = data.sampled_reward(model, EVALUATED)
+            reward = sampled_reward()
             # It rises steeply near the end: look often there, not to overshoot.
             share = reward / init.warm_reward
             look += next(steps for least, steps in LOOKS if share >= least)
             progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
     return step, reward
+
+
+def _teacher(config: Config) -> Config:
+    """Of the learner that warms the model up: one rank in float32, whatever is to train it later."""
+    longest = max(config.episode.max_total_tokens, WARM_TOKENS)
+    learner = LearnerConfig(
+        backend="torch",
+        dtype="float32",
+        lr=WARM_LR,
+        weight_decay=0.01,
+        betas=(0.9, 0.999),
+        max_grad_norm=1e6,
+        max_tokens_per_micro_batch=longest,
+    )
+    return Config(episode=config.episode, learner=learner, routing=RoutingConfig(replay="off"))
 
 
 def init_model(directory: Path, config: Config, progress: Progress = lambda line: None) -> dict[str, float]:
@@ -244,25 +250,28 @@ def init_model(directory: Path, config: Config, progress: Progress = lambda line
     progress("loading torch and transformers")
     import torch
 
+    from r3async.learner.torch.backend import TorchLearner
+
     tokenizer = byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
     data = OracleData(factory, renderer, init.seed)
     model = random_model(init, tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
     progress(f"made a random Qwen3-MoE: {parameters / 1e6:.2f} M parameters, {init.experts} experts, top-{init.top_k}")
-    torch.manual_seed(init.seed + 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as fast for matrices this small, and a hundred times faster where cores are shared
-    try:
-        steps, reward = warm_up(model, data, init, progress)
-    finally:
-        torch.set_num_threads(threads)
-    made = {"parameters": parameters, "warm_steps": steps, "sampled_reward": reward}
     scratch = directory.with_name(directory.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     model.save_pretrained(scratch, safe_serialization=True)
     tokenizer.save_pretrained(scratch)
+    torch.manual_seed(init.seed + 1)
+    threads = torch.get_num_threads()  # the learner takes one: as fast for matrices this small
+    try:
+        learner = TorchLearner.load(_teacher(config), scratch)
+        steps, reward = warm_up(learner, data, init, progress)
+    finally:
+        torch.set_num_threads(threads)
+    made = {"parameters": parameters, "warm_steps": steps, "sampled_reward": reward}
+    learner.model.causal.save_pretrained(scratch, safe_serialization=True)
     (scratch / "r3async_init.json").write_text(json.dumps(made))
     scratch.rename(directory)
     progress(f"model is ready: {steps} warm-up steps, sampled reward {reward:.2f}, in {directory}")
@@ -338,8 +347,10 @@ def _cached(config: Config) -> Path | None:
     key = xxhash.xxh3_128(msgspec.json.encode((settings["model"]["init"], settings["env"]), order="sorted"))
     for name in ("torch", "transformers", "tokenizers"):
         key.update(f"{name} {importlib.metadata.version(name)}".encode())
-    for made_by in (init_model, ReverseText, ChatRenderer):
+    for made_by in (init_model, ReverseText, ChatRenderer, Lesson):
         key.update(Path(inspect.getfile(made_by)).read_bytes())
+    for module in ("supervised.py", "optimizer.py", "torch/model.py"):  # to import them would import torch
+        key.update((Path(r3async.learner.__file__).parent / module).read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home, "r3async", key.hexdigest())
 

@@ -10,6 +10,9 @@ parameters, and do not divide optimizer state of the same parameters among data-
 "torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are the fp32 masters), and holds the
 vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
 
+With `learner.lora` the weights stay, and all the rest is of the adapters, 16 bytes a parameter, and of one adapted weight: its
+gradient, and that in fp32. The start model's values of what is adapted are in host memory, in the compute dtype.
+
 **Activations** follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), counted for this decoder: no
 dropout, attention without a score matrix, grouped queries, gated feed-forward. Values kept for the backward pass, by
 token and layer, in the compute dtype:
@@ -36,11 +39,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
+from r3async.config.training import names_matrix
 from r3async.data.architectures import ARCHITECTURES, REFUSED, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 
@@ -189,6 +193,63 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """If every episode that a generator plays at once were as long as it may be."""
 
 
+class Matrix(NamedTuple):
+    """`copies` matrices that are alike, of one layer. `divided`: what of each tensor-parallel ranks divide."""
+
+    name: str
+    rows: int
+    columns: int
+    divided: str = ""
+    copies: int = 1
+
+
+def matrices(shape: ModelShape, layer: int, *, joined: bool) -> list[Matrix]:
+    """What of a layer may be adapted. `joined`: gate and up of an expert are one matrix, as in `backend = "torch"`."""
+    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    prefix = f"model.layers.{layer}."
+    out = [Matrix(f"{prefix}self_attn.{x}_proj", size, h, "rows") for x, size in (("q", q), ("k", kv), ("v", kv))]
+    out.append(Matrix(f"{prefix}self_attn.o_proj", h, q, "columns"))
+    if layer not in shape.moe_layers:
+        up, down = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")], f"{prefix}mlp.down_proj"
+        return [*out, *(Matrix(x, shape.width, h, "rows") for x in up), Matrix(down, h, shape.width, "columns")]
+    e, w, experts = shape.experts, shape.expert_width, f"{prefix}mlp.experts."
+    gates = [("gate_up_proj", 2 * w)] if joined else [("gate_proj", w), ("up_proj", w)]
+    out += [Matrix(f"{experts}{x}", rows, h, "experts", e) for x, rows in gates]
+    return [*out, Matrix(f"{experts}down_proj", h, w, "experts", e), Matrix(f"{prefix}mlp.gate", e, h)]
+
+
+class Adapted(NamedTuple):
+    """Of a rank. `parameters`: of its adapters; `weights`: that have one; `largest`: of these, the one with most values."""
+
+    parameters: int
+    weights: int
+    largest: int
+
+
+def adapted(shape: ModelShape, learner: LearnerConfig, stage: int = 0) -> Adapted:
+    """With `learner.lora`; an estimate where the model has matrices of other names, such as shared experts."""
+    p, sharded = learner.parallel, learner.backend == "torch"
+    parameters, weights, largest = 0, 0, 0
+    for layer in range(stage * shape.layers // p.pp, (stage + 1) * shape.layers // p.pp):
+        for m in matrices(shape, layer, joined=sharded):
+            router = m.name.endswith("mlp.gate")
+            named = any(names_matrix(target, m.name, router=router) for target in learner.lora.targets)
+            if not named or (router and learner.freeze_router):
+                continue
+            if m.divided == "experts":
+                share = rows = columns = p.dp if sharded else p.ep
+            else:  # FSDP divides the rows of all
+                rows = p.dp if sharded else p.tp if m.divided == "rows" else 1
+                columns = p.tp if m.divided == "columns" else 1
+                share = rows * columns
+            parameters += learner.lora.rank * m.copies * (m.rows // rows + m.columns // columns)
+            held = m.copies * m.rows * m.columns // share
+            weights += held
+            # One of Megatron's experts is a parameter of its own.
+            largest = max(largest, held if sharded else held // max(1, m.copies // share))
+    return Adapted(parameters, weights, largest)
+
+
 def rank_memory(shape: ModelShape, config: Config) -> RankMemory:
     """Of the learner's rank that needs most."""
     learner = config.learner
@@ -198,15 +259,23 @@ def rank_memory(shape: ModelShape, config: Config) -> RankMemory:
         held = -(-shape.parameters // p.dp)
         whole = (2 * largest + shape.embedding * (1 if shape.tied else 2)) * width
         activations = _activations(shape, config, 0)
-        return RankMemory(held, 4 * held + whole, 12 * held + 4 * largest, activations, _logits(shape, config))
+        optimizer = _adapters(shape, learner, 0, 4) if learner.lora.rank else 12 * held
+        return RankMemory(held, 4 * held + whole, optimizer + 4 * largest, activations, _logits(shape, config))
     by_stage = []
     for stage in range(p.pp):
         held = shape.of_rank(learner, stage) if learner.backend == "megatron" else shape.parameters
         masters = 4 * held if learner.dtype != "float32" else 0
         logits = _logits(shape, config) if stage == p.pp - 1 else 0
         activations = _activations(shape, config, stage)
-        by_stage.append(RankMemory(held, width * held, masters + 12 * held, activations, logits))
+        optimizer = _adapters(shape, learner, stage, width) if learner.lora.rank else masters + 12 * held
+        by_stage.append(RankMemory(held, width * held, optimizer, activations, logits))
     return max(by_stage, key=lambda m: m.total)
+
+
+def _adapters(shape: ModelShape, learner: LearnerConfig, stage: int, width: int) -> int:
+    """Values, gradients and moments of the adapters, and what it takes to make their gradients of one weight's."""
+    made = adapted(shape, learner, stage)
+    return 16 * made.parameters + (width + 4) * made.largest
 
 
 def layer_values(shape: ModelShape, index: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Commands about models, without a run: `r3async export`."""
+"""Commands about models, without engines: `r3async export` and `r3async sft`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from r3async.config import load_command
 from r3async.tools.terminal import Terminal
 
 
@@ -34,6 +35,29 @@ def export(
     typer.echo(
         f"{directory}: the {'adapters' if adapter else 'model'} after step {opened.state.steps}, from {opened.path}"
     )
+
+
+def sft(
+    preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value: data=FILE and model.path=DIRECTORY, sft.epochs=3, learner.lr=1e-5", show_default=False
+        ),
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="where run directories are made", envvar="R3ASYNC_RUNS")] = Path("runs"),
+) -> None:
+    """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
+    config = load_command(preset, overrides or [])
+    from r3async.learner import LearnerError
+    from r3async.tools.sft import sft as run
+    from r3async.world.processes import files_survive_full_disk
+
+    files_survive_full_disk()
+    try:
+        run(config, preset, root=runs)
+    except LearnerError as error:
+        _refuse(str(error))
 
 
 def _refuse(message: str) -> NoReturn:

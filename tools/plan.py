@@ -21,6 +21,7 @@ from r3async.tools.memory import (
     WIDTH,
     EngineMemory,
     RankMemory,
+    adapted,
     check_trained,
     engine_memory,
     rank_memory,
@@ -208,6 +209,12 @@ def _notes(config: Config, shape: ModelShape, engine: EngineMemory, world: int, 
         notes.append(
             f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would need "
             f"{size(engine.kv_needed)} of KV cache, and there are {size(free)}: when all are long, the engine preempts some"
+        )
+    if config.learner.lora.rank:
+        made = adapted(shape, config.learner)
+        notes.append(
+            f"learner.lora: {number(made.parameters)} parameters are trained on a rank; of the weights that they are added to, "
+            f"{size(made.weights * WIDTH[config.learner.dtype])} as in the start model are in host memory, for each rank"
         )
     if on_gpus and world > 1:
         notes.append(f"the learner's {world} ranks meet on 127.0.0.1: they need one host with {world} GPUs")

@@ -69,7 +69,7 @@ class Front:
 
     def __init__(self, view: LiveView, outlets: Outlets, request: StopRequest):
         self.view, self.outlets, self.request = view, outlets, request
-        self.say, self.phase, self.report = view.say, view.phase, _reporter(view)
+        self.say, self.phase, self.report = view.say, view.phase, reporter(view)
 
     @property
     def stop_requested(self) -> bool:
@@ -139,7 +139,7 @@ def _train(
     check_start(config)
     config = note_rows(config, view.say)
     with full_disk_is_named(root):
-        run = open_run(config, preset, view.say, root, _reporter(view))
+        run = open_run(config, preset, view.say, root, reporter(view))
     view.say(f"run directory: {run.path}")
     view.rewind(run.resume.state.steps if run.resume else 0)
     try:
@@ -155,11 +155,11 @@ def _train(
     finally:
         REAL.actors.disconnect()
         run.lock.close()
-        _report(run.path, view)
+        report_run(run.path, view)
     return run.path
 
 
-def _reporter(view: LiveView) -> Report:
+def reporter(view: LiveView) -> Report:
     """Tells the person what was found among the checkpoints."""
 
     def report(event: str, /, **facts: object) -> None:
@@ -183,7 +183,8 @@ def _model(config: Config, run_dir: Path, view: LiveView, request: StopRequest) 
     return directory.absolute()
 
 
-def _report(run_dir: Path, view: LiveView) -> None:
+def report_run(run_dir: Path, view: LiveView) -> None:
+    """Write the report of a run that ended, and print what it comes to."""
     from r3async.views.report import write_report
     from r3async.views.summary import format_summary, summarize
 

@@ -41,6 +41,7 @@ FIXED = (
     "learner.backend",
     "learner.lora",
     "learner.freeze_router",
+    "sft",
 )
 """Settings, and whole sections, that a run keeps: which tasks come next, slots and leases, what is trained, and the layout
 of the tensors."""

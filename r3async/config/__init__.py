@@ -49,7 +49,6 @@ from r3async.config.section import flat as flat
 from r3async.config.section import revealed as revealed
 from r3async.config.section import secret_settings as secret_settings
 from r3async.config.short import DATASET as DATASET
-from r3async.config.training import ALL_MATRICES as ALL_MATRICES
 from r3async.config.training import POLICY_LOSSES as POLICY_LOSSES
 from r3async.config.training import AlgorithmConfig as AlgorithmConfig
 from r3async.config.training import ClipConfig as ClipConfig

@@ -45,6 +45,7 @@ from r3async.config.section import (
     secret_settings,
 )
 from r3async.config.short import DATASET, SHORT, merge, spelled_out
+from r3async.config.supervised import SftConfig
 from r3async.config.training import GROUP_RELATIVE, AlgorithmConfig, LearnerConfig, RoutingConfig
 
 
@@ -86,6 +87,7 @@ class Config(Section):
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
     evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
+    sft: SftConfig = msgspec.field(default_factory=SftConfig)
 
     def check(self) -> None:
         if problem := name_problem(self.name):

@@ -278,6 +278,11 @@ class LoraConfig(Section):
             raise ValueError(f'`targets` must name matrices, such as ["{ALL_MATRICES}"] or ["q_proj", "experts"]')
 
 
+def names_matrix(target: str, name: str, *, router: bool) -> bool:
+    """Whether one of `LoraConfig.targets` names a matrix, by its name in the checkpoint without `.weight`."""
+    return not router if target == ALL_MATRICES else f".{target.strip('.')}." in f".{name}."
+
+
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
     """`megatron`: the models of docs/models.md on megatron-core. `torch`: these and others of transformers, with FSDP2.

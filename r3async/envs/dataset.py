@@ -15,7 +15,7 @@ from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message,
 from r3async.envs.forms import MISSING, Task, task_of
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
-from r3async.envs.rows import find, read_rows, stamps_of
+from r3async.envs.rows import Found, find, read_rows, stamps_of
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
 
@@ -75,14 +75,21 @@ def _posed(data: DataConfig) -> Sequence[Task]:
 
 
 class Tasks:
-    """The tasks of both parts. `repeated`: rows that were left out of training because evaluation poses the same prompt."""
+    """The tasks of both parts. `repeated`: rows that were left out of training because evaluation poses the same prompt. `form`:
+    makes them of rows."""
 
-    def __init__(self, data: DataConfig, rewards: Sequence[Reward]):
-        self.train = _tasks(data, rewards, data.path, data.split)[: data.limit or None]
+    def __init__(
+        self,
+        data: DataConfig,
+        rewards: Sequence[Reward] = (),
+        form: Callable[[Found, DataConfig], Task] = task_of,
+    ):
+        self._form = form
+        self.train = self._tasks(data, rewards, data.path, data.split)[: data.limit or None]
         self.eval: list[Task] = []
         if isinstance(data.eval, str) and data.eval:
             path, split = (data.eval, data.split) if find(data.eval).is_file() else (data.path, data.eval)
-            self.eval = _tasks(data, rewards, path, split)
+            self.eval = self._tasks(data, rewards, path, split)
         elif data.eval:
             self.eval = _chosen(self.train, data.eval)
         posed = {_prompt_digest(task) for task in self.eval}
@@ -91,6 +98,13 @@ class Tasks:
         self.repeated = before - len(self.train) - (0 if isinstance(data.eval, str) else len(self.eval))
         if not self.train:
             raise ConfigError(f"`data.eval` = {data.eval!r} leaves no row to train, of {before}")
+
+    def _tasks(self, data: DataConfig, rewards: Sequence[Reward], path: str, split: str) -> list[Task]:
+        tasks = [self._form(found, data) for found in read_rows(data, path, split)]
+        for reward in rewards:
+            for task in tasks:
+                check_row(reward, task)
+        return tasks
 
     @functools.cached_property
     def digest(self) -> str:
@@ -101,14 +115,6 @@ class Tasks:
                 made.update(_encoder.encode(task.row) + b"\n")
             made.update(b"\0")
         return made.hexdigest()[:32]
-
-
-def _tasks(data: DataConfig, rewards: Sequence[Reward], path: str, split: str) -> list[Task]:
-    tasks = [task_of(found, data) for found in read_rows(data, path, split)]
-    for reward in rewards:
-        for task in tasks:
-            check_row(reward, task)
-    return tasks
 
 
 def _prompt_digest(task: Task) -> bytes:

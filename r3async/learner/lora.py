@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import Place
-from r3async.config import ALL_MATRICES, LoraConfig
+from r3async.config import LoraConfig
+from r3async.config.training import names_matrix
 from r3async.learner import LearnerError
 from r3async.learner.optimizer import local
 from r3async.learner.state import Held
@@ -56,18 +57,13 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def is_target(name: str, target: str, *, router: bool) -> bool:
-    """Whether a matrix, by its name without `.weight`, is one of those that `target` names."""
-    return not router if target == ALL_MATRICES else f".{target.strip('.')}." in f".{name}."
-
-
 def targeted(config: LoraConfig, names: Iterable[tuple[str, bool]]) -> set[str]:
     """Of the model's matrices, each with whether it is a router's, the names of those that have adapters. Raises `LearnerError`
     for a target that names none."""
     known = sorted(set(names))
     chosen: set[str] = set()
     for target in config.targets:
-        found = {name for name, router in known if is_target(name, target, router=router)}
+        found = {name for name, router in known if names_matrix(target, name, router=router)}
         if not found:
             there = sorted({".".join(p for p in name.split(".")[3:] if not p.isdigit()) or name for name, _ in known})
             raise LearnerError(

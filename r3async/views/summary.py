@@ -142,6 +142,25 @@ def headlines(summary: RunSummary) -> list[Headline]:
     rose = reward.first is not None and reward.last is not None and reward.last > reward.first
     lost = history.failed_episodes + history.refused + summary.rejected
     restarts, noise = history.generators_lost + history.run_restarts, summary.warnings + summary.errors
+    log = Headline(
+        "log",
+        str(noise),
+        f"{summary.warnings} warnings, {summary.errors} errors",
+        "bad" if summary.errors else "warn" if noise else "",
+    )
+    answers, held_out = summary["loss/answers"], summary["loss/answers_held_out"]
+    if answers.first is not None:  # nothing was generated
+        fell = answers.last is not None and answers.last < answers.first
+        return [
+            Headline(
+                "answers",
+                f"{number(answers.first)} → {number(answers.last)} nats",
+                f"first {FIRST_STEPS} → last {LAST_STEPS} steps; held out {number(held_out.last)}",
+                "good" if fell else "",
+            ),
+            Headline("trained", f"{number(trained)} tokens/s", "of answers"),
+            log,
+        ]
     return [
         Headline(
             "reward",
@@ -184,12 +203,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
             f"{summary.rejected} messages rejected",
             "warn" if lost else "",
         ),
-        Headline(
-            "log",
-            str(noise),
-            f"{summary.warnings} warnings, {summary.errors} errors",
-            "bad" if summary.errors else "warn" if noise else "",
-        ),
+        log,
     ]
 
 

@@ -14,7 +14,7 @@ PLAIN_EVERY_SECONDS = 5.0
 
 
 def describe_step(row: dict[str, Any]) -> str:
-    """One readable line of a metrics row. `tok/s` is generated > trained."""
+    """One readable line of a metrics row. `tok/s` is generated > trained; of a supervised run, answers trained."""
 
     def number(name: str) -> float:
         value = row.get(name)
@@ -23,6 +23,12 @@ def describe_step(row: dict[str, Any]) -> str:
     def thousands(name: str) -> str:
         return f"{number(name) / 1000:.1f}k"
 
+    if "loss/answers" in row:
+        held_out = f"held out {number('loss/answers_held_out'):.4f}  " if "loss/answers_held_out" in row else ""
+        return (
+            f"loss {number('loss/answers'):.4f}  {held_out}lr {number('lr'):.1e}  norm {number('grad_norm'):.2f}  "
+            f"epoch {number('data/epochs'):.2f}  tok/s {thousands('throughput/trained_tokens_per_second')}"
+        ) + ("" if row.get("optimizer/updates", 1) else "  no update")
     return (
         f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
         f"age {number('staleness/mean'):.1f}/{number('staleness/max'):.0f}  "
@@ -93,6 +99,12 @@ class LiveView:
             self.say(f"[{time.strftime('%H:%M:%S')}] {text}")
             self._shown_phase, self._shown_at = text, now
 
+    def expect(self, steps: int) -> None:
+        """The run has so many steps."""
+        self._steps = steps
+        if self._progress:
+            self._progress.update(self._task, total=steps)
+
     def rewind(self, step: int) -> None:
         """The run resumes from `step`, which was shown already, or from before it."""
         self.step, self._restarts = step, 0
@@ -110,11 +122,15 @@ class LiveView:
         for row in status["rows"]:
             if row["step"] <= self.step:
                 continue
-            self.step = row["step"]
-            self.say(f"{row['step']:>4}/{self._steps}  {describe_step(row)}")
-            if self._progress:
-                self._progress.update(self._task, completed=row["step"], description=status["phase"])
+            self.show_row(row, describe_step(row), status["phase"])
         for row in status.get("evaluations", ()):
             if row["time"] > self._evaluated:
                 self._evaluated = row["time"]
                 self.say(describe_evaluation(row))
+
+    def show_row(self, row: dict[str, Any], text: str, phase: str = "training") -> None:
+        """A step was made; `text` says how it went."""
+        self.step = row["step"]
+        self.say(f"{row['step']:>4}/{self._steps}  {text}")
+        if self._progress:
+            self._progress.update(self._task, completed=row["step"], description=phase)

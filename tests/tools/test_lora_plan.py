@@ -1,0 +1,44 @@
+"""The memory that a plan says is that of the adapters that a learner makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from r3async.config import load_config
+from r3async.learner import build_learner
+from r3async.tools.memory import adapted, rank_memory, shape_of
+from r3async.tools.plan import make_plan
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+@pytest.mark.parametrize("targets", ['["all-linear"]', '["q_proj","o_proj","mlp.gate"]', '["experts"]', '["layers.1"]'])
+def test_the_learner_makes_the_adapters_of_the_plan(tiny_model, backend, targets):
+    lora = [f"learner.backend={backend}", f"model.path={tiny_model}", "learner.lora.rank=5", "routing.replay=off"]
+    config = load_config("quickstart", [*lora, f"learner.lora.targets={targets}"])
+    shape, _ = shape_of(config)
+    planned = adapted(shape, config.learner)
+    learner = build_learner(config, tiny_model)
+    try:
+        trained = learner._adapters.trained()
+        assert sum(t.parameter.numel() for t in trained) == planned.parameters
+        assert all(t.parameter.nbytes == 4 * t.parameter.numel() for t in trained)
+        weights = {id(t.candidate.parameter): t.candidate.parameter for t in trained}.values()
+        named = sum(
+            a.place.size[-1] * a.b.shape[-2] * (a.b.numel() // a.b.shape[-1] // a.b.shape[-2])
+            for one in learner._adapters._adapted
+            for a in one.adapters
+            if a
+        )
+        assert named == planned.weights <= sum(p.numel() for p in weights)
+        assert sum(s["master"].nbytes for s in learner.optimizer.states()) == 4 * planned.parameters
+    finally:
+        learner.close()
+
+
+def test_a_plan_with_adapters_needs_a_part_of_the_memory():
+    full, lora = (load_config("moe_30b_r3", [f"learner.lora.rank={rank}"]) for rank in (0, 16))
+    before, after = (rank_memory(shape_of(each)[0], each) for each in (full, lora))
+    assert after.weights == before.weights
+    assert after.optimizer < before.optimizer / 4
+    assert any("learner.lora" in note and "host memory" in note for note in make_plan(lora).notes)
+    assert not any("learner.lora" in note for note in make_plan(full).notes)

@@ -1,0 +1,168 @@
+"""`r3async sft`: a run that learns, stops, resumes, and says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from r3async.checkpoint import CheckpointError, Checkpoints
+from r3async.config import ConfigError, load_config
+from r3async.record.catalogue import METRICS
+from r3async.record.reading import read_objects
+from r3async.tools.cli import app
+from r3async.tools.init_model import init_model
+from r3async.tools.sft import sft
+from r3async.tools.tail.live import describe_step
+from r3async.views.report import write_report
+from r3async.views.summary import summarize
+from tests.helpers import checkpoint as hc
+
+STEP_TIMEOUT = 120.0
+WORDS = ["one", "two", "three", "four", "five", "six"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("made") / "model"
+    tiny = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0", "env.args.turns=2"]
+    init_model(path, load_config("quickstart", tiny))
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    made = [{"prompt": f"{n} {word}", "completion": word[::-1]} for n in range(5) for word in WORDS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def config(model, rows, *changes):
+    fixed = ["learner.lr=3e-3", "learner.warmup_steps=0", "sft.rows_per_step=8", "checkpoint.asynchronous=false"]
+    return load_config("quickstart", [f"model.path={model}", f"data={rows}", *fixed, *changes])
+
+
+def run(model, rows, root, *changes):
+    return sft(config(model, rows, *changes), "quickstart", Console(file=io.StringIO()), root)
+
+
+@pytest.mark.parametrize(("lora", "fell"), [([], 0.5), (["learner.lora.rank=4", "learner.lr=2e-2"], 0.2)])
+def test_a_run_learns_and_its_files_are_those_of_a_run(model, rows, tmp_path, lora, fell):
+    done = run(model, rows, tmp_path, "steps=12", "data.eval=6", "evaluation.every=4", "name=a", *lora)
+    table = read_objects(done / "metrics.jsonl")
+    assert [row["step"] for row in table] == list(range(1, 13))
+    assert table[-1]["loss/answers"] < table[0]["loss/answers"] - fell
+    assert {name for row in table for name in row} <= set(METRICS)
+    assert [row["step"] for row in table if "loss/answers_held_out" in row] == [4, 8, 12]
+    assert describe_step(table[3]).startswith("loss ")
+    assert "held out" in describe_step(table[3])
+    summary = summarize(done)
+    assert summary.status == "finished"
+    assert "answers" in write_report(done).read_text()
+    start, trained = load_file(model / "model.safetensors"), load_file(done / "model" / "model.safetensors")
+    assert start.keys() == trained.keys()
+    assert AutoModelForCausalLM.from_pretrained(done / "model").config.num_experts == 8
+
+
+def test_epochs_say_how_many_steps_and_each_row_is_trained_as_often(model, rows, tmp_path):
+    done = run(model, rows, tmp_path, "sft.epochs=2", "name=a")
+    table = read_objects(done / "metrics.jsonl")
+    assert len(table) == 8  # 30 rows twice, 8 a step
+    assert table[-1]["data/epochs"] == pytest.approx(64 / 30)
+    # Two epochs and the first four rows of the third.
+    answers = {word: 5 * (len(word) + 1) for word in WORDS}
+    trained = sum(row["batch/trained_tokens"] for row in table)
+    assert 0 < trained - 2 * sum(answers.values()) <= 4 * (max(map(len, WORDS)) + 1)
+
+
+def test_a_run_in_two_parts_is_bit_by_bit_one(model, rows, tmp_path):
+    straight = run(model, rows, tmp_path, "steps=6", "name=straight")
+    run(model, rows, tmp_path, "steps=3", "name=parts")
+    parts = run(model, rows, tmp_path, "steps=6", "name=parts")
+    newest = [hc.paths(Checkpoints(done / "checkpoints").path(6)) for done in (straight, parts)]
+    hc.assert_same(*newest)
+    timed = ("time", "_seconds", "_per_second", "lineage")
+    tables = [
+        [{k: v for k, v in row.items() if not k.endswith(timed)} for row in read_objects(done / "metrics.jsonl")]
+        for done in (straight, parts)
+    ]
+    assert tables[0] == tables[1]
+
+
+def test_ctrl_c_ends_the_step_saves_and_resumes(model, rows, tmp_path):
+    command = [sys.executable, "-m", "r3async.tools.cli", "sft", "quickstart", f"model.path={model}", f"data={rows}"]
+    command += ["name=a", "steps=100000", "learner.warmup_steps=0", "--runs", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line.startswith("   2/100000"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.communicate(timeout=STEP_TIMEOUT)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, "".join(seen) + rest
+    assert "to resume: the same command with name=a" in rest
+    made = len(read_objects(tmp_path / "a" / "metrics.jsonl"))
+    assert (tmp_path / "a" / "model" / "model.safetensors").exists()
+    assert summarize(tmp_path / "a").status == "stopped"
+    again = run_command(model, rows, tmp_path, f"steps={made + 1}")
+    assert again.returncode == 0, again.stderr
+    assert f"resumes from step {made}" in again.stderr
+    assert len(read_objects(tmp_path / "a" / "metrics.jsonl")) == made + 1
+
+
+def run_command(model, rows, root, *changes):
+    command = [sys.executable, "-m", "r3async.tools.cli", "sft", "quickstart", f"model.path={model}", f"data={rows}"]
+    command += ["name=a", "learner.warmup_steps=0", *changes, "--runs", str(root)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT, check=False)
+
+
+def test_rows_that_are_too_long_are_dropped_and_counted(model, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    long = {"prompt": "x" * 500, "answer": "y"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "a", "answer": "b"}] * 9 + [long]))
+    sft(config(model, path, "steps=1", "name=a"), "quickstart", Console(stderr=True), tmp_path)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "data: 9 rows are trained, 1 dropped (1 longer than episode.max_total_tokens = 128); 18 tokens of" in told
+    path.write_text(json.dumps(long) + "\n")
+    with pytest.raises(ConfigError, match=r"all 1 rows are longer than `episode.max_total_tokens` = 128; the shortest"):
+        run(model, path, tmp_path, "steps=1", "name=b")
+
+
+def test_what_cannot_be_taught_is_refused(model, rows, tmp_path):
+    wrong = [
+        (["model.path="], "`model.path` is empty"),
+        (["model.path=/nowhere"], "not a model directory"),
+        (["learner.backend=scripted"], "no model that could learn"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            run(model, rows, tmp_path, "name=a", *changes)
+    with pytest.raises(ConfigError, match="`data` names no rows to learn"):
+        sft(load_config("quickstart", [f"model.path={model}"]), "quickstart", Console(), tmp_path)
+    done = CliRunner().invoke(app, ["sft", "--help"])
+    assert "messages, or prompts and answers" in " ".join(done.output.split())
+
+
+def test_other_rows_and_other_settings_are_refused_at_a_resume(model, rows, tmp_path):
+    run(model, rows, tmp_path, "steps=1", "name=a")
+    with pytest.raises(CheckpointError, match=r"sft.rows_per_step.*was 8 and is 4"):
+        run(model, rows, tmp_path, "steps=2", "name=a", "sft.rows_per_step=4")
+    other = tmp_path / "rows.jsonl"
+    other.write_text(Path(rows).read_text() + json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    with pytest.raises(CheckpointError, match=r"env.args.path|the rows of `data`"):
+        run(model, other, tmp_path, "steps=2", "name=a")

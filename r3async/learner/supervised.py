@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     """One update over this rank's micro-batches, and its metrics. Collective. With a gradient that is not finite, weights and
     moments stay as they are. Whatever a pass fails with leaves nothing behind."""
-    prepared = _Answers(backend, micro_batches)
+    prepared = _answers(backend, micro_batches)
     if not prepared.trained:
         update = backend.optimizer.skip("no_contrast")
         return prepared.metrics(math.nan) | {"grad_norm": 0.0, "lr": update.lr, "optimizer/updates": 0.0}
@@ -46,22 +47,32 @@ def supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]
 def supervised_loss(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """Of a forward-only pass: the sum of -log p over the tokens in `loss_mask`, and how many there are, over all ranks.
     Collective."""
-    prepared = _Answers(backend, micro_batches)
+    prepared = _answers(backend, micro_batches)
     with backend.forward_only():
         return prepared.run(backward=False) * max(prepared.trained, 1.0), prepared.trained
 
 
-class _Answers:
-    """The micro-batches of one pass, with the counts of all ranks."""
+def _answers(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> _Answers:
+    """Collective."""
+    batches = backend.aligned(micro_batches)
+    rows = [predicted(m, trained=True) for m in batches]
+    real = sum(m.real_tokens + m.shared_tokens for m in batches)
+    counts = [sum(map(len, rows)), real, sum(bool(m.sample_ids) for m in batches)]
+    mine = np.asarray(counts, np.float64) * backend.ranks.is_first_copy
+    return _Answers(backend, batches, rows, *backend.ranks.reduce(mine, "sum").tolist())
 
-    def __init__(self, backend: LearnerBackend, micro_batches: Sequence[MicroBatch]):
-        self._backend = backend
-        self._batches = backend.aligned(micro_batches)
-        self._rows = [predicted(m, trained=True) for m in self._batches]
-        real = sum(m.real_tokens + m.shared_tokens for m in self._batches)
-        counts = [sum(map(len, self._rows)), real, sum(bool(m.sample_ids) for m in self._batches)]
-        mine = np.asarray(counts, np.float64) * backend.ranks.is_first_copy
-        self.trained, self._tokens, self._passes = backend.ranks.reduce(mine, "sum").tolist()
+
+@dataclass(frozen=True)
+class _Answers:
+    """The micro-batches of one pass, and which rows of each are trained. Of all ranks: `trained` tokens, all `tokens`, and
+    `passes` that are not padding only."""
+
+    backend: LearnerBackend
+    batches: list[MicroBatch]
+    rows: list[np.ndarray]
+    trained: float
+    tokens: float
+    passes: float
 
     def run(self, *, backward: bool) -> float:
         """The mean of -log p over all trained tokens."""
@@ -73,14 +84,14 @@ class _Answers:
             total += loss.item()
             return loss
 
-        self._backend.feed(self._batches, self._rows, finish, replay=False, backward=backward)
-        ranks = self._backend.ranks
+        self.backend.feed(self.batches, self.rows, finish, replay=False, backward=backward)
+        ranks = self.backend.ranks
         return float(ranks.reduce(np.asarray([total * ranks.holds_loss]), "sum")[0])
 
     def metrics(self, loss: float) -> dict[str, float]:
         return {
             "loss/answers": loss,
-            "batch/tokens": self._tokens,
+            "batch/tokens": self.tokens,
             "batch/trained_tokens": self.trained,
-            "batch/micro_batches": self._passes,
+            "batch/micro_batches": self.passes,
         }

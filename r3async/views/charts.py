@@ -74,6 +74,7 @@ CHARTS = (
         share=True,
     ),
     Chart("Policy loss", "per trained token"),
+    Chart("Answers", "loss of `r3async sft`, per token of an answer", "nats"),
     Chart("Gradient norm", "before clipping", log=True),
     Chart("Throughput", "of wall time", "tokens/s", ",.0f"),
     Chart("Weight updates", "time to bring a new version into the engines", "s", ".3f"),

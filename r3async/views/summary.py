@@ -149,7 +149,7 @@ def headlines(summary: RunSummary) -> list[Headline]:
         "bad" if summary.errors else "warn" if noise else "",
     )
     answers, held_out = summary["loss/answers"], summary["loss/answers_held_out"]
-    if answers.first is not None:  # nothing was generated
+    if answers.first is not None and reward.first is None:  # nothing was generated
         fell = answers.last is not None and answers.last < answers.first
         return [
             Headline(

@@ -49,6 +49,8 @@ from r3async.data.architectures import ARCHITECTURES, REFUSED, supported
 from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 
 GIB = 2**30
+GPU_PARAMETERS = 10**9
+"""A model of more parameters is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
 """`learner.logprobs.CHUNK_ELEMENTS`; to import that would import torch."""
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -159,7 +161,7 @@ def shape_of(config: Config) -> tuple[ModelShape, str]:
         return planned_shape(PUBLISHED[name], name), f"the published shape of {name}; {path} is not on this machine"
     raise ConfigError(
         f"`model.path` = {path!r}: no config.json there, and no published shape is known for {name!r} "
-        f"(known: {', '.join(PUBLISHED)})"
+        f"(known: {', '.join(PUBLISHED)}). A model of the hub is fetched when a run starts, or by: hf download {path}"
     )
 
 

@@ -18,6 +18,7 @@ from r3async.schedule.admission import age_bound, slots_of
 from r3async.schedule.groups import HEADER_BYTES, largest_buffer
 from r3async.tools.memory import (
     GIB,
+    GPU_PARAMETERS,
     WIDTH,
     EngineMemory,
     RankMemory,
@@ -28,8 +29,6 @@ from r3async.tools.memory import (
     shape_of,
 )
 
-GPU_PARAMETERS = 10**9
-"""A model of more parameters is planned for GPUs."""
 CPU_HEAD_DIM = 32
 """Values of a head, at least, that vLLM's attention on CPU takes."""
 ADDED_BY_LEARNER = ("episode", "place", "advantages", "loss_weights", "old_logprobs", "reference_logprobs")
@@ -165,7 +164,7 @@ def _check(config: Config, shape: ModelShape, plan: Plan, on_gpus: bool) -> None
             f"least {largest}"
         )
     if not on_gpus:
-        if shape.head_dim < CPU_HEAD_DIM and config.generator.engine == "vllm":
+        if not shape.kv_rank and shape.head_dim < CPU_HEAD_DIM and config.generator.engine == "vllm":
             raise ConfigError(
                 f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes {CPU_HEAD_DIM} or "
                 "more (hidden_size / heads; `model.init.heads` for a model that is made)"
@@ -280,8 +279,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def print_plan(config: Config, as_object: bool = False) -> None:
-    """Validate, and print the plan to stdout. Raises as `make_plan` does."""
+    """Validate, and print the plan to stdout. Raises as `make_plan` does, and for a structure that cannot start."""
+    from r3async.tools.hub import with_model
+    from r3async.tools.structure import check_directory, check_structure
+
+    config = with_model(config, fetch=False)
+    check_directory(config)
     plan = make_plan(config)
+    check_structure(config)
     print(json.dumps(as_json(plan)) if as_object else describe(plan, config))
 
 

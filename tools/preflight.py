@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, ConfigError, EnvConfig, bare_host, did_you_mean, environments
+from r3async.data.model_shape import ModelShape, ShapeError, read_shape
 from r3async.envs import Action, WrongEnvironment, checked_messages, checked_result
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
-from r3async.tools.memory import engine_memory, rank_memory, shape_of
+from r3async.tools.memory import GPU_PARAMETERS, check_trained, engine_memory, rank_memory, shape_of
 
 TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
@@ -34,6 +35,7 @@ def check_start(config: Config) -> None:
         raise ConfigError(f"`resume` = {config.resume!r}: there is no such checkpoint, and no run with checkpoints")
     if config.model.path:
         check_model(config.model.path)
+        check_supported(config)
     check_engine_names(config)
     if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
         check_cluster(address)
@@ -50,7 +52,7 @@ def check_model(name: str) -> None:
     """`model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
     path, said = Path(name), f"`model.path` = {name!r}"
     if not path.exists():
-        raise ConfigError(f"{said} is not a model directory (no config.json in it){_hub(name)}")
+        raise ConfigError(f"{said} is not a model directory (no config.json in it)")
     if not path.is_dir():
         raise ConfigError(f"{said} is a file, not a model directory: name the directory with config.json in it")
     if not (path / "config.json").is_file():
@@ -79,12 +81,22 @@ def _json(path: Path, said: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _hub(name: str) -> str:
-    """Of a name that could be that of a model on the hub."""
-    parts = name.split("/")
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "/", "~")):
-        return ""
-    return f". For the hub's model of that name: hf download {name} --local-dir {parts[1]}, and model.path={parts[1]}"
+def check_supported(config: Config) -> None:
+    """The backend trains models of that kind, on the ranks that there are. A model whose numbers are not known is not judged."""
+    with contextlib.suppress(ShapeError):
+        shape = read_shape(_json(Path(config.model.path) / "config.json", "`model.path`"), Path(config.model.path).name)
+        check_trained(shape, config.learner)
+        check_hosts(shape, config)
+
+
+def check_hosts(shape: ModelShape, config: Config) -> None:
+    """The learner's ranks are on one host."""
+    world, gpus = config.learner.parallel.world, config.cluster.gpus_per_node
+    if shape.parameters > GPU_PARAMETERS and world > gpus:
+        raise ConfigError(
+            f"the learner's {world} ranks meet on 127.0.0.1: they need one host with {world} GPUs, and `cluster.gpus_per_node` = "
+            f"{gpus}: lower `learner.parallel`, or set that to what the learner's host has"
+        )
 
 
 # -- engines and devices -------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ def _train(
     from r3async.envs.mix import evaluate_each
     from r3async.record.sinks import check_sinks
     from r3async.rollout.evaluation import check_environment
+    from r3async.tools.hub import is_hub_name, with_model
     from r3async.tools.preflight import check_start
     from r3async.tools.rows import note_rows
 
@@ -136,6 +137,9 @@ def _train(
     check_environment(config)  # a wrong environment is refused before anything starts
     check_sinks(config.observe)
     check_capacity(root)
+    if is_hub_name(config.model.path):
+        view.phase(f"looking for {config.model.path}")
+    config = with_model(config, fetch=True)
     check_start(config)
     config = note_rows(config, view.say)
     with full_disk_is_named(root):

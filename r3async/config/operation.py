@@ -202,3 +202,5 @@ class ClusterConfig(Section):
     """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
     gpu_gib: Positive = 80.0
     """Memory of one GPU, which `--dry-run` and `r3async cluster` reckon with."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs of one host, which all ranks of the learner are on."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from r3async.learner.attention import AttentionPlan, packed_attention, plan_attention
 from r3async.learner.batch.packing import MicroBatch
-from r3async.learner.megatron.hf import Rotary, TrainedShape
+from r3async.learner.trained import Rotary, TrainedShape
 
 
 @dataclass

@@ -26,10 +26,9 @@ from r3async.learner.lora import Adapters
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.adapters import adapt, adapter_links, trained_links
 from r3async.learner.megatron.attention import make_plan
-from r3async.learner.megatron.hf import TrainedShape, read_model, transformer_config
+from r3async.learner.megatron.hf import transformer_config
 from r3async.learner.megatron.links import (
     Link,
-    checkpoint_files,
     choice_biases,
     gather_weights,
     held,
@@ -41,6 +40,7 @@ from r3async.learner.optimizer import MasterAdamW, total_updates
 from r3async.learner.replay import Binder, MicroBatchRoutes
 from r3async.learner.state import Held
 from r3async.learner.taken import Taken
+from r3async.learner.trained import TrainedShape, checkpoint_files, read_model
 
 
 class MegatronLearner(LearnerBackend):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import Place
 from r3async.learner import LearnerError
-from r3async.learner.megatron.hf import CHOICE_BIAS, TrainedShape
 from r3async.learner.megatron.modules import HiddenStatesModel
 from r3async.learner.state import Held
+from r3async.learner.trained import CHOICE_BIAS, TrainedShape, check_tensors, shapes_of
 
 
 @dataclass(frozen=True)
@@ -186,29 +184,11 @@ def choice_biases(model: HiddenStatesModel, shape: TrainedShape) -> list[Link]:
     return [same(m.router.expert_bias, f"model.layers.{i}.{where}.{CHOICE_BIAS}") for i, m in mixtures.items()]
 
 
-def checkpoint_files(directory: Path) -> dict[str, Any]:
-    """For each tensor of a directory's safetensors files, by name, the open file that has it."""
-    opened = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
-    if not opened:
-        raise LearnerError(f"{directory} has no .safetensors file")
-    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-
-
 @torch.no_grad()
 def load_weights(plan: Sequence[Link], shape: TrainedShape, files: Mapping[str, Any]) -> None:
     """Fill every parameter from `checkpoint_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
     this model."""
-    needed = shape.tensor_names()
-    # A tied checkpoint may still hold the output matrix, which is the embedding again.
-    allowed = needed | ({"lm_head.weight"} if shape.tied else set())
-    missing, unknown = sorted(needed - set(files)), sorted(set(files) - allowed)
-    if shape.further_layers:
-        unknown = [name for name in unknown if not is_further(name, shape.layers)]
-    title = shape.architecture.title
-    for what, names in (("lacks", missing), (f"has tensors that are not of {title}:", unknown)):
-        if names:
-            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
+    check_tensors(shape, shapes_of(files))
     for link in plan:
         try:
             weight = link.join([link.part(files[name].get_tensor(name)) for name in link.names])
@@ -219,12 +199,6 @@ def load_weights(plan: Sequence[Link], shape: TrainedShape, files: Mapping[str, 
                 f"{' + '.join(link.names)}: shape {tuple(weight.shape)}, config.json means {tuple(link.parameter.shape)}"
             )
         link.parameter.copy_(weight)
-
-
-def is_further(name: str, layers: int) -> bool:
-    """Whether that tensor is of a layer beyond the first `layers`."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 @torch.no_grad()

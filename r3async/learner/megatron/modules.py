@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from r3async.learner.megatron.attention import LatentAttention, NormOfHeads, PackedAttention, TorchRMSNorm
-from r3async.learner.megatron.hf import TrainedShape
 from r3async.learner.replay import RoutingReplay
+from r3async.learner.trained import TrainedShape
 
 
 def layer_spec(config: TransformerConfig, shape: TrainedShape, *, moe: bool) -> ModuleSpec:

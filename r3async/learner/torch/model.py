@@ -157,18 +157,21 @@ class PackedModel(nn.Module):
         self.vocab_size: int = causal.get_output_embeddings().weight.shape[0]
         self.routing, moe_layers = moe_geometry(config)
         _refuse_length_dependence(causal.config, longest)
-        self.routers = check_routers(self._probe(longest), self.routing, moe_layers)
+        found = self._probe(longest)
+        self.routers = [] if found is None else check_routers(found, self.routing, moe_layers)
 
     @torch.no_grad()
-    def _probe(self, longest: int) -> dict[int, list[nn.Module]]:
-        """Run one short sample to see what the model does; returns the modules that choose experts, by layer.
+    def _probe(self, longest: int) -> dict[int, list[nn.Module]] | None:
+        """Run one short sample to see what the model does; returns the modules that choose experts, by layer. Of a model whose
+        tensors have no values, what its code does with shapes alone; None if that cannot be run.
 
         Raises `LearnerError` if a layer mixes tokens by anything but one call of packed attention (recurrent and
         convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
         scaled or capped), if a router takes weights from masked scores, or for a sliding window below `longest`.
         """
         sample = Sample("probe", TokenTable.of_tokens(np.arange(3) % self.vocab_size))
-        packed = Packed.of(collate([sample]), torch.device("cpu"))
+        shapes_only = self.causal.get_output_embeddings().weight.is_meta
+        packed = Packed.of(collate([sample]), torch.device("meta" if shapes_only else "cpu"))
         calls: list[tuple[nn.Module, int | None]] = []
         hidden: list[Tensor] = []
         handle = self.causal.base_model.register_forward_hook(lambda m, i, out: hidden.append(out.last_hidden_state))
@@ -178,6 +181,8 @@ class PackedModel(nn.Module):
         except LearnerError:
             raise
         except Exception as error:  # whatever a model's own code may raise
+            if shapes_only:
+                return None
             raise LearnerError(f"{type(self.causal).__name__} cannot run on packed samples: {error}") from error
         finally:
             handle.remove()
@@ -195,6 +200,8 @@ class PackedModel(nn.Module):
                 f"the model's sliding window is {min(windows)} tokens, which packed attention does not have: set "
                 f"episode.max_total_tokens, which is {longest}, to at most that"
             )
+        if shapes_only:
+            return search.routers
         if not torch.isfinite(logits).all():
             raise LearnerError(
                 f"{type(next(iter(search.grouped))).__name__} takes gate weights from scores in which some groups of experts "

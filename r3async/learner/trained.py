@@ -1,0 +1,247 @@
+"""What a checkpoint's `config.json` says of a declared model, for a backend that builds it itself, and what its files have."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from r3async.config import ParallelConfig
+from r3async.data.architectures import ARCHITECTURES, Architecture, supported
+from r3async.data.model_shape import ModelShape, ShapeError, read_shape
+from r3async.learner import LearnerError
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of tensors, by name."""
+
+
+class Rotary(msgspec.Struct, frozen=True):
+    """Rotary positions: a value of each pair turns by its frequency times the position. `frequencies`: of the pairs that turn,
+    the first ones of a head. `scale`: of cosine and sine. `interleaved`: a pair's values are neighbours, and not half a head
+    apart."""
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    interleaved: bool = False
+
+
+class TrainedShape(ModelShape, frozen=True, kw_only=True):
+    """And what this backend needs besides."""
+
+    rotary: Rotary
+    norm_eps: float
+    padding: int | None
+    """The token whose embedding is never trained, or None."""
+    normalize_gates: bool = True
+    scaling: float = 1.0
+    """Of gates."""
+    groups: tuple[int, int] | None = None
+    """Experts are in so many groups, and so many of these are chosen first."""
+    attention_scale: float | None = None
+    """Of scores of queries and keys; None: one over the root of a head's size."""
+    further_layers: bool = False
+    """The checkpoint may have layers beyond `layers`, for multi-token prediction, which are not trained."""
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.kind]
+
+    @property
+    def moe_pattern(self) -> list[bool]:
+        """Per layer: whether its MLP is a mixture of experts."""
+        return [i in self.moe_layers for i in range(self.layers)]
+
+    @property
+    def biased_choice(self) -> bool:
+        """Whether a bias of each expert decides who is chosen."""
+        return bool(self.moe_layers) and self.architecture.score == "sigmoid"
+
+    def tensor_shapes(self) -> Shapes:
+        """All tensors of a checkpoint of this model."""
+        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        norms: Shapes = dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (self.hidden,))
+        attention, mixture = self._attention(), self._mixture() if self.moe_layers else {}
+        for i, moe in enumerate(self.moe_pattern):
+            inside = norms | attention | (mixture if moe else self._gated("mlp.", self.width))
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in inside.items()}
+        return shapes
+
+    def _attention(self) -> Shapes:
+        h, heads = self.hidden, self.heads
+        shapes: Shapes = {"o_proj.weight": (h, heads * self.value_dim)}
+        if self.kv_rank:
+            wide = heads * self.qk_dim
+            if self.query_rank:
+                shapes |= {"q_a_proj.weight": (self.query_rank, h), "q_a_layernorm.weight": (self.query_rank,)}
+                shapes |= {"q_b_proj.weight": (wide, self.query_rank)}
+            else:
+                shapes |= {"q_proj.weight": (wide, h)}
+            both = self.qk_dim - self.rope_dim + self.value_dim
+            shapes |= {"kv_a_proj_with_mqa.weight": (self.kv_rank + self.rope_dim, h)}
+            shapes |= {"kv_a_layernorm.weight": (self.kv_rank,), "kv_b_proj.weight": (heads * both, self.kv_rank)}
+        else:
+            for x, count in (("q", heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+                rows = count * self.head_dim
+                shapes |= {f"{x}_proj.weight": (rows, h)} | ({f"{x}_proj.bias": (rows,)} if self.qkv_bias else {})
+                if self.query_norm and x != "v":
+                    shapes[f"{x}_norm.weight"] = (rows if self.query_norm == "whole" else self.head_dim,)
+        return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+    def _mixture(self) -> Shapes:
+        a, inside = self.architecture, f"{self.architecture.mixture}."
+        shapes: Shapes = {f"{inside}gate.weight": (self.experts, self.hidden)}
+        for e in range(self.experts):
+            shapes |= self._gated(f"{inside}experts.{e}.", self.expert_width, a.projections)
+        if self.shared_width:
+            shapes |= self._gated(f"{inside}{a.shared}.", self.shared_width)
+        if self.shared_gate:
+            shapes[f"{inside}{a.shared_gate}.weight"] = (1, self.hidden)
+        if self.biased_choice:
+            shapes[inside + CHOICE_BIAS] = (self.experts,)
+        return shapes
+
+    def _gated(self, prefix: str, width: int, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
+        gate, up, down = (f"{prefix}{name}.weight" for name in names)
+        return {gate: (width, self.hidden), up: (width, self.hidden), down: (self.hidden, width)}
+
+
+CHOICE_BIAS = "gate.e_score_correction_bias"
+
+
+def check_tensors(shape: TrainedShape, found: Mapping[str, Sequence[int]]) -> None:
+    """Raise `LearnerError` naming tensors of a checkpoint that are missing, misshapen or not of this model."""
+    needed = shape.tensor_shapes()
+    # A tied checkpoint may still hold the output matrix, which is the embedding again.
+    allowed = set(needed) | ({"lm_head.weight"} if shape.tied else set())
+    missing, unknown = sorted(set(needed) - set(found)), sorted(set(found) - allowed)
+    if shape.further_layers:
+        unknown = [name for name in unknown if not _is_further(name, shape.layers)]
+    for what, names in (("lacks", missing), (f"has tensors that are not of {shape.architecture.title}:", unknown)):
+        if names:
+            rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise LearnerError(f"the checkpoint {what} {', '.join(names[:4])}{rest}")
+    for name, expected in needed.items():
+        if tuple(found[name]) != expected:
+            raise LearnerError(f"{name}: shape {tuple(found[name])}, config.json means {expected}")
+
+
+def _is_further(name: str, layers: int) -> bool:
+    """Whether that tensor is of a layer beyond the first `layers`."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
+
+
+def checkpoint_files(directory: Path) -> dict[str, Any]:
+    """For each tensor of a directory's safetensors files, by name, the open file that has it. Raises `LearnerError`."""
+    try:
+        opened = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+    except (OSError, SafetensorError) as error:
+        raise LearnerError(f"{directory}: its weights cannot be read: {error}") from error
+    if not opened:
+        raise LearnerError(f"{directory} has no .safetensors file")
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def shapes_of(files: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of the tensors of `checkpoint_files`; none is read."""
+    return {name: file.get_slice(name).get_shape() for name, file in files.items()}
+
+
+def check_model(directory: Path, parallel: ParallelConfig) -> None:
+    """All that can be known before a model is loaded on these ranks. Raises `LearnerError`."""
+    shape = read_model(directory)
+    try:
+        shape.check_divides(parallel)
+    except ShapeError as error:
+        raise LearnerError(str(error)) from error
+    check_tensors(shape, shapes_of(checkpoint_files(directory)))
+
+
+def read_model(directory: Path) -> TrainedShape:
+    """Read `config.json`. Raises `LearnerError` naming what this backend does not support."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise LearnerError(f"{directory} has no config.json: `model.path` must be a Hugging Face model directory")
+    kind = json.loads(path.read_text()).get("model_type")
+    if kind not in ARCHITECTURES:
+        raise LearnerError(
+            f"{directory}: model type {kind!r} is not supported by learner.backend=megatron, only {supported()}"
+        )
+    from transformers import AutoConfig
+
+    loaded = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config, architecture = loaded.to_dict(), ARCHITECTURES[kind]
+    for key, only in architecture.only.items():
+        if (value := config.get(key, only)) != only:
+            raise LearnerError(
+                f"{directory}: `{key}` = {value!r} is not supported by learner.backend=megatron, only {only!r}"
+            )
+    shape = read_shape(config)
+    padding = config.get("pad_token_id")
+    return TrainedShape(
+        **msgspec.structs.asdict(shape),
+        rotary=_rotary(directory, loaded, config, shape),
+        norm_eps=config["rms_norm_eps"],
+        # transformers' own modules: a negative one counts from the end, as `torch.nn.Embedding` has it.
+        padding=None if padding is None else padding % shape.vocab,
+        normalize_gates=architecture.value(architecture.normalized, config),
+        scaling=config.get("routed_scaling_factor") or 1.0,
+        groups=_groups(directory, config),
+        attention_scale=_attention_scale(config, shape),
+        further_layers=bool(config.get("num_nextn_predict_layers")),
+    )
+
+
+TURNED_BY = ("default", "linear", "yarn", "llama3")
+"""Kinds of rotary positions that do not depend on the length of the input."""
+
+
+def _rotary(directory: Path, loaded: Any, config: dict[str, Any], shape: ModelShape) -> Rotary:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in TURNED_BY:
+        raise LearnerError(
+            f"{directory}: `rope_type` = {kind!r} is not supported by learner.backend=megatron, only {', '.join(TURNED_BY)}"
+        )
+    interleaved = bool(shape.kv_rank and config.get("rope_interleave", True))
+    if kind != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](loaded, torch.device("cpu"))
+        return Rotary(tuple(frequencies.tolist()), float(scale), interleaved)
+    size = shape.rope_dim or int(shape.head_dim * rope.get("partial_rotary_factor", 1.0))
+    theta = float(rope.get("rope_theta", 10000.0))
+    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return Rotary(tuple(frequencies.tolist()), interleaved=interleaved)
+
+
+def _groups(directory: Path, config: dict[str, Any]) -> tuple[int, int] | None:
+    count, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if count == 1:
+        return None
+    if config["num_experts_per_tok"] != 2 * chosen:
+        # transformers weighs a group by its two best experts, and Megatron by as many as are chosen of each.
+        raise LearnerError(
+            f"{directory}: `topk_group` = {chosen} is not supported by learner.backend=megatron, only half of "
+            f"`num_experts_per_tok` = {config['num_experts_per_tok']}"
+        )
+    return count, chosen
+
+
+def _attention_scale(config: dict[str, Any], shape: ModelShape) -> float | None:
+    """Latent attention with YaRN scales scores, where other models scale cosine and sine."""
+    rope = config.get("rope_parameters") or {}
+    all_dim = rope.get("mscale_all_dim") or 0
+    if not shape.kv_rank or not all_dim or rope.get("rope_type", "default") == "default":
+        return None
+    factor = rope["factor"]
+    scale = 1.0 if factor <= 1 else 0.1 * all_dim * math.log(factor) + 1.0
+    return shape.qk_dim**-0.5 * scale * scale

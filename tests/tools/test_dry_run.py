@@ -1,0 +1,153 @@
+"""What cannot start is refused by `--dry-run`, before anything starts: one line, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from r3async.data.architectures import ARCHITECTURES, REFUSED
+from tests.helpers import architectures as ha
+from tests.helpers.bad_inputs import judge
+from tests.helpers.cli import Said, typed
+
+ROOT = Path(__file__).parents[2]
+
+
+def dry_run(*words: str, cwd: Path) -> Said:
+    """In a process of its own: a model is built with process groups, of which one process has one."""
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--dry-run", *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def complete(directory: Path, variant: str) -> Path:
+    """A model directory that a run could start with."""
+    ha.make_model(directory, variant, max_position_embeddings=1024)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return complete(tmp_path_factory.mktemp("models") / "deepseek", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "words", [["learner.backend=torch"], ["learner.parallel={dp=2, tp=2, ep=4}", "learner.dtype=bfloat16"]]
+)
+def test_a_model_that_is_here_is_built_and_fits(model, words, tmp_path):
+    said = dry_run(f"model.path={model}", *words, cwd=tmp_path)
+    assert said.returncode == 0, said
+    assert "deepseek" in said.stdout
+
+
+def spoil(model: Path, directory: Path, change) -> Path:
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+NAME = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda t: t.pop(NAME), f"lacks {NAME}"),
+        (lambda t: t.update({NAME: t[NAME][:, :-8].clone()}), "config.json means (48, 64)"),
+        (lambda t: t.update(other=t[NAME].clone()), "has tensors that are not of DeepSeek-V3: other"),
+    ],
+    ids=["missing", "misshapen", "unknown"],
+)
+def test_files_that_do_not_fit_are_refused(model, change, part, tmp_path):
+    path = spoil(model, tmp_path / "m", change)
+    judge(dry_run(f"model.path={path}", cwd=tmp_path), (part,))
+
+
+def described(directory: Path, **config) -> Path:
+    """A directory that has everything but a model of that description."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**ha.SHARED, "head_dim": 16, "num_local_experts": 8, **config}))
+    (directory / "model.safetensors").write_bytes(b"x")
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return directory
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
+def test_models_that_nothing_trains_are_refused_by_name(kind, words, tmp_path):
+    path = described(tmp_path / "m", model_type=kind)
+    said = typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path)
+    judge(said, (kind, REFUSED[kind], *ARCHITECTURES))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_of_another_kind_is_refused_on_megatron(tmp_path):
+    path = described(tmp_path / "m", model_type="phimoe")
+    said = typed("train", "quickstart", f"model.path={path}", "--dry-run", cwd=tmp_path)
+    judge(said, ("phimoe", 'set it to "torch"', *ARCHITECTURES))
+
+
+def test_ranks_that_one_host_cannot_hold_are_refused(tmp_path):
+    judge(typed("train", "moe_235b_r3", "--dry-run", cwd=tmp_path), ("64 ranks", "one host", "gpus_per_node"))
+    assert typed("train", "moe_235b_r3", "--dry-run", "cluster.gpus_per_node=64", cwd=tmp_path).returncode == 0
+    assert typed("train", "moe_30b_r3", "--dry-run", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(("missing", "part"), [("tokenizer", "has no tokenizer"), ("template", "has no chat template")])
+def test_a_missing_part_of_a_directory_is_named(missing, part, tmp_path):
+    path = described(tmp_path / "m", model_type="qwen3_moe")
+    (path / "tokenizer_config.json").unlink()
+    if missing == "tokenizer":
+        (path / "tokenizer.json").unlink()
+    judge(typed("train", "quickstart", f"model.path={path}", "--dry-run", cwd=tmp_path), (part,))
+
+
+# -- names of the hub --------------------------------------------------------------------------------------------------
+
+
+def cached(cache: Path, name: str, source: Path) -> Path:
+    """Put a model into a cache of the hub, as `hf download` does; the snapshot's directory."""
+    folder, revision = cache / f"models--{name.replace('/', '--')}", "a" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(revision)
+    shutil.copytree(source, folder / "snapshots" / revision)
+    return folder / "snapshots" / revision
+
+
+def test_a_name_of_the_hub_is_its_directory_in_the_cache(model, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from r3async.config import load_config
+    from r3async.tools.hub import with_model
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    snapshot = cached(tmp_path / "hub", "org/tiny", model)
+    config = load_config("quickstart", ["model.path=org/tiny"])
+    for fetch in (False, True):
+        assert with_model(config, fetch=fetch).model.path == str(snapshot)
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    assert with_model(config, fetch=True).model.path == "org/tiny"  # a directory comes first
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["no-weights", "nothing"])
+def test_a_name_that_cannot_be_fetched_says_so(model, there, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    if there:
+        (cached(tmp_path / "hub", "org/tiny", model) / "model.safetensors").unlink()
+    said = typed("train", "quickstart", "model.path=org/tiny", cwd=tmp_path)
+    judge(said, ("org/tiny", "cannot be fetched", "hf download org/tiny", "is not a model directory"))
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,73 @@
+"""Models by their name on the Hugging Face hub (`org/name`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from r3async.config import Config, ConfigError
+
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+"""Of a repository, what a run reads."""
+LOOK_SECONDS = 10.0
+"""So long one question to the hub may take."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it may be a model of the hub: no directory of that name is here."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)) and not Path(name).exists()
+
+
+def with_model(config: Config, *, fetch: bool) -> Config:
+    """The configuration with a directory as `model.path`, where that is a name of the hub: from the local cache, or, with
+    `fetch`, from the network. Without, a name that is not in the cache stays. Raises `ConfigError` with what to do about it."""
+    name = config.model.path
+    if not name or not is_hub_name(name):
+        return config
+    directory = _cached(name)
+    if fetch and (directory is None or not has_weights(directory)):
+        directory = _fetched(name)
+    if directory is None:
+        return config
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(directory)))
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether every file of weights is there, of those that the index names, or any."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(msgspec.json.decode(index.read_bytes()).get("weight_map", {}).values())
+        return all((directory / name).exists() for name in names)
+    return any(directory.glob("*.safetensors"))
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        return None
+
+
+def _fetched(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=FILES, etag_timeout=LOOK_SECONDS))
+    except Exception as error:  # of many kinds: no network, no such model, no permission, a full disk
+        raise _not_fetched(name, str(error).strip().partition("\n")[0] or type(error).__name__) from error
+    if not has_weights(directory):  # without a network, what the cache has is all there is
+        raise _not_fetched(name, f"{directory} lacks files of weights")
+    return directory
+
+
+def _not_fetched(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"`model.path` = {name!r} is not a model directory (no config.json in it), and the hub's model of that name cannot be "
+        f"fetched: {why}. Where there is a network: hf download {name} --local-dir {name.split('/')[1]}, and "
+        f"model.path={name.split('/')[1]}"
+    )

@@ -1,0 +1,41 @@
+"""What a dry run looks at besides numbers: whether the model that is here could be built, loaded and divided as the run would do
+it. Nothing is allocated: tensors have shapes only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from r3async.config import Config, ConfigError
+from r3async.tools.memory import shape_of
+from r3async.tools.preflight import check_hosts, check_model
+
+
+def check_directory(config: Config) -> None:
+    """The model's directory, if it is on this machine: see `preflight.check_model`."""
+    if config.model.path and Path(config.model.path).exists():
+        check_model(config.model.path)
+
+
+def check_structure(config: Config) -> None:
+    """Raise `ConfigError` for what the start would refuse, or be stuck with."""
+    shape, _ = shape_of(config)
+    check_hosts(shape, config)
+    if config.model.path and Path(config.model.path).exists():
+        check_built(config, Path(config.model.path))
+
+
+def check_built(config: Config, path: Path) -> None:
+    """The backend has all that it makes the model of, or builds it."""
+    from r3async.learner import LearnerError
+
+    try:
+        if config.learner.backend == "megatron":
+            from r3async.learner.trained import check_model as fits
+
+            fits(path, config.learner.parallel)
+        elif config.learner.backend == "torch":
+            from r3async.learner.torch.built import check_built as built
+
+            built(config, path)
+    except LearnerError as error:
+        raise ConfigError(f"`model.path` = {str(path)!r}: {error}") from error

@@ -58,7 +58,7 @@ class Conductor:
         self.admission = Admission(
             schedule,
             # Steps that take as many groups as have enough tokens need nobody knows how many.
-            total_groups=None if schedule.tokens_per_step else self.config.steps * schedule.groups_per_step,
+            total_groups=None if schedule.takes_more else self.config.steps * schedule.groups_per_step,
             task_seed=self.tasks.task_seed,
             changed=lambda: self.dispatch.ring(),
         )

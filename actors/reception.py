@@ -15,6 +15,7 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.records import Trajectory, is_name_in
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError, Unsound
+from r3async.learner.losses.advantages import group_has_contrast
 from r3async.schedule.admission import age_bound, most_groups, slots_of
 from r3async.schedule.groups import GroupBuffer, largest_trajectory
 from r3async.schedule.spool import Spool
@@ -79,7 +80,7 @@ class Reception:
             admit=self._admits,
             store=self.spool,
             # A step may wait for that many groups, counted from the oldest that is not trained.
-            window=(self._slots if schedule.tokens_per_step else schedule.groups_per_step) + schedule.window - 1,
+            window=(self._slots if schedule.takes_more else schedule.groups_per_step) + schedule.window - 1,
             ledger=Ledger(buffer.taken),
             on_reject=self._rejected,
             world=world,
@@ -147,7 +148,7 @@ class Reception:
         publication."""
         schedule = self._config.schedule
         at_least = at_most = schedule.groups_per_step
-        if schedule.tokens_per_step:
+        if schedule.takes_more:
             steps, consumed = since
             at_most = most_groups(
                 slots=self._slots,
@@ -155,12 +156,21 @@ class Reception:
                 steps_left=schedule.steps_per_publication - steps,
                 consumed_since=consumed,
             )
-        while not (indices := self.buffer.batch(at_least, at_most, schedule.tokens_per_step)):
+        if replaced := schedule.replaced_groups:
+            at_most = min(at_most, at_least + replaced)
+        counts = self._has_contrast if replaced else None
+        while not (indices := self.buffer.batch(at_least, at_most, schedule.tokens_per_step, counts)):
             if interrupted.is_set():
                 return []
             self._arrived.clear()
             await wait_until(self._arrived, LOOK_SECONDS)
         return [] if interrupted.is_set() else indices
+
+    def _has_contrast(self, group: Sequence[Trajectory]) -> bool:
+        try:
+            return group_has_contrast(group, self._config.algorithm, self._config.episode.max_new_tokens)
+        except Exception:
+            return True  # the step says what is wrong with it
 
     async def set_aside(self, unsound: Sequence[Unsound], groups: Sequence[Sequence[Trajectory]]) -> None:
         """A resume must not meet these again. Raises `LearnerError` if there are too many (`supervise.max_failed_fraction`)."""

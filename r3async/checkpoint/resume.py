@@ -37,6 +37,7 @@ FIXED = (
     "schedule.samples_per_group",
     "schedule.steps_per_publication",
     "schedule.tokens_per_step",
+    "schedule.replaced_groups",
     "schedule.window",
     "learner.backend",
     "learner.lora",

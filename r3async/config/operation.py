@@ -32,6 +32,9 @@ class ScheduleConfig(Section):
     tokens_per_step: int = 0
     """If not 0, a step takes further groups, in lease order, until it has that many trainable tokens, or until it has all
     groups that may be in flight: `(max_staleness + 1) * groups_per_step * steps_per_publication`."""
+    replaced_groups: int = 0
+    """Dynamic sampling: a step takes up to so many further groups in place of those in which all episodes scored the same, as far
+    as they may be in flight. What it takes is consumed; `algorithm.filter_zero_variance` keeps those groups from training."""
     samples_per_group: PositiveInt = 8
     minibatches_per_step: PositiveInt = 1
     """Parts into which a step's groups are divided, each trained with an optimizer update of its own. At most
@@ -39,7 +42,20 @@ class ScheduleConfig(Section):
     steps_per_publication: PositiveInt = 1
     """Steps between two versions of the weights that engines are given. Staleness counts versions."""
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether a step may take more than `groups_per_step`."""
+        return bool(self.tokens_per_step or self.replaced_groups)
+
     def check(self) -> None:
+        if self.replaced_groups and self.tokens_per_step:
+            raise ValueError(
+                "`replaced_groups` and `tokens_per_step` both say how many more groups a step takes: set one"
+            )
+        if self.replaced_groups and self.max_staleness == 0:
+            raise ValueError(
+                "`replaced_groups` needs `max_staleness` = 1 or more: with 0 no group is in flight besides those of the step"
+            )
         if self.minibatches_per_step > self.groups_per_step:
             raise ValueError(
                 f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "

@@ -133,7 +133,7 @@ OTHERS = {
     "apply_overlong_filtering": "algorithm.overlong_filter",
     "overlong_buffer.len": "algorithm.overlong_penalty.buffer",
     "filter_groups.enable": "algorithm.filter_zero_variance",
-    "dynamic_sampling": "algorithm.filter_zero_variance",
+    "dynamic_sampling": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     "sapo_temperature_pos": "algorithm.sapo.tau_positive",
     "sapo_temperature_neg": "algorithm.sapo.tau_negative",
     "num_iterations": "schedule.minibatches_per_step: a token is trained once; a step is divided instead",

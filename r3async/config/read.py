@@ -101,6 +101,11 @@ class Config(Section):
                 "`schedule.samples_per_group` to 2 or more, or `algorithm.advantage` = 'reinforce_pp', which compares with "
                 "the whole batch"
             )
+        if self.schedule.replaced_groups and not self.algorithm.filter_zero_variance:
+            raise ValueError(
+                "`schedule.replaced_groups` takes other groups in place of those without contrast, which are then not to be "
+                "trained: set `algorithm.filter_zero_variance` = true"
+            )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":
             raise ValueError("`algorithm.router_aux.coef` needs the routes of a step beforehand: set `routing.replay`")
         if not self.episode.temperature:

@@ -149,7 +149,7 @@ class AlgorithmConfig(Section):
     normalize_std: bool = True
     """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""
     filter_zero_variance: bool = False
-    """Do not train groups whose episodes all scored the same (DAPO's dynamic sampling, without sampling again)."""
+    """Do not train groups whose episodes all scored the same. `schedule.replaced_groups` takes others in their place."""
     overlong_filter: bool = False
     """Do not train episodes that ended because an answer, or the context, became too long. They still count as scores."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)

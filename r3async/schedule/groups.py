@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -66,6 +66,8 @@ class GroupBuffer:
         self.samples_per_group = samples_per_group
         self._taken = Consumed(window, head, beyond)
         self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
+        self._counts: dict[int, bool] = {}
+        """By complete group: what `counts` of `batch` said."""
 
     @property
     def next_group(self) -> int:
@@ -107,18 +109,27 @@ class GroupBuffer:
         """Nothing of the group is missing."""
         return group_index in self._taken or len(self._groups.get(group_index, ())) == self.samples_per_group
 
-    def batch(self, at_least: int, at_most: int, tokens: int) -> list[int]:
+    def batch(
+        self, at_least: int, at_most: int, tokens: int, counts: Callable[[Sequence[Trajectory]], bool] | None = None
+    ) -> list[int]:
         """The groups that make a batch, in order: `at_least`, and more until they have `tokens` trainable tokens or are
-        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them."""
+        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them. `counts`: which
+        groups are among the `at_least`; asked once of each."""
         chosen: list[int] = []
-        held = 0
+        held = counted = 0
         for group in itertools.islice(self._taken.choices(self.complete), at_most):
             chosen.append(group)
             members = self._groups[group].values()
             held += sum(int(s.table["loss_mask"].sum()) for t, _ in members for s in t.samples) if tokens else 0
-            if len(chosen) == at_most or (len(chosen) >= at_least and held >= tokens):
+            counted += counts is None or self._counted(group, counts)
+            if len(chosen) == at_most or (counted >= at_least and held >= tokens):
                 return chosen
         return []
+
+    def _counted(self, group: int, counts: Callable[[Sequence[Trajectory]], bool]) -> bool:
+        if group not in self._counts:
+            self._counts[group] = counts(self.episodes([group])[0])
+        return self._counts[group]
 
     def lacking(self, groups: int) -> dict[int, list[int]]:
         """Missing episodes by group, of the oldest `groups` that are not taken."""
@@ -140,6 +151,8 @@ class GroupBuffer:
         self._taken.take(groups)
         episodes = self.episodes(groups)
         members = [self._groups.pop(group) for group in groups]
+        for group in groups:
+            self._counts.pop(group, None)
         return episodes, sum(size for held in members for _, size in held.values())
 
     def episodes(self, groups: Sequence[int]) -> list[list[Trajectory]]:

@@ -177,6 +177,13 @@ def _credit(group: Sequence[_Episode], config: AlgorithmConfig) -> bool:
     return differs
 
 
+def group_has_contrast(group: Sequence[Trajectory], config: AlgorithmConfig, max_new_tokens: int) -> bool:
+    """Whether anything that is compared in a group differs: what `advantage/zero_variance_groups` counts the groups without."""
+    episodes = [_Episode.of(t, config, max_new_tokens) for t in group]
+    compared = _comparisons(episodes, config.credit)
+    return any(has_contrast([score for *_, score in scores]) for scores in compared)
+
+
 def _comparisons(
     group: Sequence[_Episode], credit: str
 ) -> Iterator[list[tuple[_Episode, np.ndarray, np.ndarray | float, float]]]:

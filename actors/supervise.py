@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from r3async.actors.conductor import Conductor
-from r3async.actors.generator import GeneratorActor
+from r3async.actors.generator import GeneratorActor, GeneratorParts
 from r3async.actors.learner import LearnerActor
 from r3async.actors.process import NotTrained, ProcessLost, Question, RunFailed
 from r3async.actors.run_dir import RunDir, restart_run
 from r3async.checkpoint import Checkpoints, Opened
 from r3async.checkpoint.resume import fingerprint_model, origin_of, take_lineage
-from r3async.config import Config, ConfigError, to_dict
+from r3async.config import Config, ConfigError, EnvConfig, to_dict
 from r3async.data.versions import Lineage
+from r3async.envs import EnvironmentFactory
 from r3async.record.events import open_events
 from r3async.schedule.health import Watchdog
 from r3async.world import ActorLost, ActorRef, Placement, World
@@ -51,6 +52,8 @@ class Pipeline:
     learner: type[LearnerActor] = LearnerActor
     generator: type[GeneratorActor] = GeneratorActor
     conductor: type[Conductor] = Conductor
+    environments: Callable[[EnvConfig], EnvironmentFactory] | None = None
+    """Makes those of the generators, where they are not the configuration's alone (`envs/objects.py`)."""
 
     def __init__(self, world: World, config: Config, model_path: Path, run_dir: Path, resume: Opened | None = None):
         """`resume`: the checkpoint that the run resumes from."""
@@ -82,10 +85,11 @@ class Pipeline:
             name="learner",
             placement=Placement(config.learner.threads, share if ranks == 1 else 0.0),
         )
+        parts = [GeneratorParts(environment=self.environments)] if self.environments else []
         playing = Placement(config.generator.threads, share, restarts=config.generator.max_restarts)
         generators = {}
         for name in (f"generator-{index}" for index in range(count)):
-            plays = (name, self.run_id, with_secrets, model, directory, lineage.number)
+            plays = (name, self.run_id, with_secrets, model, directory, lineage.number, *parts)
             generators[name] = actors.spawn(self.generator, *plays, name=name, placement=playing)
         leads = (self.run_id, plain, directory, learner, generators, resume.state if resume else None, lineage)
         conductor = actors.spawn(

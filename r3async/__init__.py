@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from r3async.learner.losses.policy_loss import PolicyLoss as PolicyLoss
     from r3async.learner.losses.policy_loss import by_token as by_token
     from r3async.rollout.outcomes import Evaluation as Evaluation
+    from r3async.tools.callbacks import Callback as Callback
+    from r3async.tools.callbacks import CallbackFailed as CallbackFailed
+    from r3async.tools.callbacks import CheckpointRecord as CheckpointRecord
+    from r3async.tools.callbacks import EndRecord as EndRecord
+    from r3async.tools.callbacks import EvaluationRecord as EvaluationRecord
+    from r3async.tools.callbacks import StepRecord as StepRecord
 
 __version__ = "0.1.0"
 
@@ -56,6 +62,14 @@ _HOME = {
     ),
     "r3async.learner.losses.policy_loss": ("LossInputs", "PolicyLoss", "by_token"),
     "r3async.rollout.outcomes": ("Evaluation",),
+    "r3async.tools.callbacks": (
+        "Callback",
+        "CallbackFailed",
+        "CheckpointRecord",
+        "EndRecord",
+        "EvaluationRecord",
+        "StepRecord",
+    ),
 }
 """Loaded when they are used: an environment's process does not need torch."""
 

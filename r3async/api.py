@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextvars
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from r3async.config import Config, load_config
 from r3async.config.read import with_overrides
+from r3async.envs.objects import environment_with, hold, named
 from r3async.rollout.outcomes import Evaluation
 
+T = TypeVar("T")
 
-def train(preset: str | Path | Config = "quickstart", *, runs: str | Path = "runs", **settings: Any) -> Path:
+
+def train(
+    config: str | Path | Config = "quickstart",
+    *,
+    environment: Any = None,
+    reward: Any = None,
+    callbacks: Sequence[Any] = (),
+    runs: str | Path = "runs",
+    **settings: Any,
+) -> Path:
     """Train to the end, and return the run's directory, `runs/NAME`.
 
-    `preset`: a preset's name, a TOML file, or a `Config`. `settings` go over it: `train("quickstart", steps=3,
+    `config`: a preset's name, a TOML file, or a `Config`. `settings` go over it: `train("quickstart", steps=3,
     learner={"lr": 1e-4})`; a dotted key goes in as `**{"learner.lr": 1e-4}`. With the `name` of a run that is there, that run
     resumes from its newest checkpoint. Progress goes to standard error.
 
-    Raises `ConfigError` for a wrong setting, `CheckpointError` for a checkpoint that cannot be resumed, `RunFailed` for a run
-    that ended early, and `NotTrained`, which is one, if no step made an update. Ctrl-C ends the run in order, and it can resume.
-    Blocking, with an event loop of its own: `RuntimeError` within one that runs, as a notebook's does.
+    `environment`: a class, or a function that makes environments, or a name as `env.name`. `reward`: of `data`, a function, a
+    list of them, or what the setting takes. Wherever a setting is a name, the object may stand. `callbacks`: see `Callback`.
+
+    Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError` for a
+    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, `CallbackFailed` and `NotTrained` (no step made an
+    update), which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a notebook.
     """
+    from r3async.actors.supervise import Pipeline
+    from r3async.tools.train import StopRequest
     from r3async.tools.train import train as run
 
-    _refuse_running_loop()
-    name = "config" if isinstance(preset, Config) else str(preset)
-    return run(_config(preset, settings), name, root=Path(runs))
+    given, objects = _spelled(environment, reward, settings)
+    hold(objects)
+    kind = type("Pipeline", (Pipeline,), {"environments": partial(environment_with, objects)}) if objects else Pipeline
+    name = "config" if isinstance(config, Config) else str(config)
+    request = StopRequest()
+    made = partial(
+        run, _config(config, given), name, root=Path(runs), pipeline=kind, callbacks=callbacks, request=request
+    )
+    return _blocking(made, partial(setattr, request, "requested", True))
 
 
 def evaluate(
     target: str | Path | None = None,
-    env: str | None = None,
+    env: Any = None,
     *,
+    environment: Any = None,
+    reward: Any = None,
     episodes: int | None = None,
     seed: int | None = None,
     policy: Literal["model", "oracle", "random"] = "model",
@@ -44,32 +72,60 @@ def evaluate(
     """Play fixed tasks, which training never poses, and return what came of them.
 
     `target`: a run's name or directory, whose newest model plays its environment (by default the newest run), or a model
-    directory, which needs `env`.
-    `policy`: the model, or for scale the environment's own `oracle` or `random` answers. `settings` go over the configuration.
+    directory, which needs `env`; `environment` is the same word. A run that was given objects is given them again.
+    `policy`: the model, or for scale the environment's own `oracle` or `random` answers. `settings` go over the configuration:
+    `evaluation={"samples": 8}`. `episodes`: tasks; by default 64, or as many as each of the run's sets has.
 
     Raises `ConfigError` for a wrong setting, and `RunFailed` for what an episode or the engine failed with.
     Blocking, as `train`.
     """
     from r3async.tools.eval import choose_target, run_evaluation
 
-    _refuse_running_loop()
-    chosen = choose_target(None if target is None else str(target), preset, env, settings, policy, Path(runs))
-    return asyncio.run(run_evaluation(chosen.posing(episodes, seed), policy=policy))
+    given, objects = _spelled(None, reward, settings)
+    if (played := env if environment is None else environment) is not None and not isinstance(played, str):
+        names, more = named({"environment": played})
+        played, objects = names["environment"], objects | more
+    hold(objects)
+    chosen = choose_target(None if target is None else str(target), preset, played, given, policy, Path(runs))
+    return _blocking(lambda: asyncio.run(run_evaluation(chosen.posing(episodes, seed), policy=policy)), lambda: None)
 
 
-def _refuse_running_loop() -> None:
-    """Before anything is made: later, `asyncio.run` would refuse it too, in words of its own."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(
-        "r3async.train and r3async.evaluate run an event loop of their own, and one runs here already, as in a notebook: "
-        "await asyncio.to_thread(r3async.train, ...)"
-    )
+def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """As settings, with names for objects; and the objects, pickled."""
+    words = {"environment": environment, "reward": reward}
+    given, objects = named({**settings, **{word: value for word, value in words.items() if value is not None}})
+    if "environment" in given:
+        given["env.name"] = given.pop("environment")
+    return given, objects
 
 
 def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
     if not isinstance(preset, Config):
         return load_config(str(preset), settings)
     return with_overrides(preset, settings)
+
+
+def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:
+    """`call`, which runs an event loop: in a thread where one runs here already, as in a notebook. A first Ctrl-C then calls
+    `stop`, and a second one waits for nothing."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    made: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            made.set_result(context.run(call))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="r3async", daemon=True).start()
+    try:
+        return made.result()
+    except KeyboardInterrupt:
+        if made.done():
+            raise
+        stop()
+        return made.result()

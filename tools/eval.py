@@ -103,12 +103,12 @@ def find_target(
 
 def _override(base: Config, env: str | None, overrides: Overrides) -> Config:
     """`env` of what is returned is what evaluation plays, but for the sets that name their own; overrides of `env` change that,
-    as overrides of `evaluation.env` do. With `env`, there are no sets."""
+    as overrides of `evaluation.env` do. Another `env` has no sets."""
     data = to_dict(base, reveal=True)
     data["env"] = to_dict(evaluated(base, base.evaluation), reveal=True)
     data["evaluation"].pop("env", None)
     data["checkpoint"].pop("keep_best", None)  # nothing is trained
-    if env is not None:
+    if env is not None and env != data["env"]["name"]:
         data["evaluation"].pop("sets", None)
     if data["serving"]["token"] == HIDDEN:  # nobody from outside is served here
         data["serving"] |= {"token": "", "host": "127.0.0.1"}

@@ -31,12 +31,13 @@ from r3async.config.training import RoutingConfig
 from r3async.data.records import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.factory import BUILT_IN, environment_factory
+from r3async.envs.objects import all_held, hold
 from r3async.envs.tasks import ReverseText
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engines.vllm_owner import exit_with
 from r3async.rollout.lessons import Lesson
 from r3async.world.files import replace_directory
-from r3async.world.processes import find_user_modules
+from r3async.world.processes import find_user_modules, program_apart
 
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner
@@ -283,8 +284,9 @@ def init_model_apart(directory: Path, config: Config, progress: Progress, meanwh
     then."""
     hears, says = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_init_model, args=(directory, to_dict(config), os.getpid(), says))
-    process.start()
+    process = context.Process(target=_init_model, args=(directory, to_dict(config), all_held(), os.getpid(), says))
+    with program_apart():
+        process.start()
     says.close()
     try:
         meanwhile()
@@ -304,11 +306,14 @@ def init_model_apart(directory: Path, config: Config, progress: Progress, meanwh
         hears.close()
 
 
-def _init_model(directory: Path, config: dict[str, Any], owner: int, says: Connection) -> None:
+def _init_model(
+    directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, says: Connection
+) -> None:
     """Lines of progress go to `says`, then None, or what was raised."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the owner, who ends this process
     exit_with(owner)
     find_user_modules()
+    hold(objects)
     try:
         init_model(directory, config_from_dict(config), says.send)
     except Exception as error:

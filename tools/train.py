@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config
+from r3async.tools.callbacks import Callbacks
 from r3async.tools.outlets import Outlets
 from r3async.tools.run_dir import check_capacity, full_disk_is_named, open_run
 from r3async.tools.tail.live import LiveView
@@ -67,13 +68,13 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
 class Front:
     """The terminal, the outlets and the signals: what a run's driver knows of the person; see `supervise.Person`."""
 
-    def __init__(self, view: LiveView, outlets: Outlets, request: StopRequest):
-        self.view, self.outlets, self.request = view, outlets, request
+    def __init__(self, view: LiveView, outlets: Outlets, request: StopRequest, callbacks: Callbacks):
+        self.view, self.outlets, self.request, self.callbacks = view, outlets, request, callbacks
         self.say, self.phase, self.report = view.say, view.phase, reporter(view)
 
     @property
     def stop_requested(self) -> bool:
-        return self.request.requested
+        return self.request.requested or self.callbacks.failed is not None
 
     @property
     def step(self) -> int:
@@ -93,10 +94,12 @@ class Front:
     def rewind(self, step: int) -> None:
         self.outlets.rewind()
         self.view.rewind(step)
+        self.callbacks.rewind(step)
 
     def show(self, status: dict[str, Any]) -> None:
         self.outlets.show(status)
         self.view.show(status)
+        self.callbacks.show(status)
 
 
 def train(
@@ -105,25 +108,41 @@ def train(
     console: Console | None = None,
     root: Path = Path("runs"),
     pipeline: type[Pipeline] | None = None,
+    callbacks: Sequence[Any] = (),
+    request: StopRequest | None = None,
 ) -> Path:
-    """Run to the end; returns the run directory. `pipeline`: with other actors than usual.
+    """Run to the end; returns the run directory. `pipeline`: with other actors than usual. `callbacks`: see `Callbacks`.
+    `request`: by which another thread may ask for a stop.
 
     Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it; `NotTrained`, which is one, if no step
-    made an update.
+    made an update, and `CallbackFailed`, which is one.
     """
-    request = StopRequest()
+    request, heard = request or StopRequest(), Callbacks(callbacks)
     console = console or Terminal(file=sys.stderr)
     with stop_signals(request), LiveView(console, config.steps) as view:
         try:
-            return _train(config, preset, view, root, pipeline, request)
+            path = _train(config, preset, view, root, pipeline, request, heard)
+            heard.end(None)
+            return path
         except StoppedWhileLoading:
+            heard.end(None)
             name = f" with name={config.name}" if config.name else ""
             view.say(f"stopped while loading, before a step was made; to resume: the same command{name}")
             return root / config.name
+        except Exception as error:
+            if error is not heard.failed:
+                heard.end(error)
+            raise
 
 
 def _train(
-    config: Config, preset: str, view: LiveView, root: Path, pipeline: type[Pipeline] | None, request: StopRequest
+    config: Config,
+    preset: str,
+    view: LiveView,
+    root: Path,
+    pipeline: type[Pipeline] | None,
+    request: StopRequest,
+    callbacks: Callbacks,
 ) -> Path:
     from r3async.actors.supervise import Pipeline, supervise
     from r3async.envs.mix import evaluate_each
@@ -145,12 +164,13 @@ def _train(
     with full_disk_is_named(root):
         run = open_run(config, preset, view.say, root, reporter(view))
     view.say(f"run directory: {run.path}")
-    view.rewind(run.resume.state.steps if run.resume else 0)
+    view.rewind(step := run.resume.state.steps if run.resume else 0)
     try:
         with full_disk_is_named(run.path):
             model_path = run.model_path(config) or _model(config, run.path, view, request)
         with Outlets(config, run.path, view.say) as outlets:
-            front = Front(view, outlets, request)
+            callbacks.begin(config, run.path, step)
+            front = Front(view, outlets, request, callbacks)
             asyncio.run(supervise(REAL, config, model_path, run, front, pipeline or Pipeline))
     except SystemExit as error:  # of the handlers that Ray installs while it starts: it has ended its processes
         if not request.loading:

@@ -13,6 +13,7 @@ import msgspec
 from r3async.config import DATASET, ConfigError, DataConfig, EnvConfig, RewardConfig, data_config, rewards_of
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.forms import MISSING, Task, task_of
+from r3async.envs.objects import hold, is_object, pickled
 from r3async.envs.pool import pooled
 from r3async.envs.rewards import Asked, Reward, check_row, judge, reward_of
 from r3async.envs.rows import Found, find, read_rows, stamps_of
@@ -223,9 +224,11 @@ def _asked(task: Task, action: Action) -> Asked:
 
 
 class Judge:
-    """In a process of the pool: what blocking rewards say of one answer, `Asked` in JSON, as metrics by name."""
+    """In a process of the pool: what blocking rewards say of one answer, `Asked` in JSON, as metrics by name. `objects`: those of
+    them that have no module, pickled."""
 
-    def __init__(self, rewards: list[dict[str, Any]]):
+    def __init__(self, rewards: list[dict[str, Any]], objects: dict[str, bytes]):
+        hold(objects)
         self._rewards = _rewards_here(msgspec.json.encode(rewards))
 
     def reset(self, task_seed: int) -> list[Message]:
@@ -251,7 +254,9 @@ class DatasetFactory:
         self._tasks = _posed(data)
         quick = {reward.name for reward in self._rewards if reward.quick}
         slow = [msgspec.to_builtins(each) for each in rewards_of(data.reward) if each.name not in quick]
-        self._blocking = pooled("r3async.envs.dataset:Judge", {"rewards": slow}, config, has_oracle=False)
+        objects = {fn.partition(":")[2]: pickled(fn, "reward") for each in slow if is_object(fn := each["fn"])}
+        judging = {"rewards": slow, "objects": objects}
+        self._blocking = pooled("r3async.envs.dataset:Judge", judging, config, has_oracle=False)
 
     def __call__(self) -> Dataset:
         return Dataset(self._tasks, self._rewards, self._blocking)

@@ -10,6 +10,7 @@ from typing import Any
 
 from r3async.config import DATASET, MIX, ConfigError, EnvConfig, did_you_mean
 from r3async.envs import EnvironmentFactory
+from r3async.envs.objects import is_object, loaded, pickled
 from r3async.envs.pool import pooled
 
 BUILT_IN = {
@@ -42,6 +43,8 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
         if not target and prefix not in (DATASET, MIX):
             raise ConfigError(f"`env.name` = {config.name!r}: say which, as in `{prefix}:NAME`")
         return pkgutil.resolve_name(ADAPTERS[prefix])(target, config)
+    if is_object(config.name):
+        return class_factory(loaded(config.name, "env.name"), config.name, config)
     path = BUILT_IN.get(config.name, config.name)
     if ":" not in path:
         hint = did_you_mean(config.name, [*BUILT_IN, *ADAPTERS], f"built in: {', '.join(BUILT_IN)}")
@@ -53,13 +56,10 @@ def environment_factory(config: EnvConfig) -> EnvironmentFactory:
 
 
 def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> EnvironmentFactory:
-    """Makes `kind(**extra, **env.args)`: here if its functions are `async def`, in the pool's processes if they are plain."""
-    waits = [inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step")]
-    if not all(callable(getattr(kind, name, None)) for name in ("reset", "step")) or len(set(waits)) == 2:
-        raise ConfigError(
-            f"`env.name` = {config.name!r} is no environment: it needs `reset(task_seed)` and `step(action)`, "
-            "both `async def` or both plain `def`"
-        )
+    """Makes `kind(**extra, **env.args)`: here if its functions are `async def`, in the pool's processes if they are plain.
+    `kind`: a class, or a function that makes environments."""
+    if inspect.isclass(kind) or not callable(kind):
+        _check_plays(kind, config)
     arguments = {**extra, **config.arguments()}
     accept_arguments(kind, config, extra)
     try:
@@ -68,12 +68,25 @@ def class_factory(kind: Any, path: str, config: EnvConfig, **extra: Any) -> Envi
         raise
     except Exception as error:
         raise ConfigError(f"`env.args` do not fit {config.name!r}: {error}; it takes {takes(kind, extra)}") from error
-    if all(waits):
+    _check_plays(first, config)
+    if inspect.iscoroutinefunction(first.reset):
         return lambda: kind(**arguments)
     close = getattr(first, "close", None)
     if close is not None:
         close()
-    return pooled(path, arguments, config, has_oracle=hasattr(kind, "oracle"), size=getattr(first, "size", None))
+    if is_object(path):
+        path, arguments = "r3async.envs.objects:remade", {"data": pickled(path, "env.name"), "arguments": arguments}
+    return pooled(path, arguments, config, has_oracle=hasattr(first, "oracle"), size=getattr(first, "size", None))
+
+
+def _check_plays(environment: Any, config: EnvConfig) -> None:
+    """Of a class, or of what it makes. Raises `ConfigError`."""
+    waits = [inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("reset", "step")]
+    if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")) or len(set(waits)) == 2:
+        raise ConfigError(
+            f"`env.name` = {config.name!r} is no environment: it needs `reset(task_seed)` and `step(action)`, "
+            "both `async def` or both plain `def`"
+        )
 
 
 def accept_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()) -> None:

@@ -19,6 +19,7 @@ from r3async.config import ConfigError, RewardConfig, did_you_mean
 from r3async.envs import EnvironmentFailed
 from r3async.envs.factory import load
 from r3async.envs.forms import MISSING, Task, names_of
+from r3async.envs.objects import is_object, loaded
 from r3async.envs.rows import INSTALL, find
 
 # -- built in ----------------------------------------------------------------------------------------------------------
@@ -229,6 +230,8 @@ def _own(config: RewardConfig) -> Reward:
 
 def load_function(path: str) -> Any:
     """What `module:function` or `file.py:function` names. Raises `ConfigError`."""
+    if is_object(path):
+        return loaded(path, "reward")
     place, _, name = path.rpartition(":")
     if not place.endswith(".py"):
         try:

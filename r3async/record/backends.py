@@ -226,7 +226,8 @@ class Mlflow:
 
     def write(self, row: Row) -> None:
         at = int(row["time"] * 1000)
-        self._client.log_batch(self._run, [self._metric(n, v, at, row["step"]) for n, v in numbers(row).items()])
+        named = {name.replace("@", "_at_"): value for name, value in numbers(row).items()}  # MLflow takes no @
+        self._client.log_batch(self._run, [self._metric(n, v, at, row["step"]) for n, v in named.items()])
 
     def show(self, examples: Sequence[Example]) -> None:
         self._examples += examples

@@ -246,7 +246,9 @@ async def evaluate(
     An episode that fails is tried again `episode.retries` times; then what it failed with is raised and the others are cancelled.
     `report(event, **fields)` gets failed attempts, `progress` each outcome.
     """
-    if settings.temperature is not None:
+    if settings.temperature == 0:
+        episode = msgspec.structs.replace(episode, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    elif settings.temperature is not None:
         episode = msgspec.structs.replace(episode, temperature=settings.temperature)
     tasks = evaluation_tasks(env, await count_tasks(factory), settings, trained)
     outcomes: list[Outcome] = []

@@ -14,8 +14,9 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -39,6 +40,18 @@ def environment(threads: int) -> dict[str, str]:
         "RAY_worker_niceness": "0",
         USER_PATH: os.environ.get(USER_PATH, os.getcwd()),
     }
+
+
+@contextlib.contextmanager
+def program_apart() -> Iterator[None]:
+    """Processes that are spawned meanwhile do not import the program that runs: without `if __name__ == "__main__":` in it, it
+    would run again in each of them."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def find_user_modules() -> None:

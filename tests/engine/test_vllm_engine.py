@@ -113,6 +113,18 @@ async def test_only_the_requests_stop_tokens_end_it(vllm_engine):
     assert any(END in g.token_ids for g in generations)
 
 
+async def test_greedy_answers_are_the_likeliest_tokens_and_all_the_same(vllm_engine, current):
+    ids = prompt(20, seed=7)
+    made = await asyncio.gather(
+        *(vllm_engine.generate(request(ids, 12, f"greedy-{n}", temperature=0)) for n in range(4))
+    )
+    assert len({tuple(g.token_ids.tolist()) for g in made}) == 1
+    assert all(np.isfinite(g.logprobs).all() for g in made)
+    tokens = made[0].token_ids
+    first = [await vllm_engine.score(np.append(ids, np.int32(token))) for token in (int(tokens[0]), 5, 17, 99)]
+    assert max(scores[-1] for scores in first) == first[0][-1]
+
+
 async def test_score_ignores_caches_and_temperature(vllm_engine, current):
     ids = prompt(300, seed=4)
     await vllm_engine.generate(request(ids, 2, temperature=0.5))

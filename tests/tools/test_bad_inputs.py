@@ -67,7 +67,7 @@ SETTINGS = [
     ("model=x", "`model` is a section"),
     ("model.init.top_k=99", "`top_k` = 99 is more than `experts`"),
     ("env.workers=0", "`workers` must be greater than 0"),
-    ("episode.temperature=0", "`temperature` must be greater than 0"),
+    ("episode.temperature=0", "`episode.temperature` must be greater than 0"),
     ("episode.max_prompt_tokens=99999", "`max_prompt_tokens` must be less"),
     ("generator.engine=sglang", "'vllm', 'scripted'"),
     ("generator.concurrency_min=999", "`concurrency_min` must not be more"),

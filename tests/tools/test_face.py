@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 import r3async
 from r3async import ConfigError, load_config
+from r3async.api import _blocking
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +49,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def test_every_name_of_the_face_is_there_and_it_has_few():
-    assert 20 <= len(r3async.__all__) <= 30
+    assert 20 <= len(r3async.__all__) <= 36
     for name in r3async.__all__:
         assert getattr(r3async, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
@@ -80,14 +83,70 @@ def test_a_wrong_setting_of_train_and_evaluate_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_within_a_running_event_loop_both_say_how_to_be_called_and_make_nothing(tmp_path):
-    with pytest.raises(RuntimeError, match=r"asyncio\.to_thread"):
-        r3async.train("quickstart", runs=tmp_path)
-    with pytest.raises(RuntimeError, match=r"asyncio\.to_thread"):
-        r3async.evaluate(env="reverse-text", policy="oracle", runs=tmp_path)
+async def test_within_a_running_event_loop_as_a_notebooks_both_are_called_alike(tmp_path):
+    assert asyncio.get_running_loop().is_running()
+    assert r3async.evaluate(env="reverse-text", policy="oracle", episodes=2, runs=tmp_path).episodes == 2
+    with pytest.raises(ConfigError, match="`callbacks"):
+        r3async.train("quickstart", runs=tmp_path, callbacks=[3])
     assert list(tmp_path.iterdir()) == []
-    found = await asyncio.to_thread(r3async.evaluate, env="reverse-text", policy="oracle", episodes=2)
-    assert found.episodes == 2
+
+
+async def test_a_first_interrupt_within_a_running_loop_stops_in_order_and_a_second_waits_for_nothing(monkeypatch):
+    stopped, waited = [], []
+
+    class Interrupted(concurrent.futures.Future):
+        def result(self, timeout=None):
+            waited.append(1)
+            if len(waited) > len(interrupts):
+                return super().result(timeout)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("r3async.api.Future", Interrupted)
+    go = threading.Event()
+
+    def stop():
+        stopped.append(1)
+        go.set()
+
+    interrupts = [1]
+    assert _blocking(lambda: go.wait(5) and "in order", stop) == "in order"
+    assert stopped == [1]
+    go.clear()
+    waited.clear()
+    interrupts.append(2)
+    with pytest.raises(KeyboardInterrupt):
+        _blocking(lambda: go.wait(5), lambda: None)
+    go.set()
+
+
+def test_a_class_and_a_function_stand_where_names_do():
+    class Fixed:
+        async def reset(self, task_seed):
+            return str(task_seed)
+
+        async def step(self, action):
+            return r3async.StepResult(float(action.text), done=True)
+
+        def oracle(self):
+            return "0.25"
+
+    assert r3async.evaluate(environment=Fixed, policy="oracle", episodes=3).reward_mean == 0.25
+    assert r3async.evaluate(env=lambda: Fixed(), policy="oracle", episodes=3).reward_mean == 0.25
+
+
+def test_a_function_is_a_reward_and_one_that_cannot_be_pickled_is_named(tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("prompt,answer\n" + "".join(f"{n}?,{n}\n" for n in range(6)))
+    here = threading.Lock()
+    found = r3async.evaluate(
+        data={"path": str(rows), "eval": 3}, reward=lambda text, answer: 2.0 * (text == answer), env="dataset", policy="oracle",
+        episodes=3, evaluation={"samples": 2, "pass_reward": 2},
+    )  # fmt: skip
+    assert (found.reward_mean, found.episodes, found.passes["2"][0]) == (2.0, 6, 1.0)
+    with pytest.raises(
+        ConfigError, match=r"`reward` = function cannot be sent to the generators, because of here: TypeError"
+    ):
+        r3async.train("math", data=str(rows), reward=lambda text: here.locked(), runs=tmp_path)
 
 
 def test_evaluate_plays_the_tasks_of_an_environment():

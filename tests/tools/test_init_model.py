@@ -2,6 +2,10 @@
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +147,26 @@ def test_what_makes_a_model_apart_fail_is_raised_here_and_its_process_is_ended(t
 def kill():
     (process,) = multiprocessing.active_children()
     process.kill()
+
+
+def test_a_program_without_a_guard_is_not_run_again_by_the_process_that_makes_its_model(tmp_path):
+    small = [*SMALL, "model.init.max_warm_steps=1"]
+    code = f"""
+print("the program")
+from pathlib import Path
+from r3async.config import load_config
+from r3async.tools.init_model import init_model_apart
+init_model_apart(Path({str(tmp_path / "model")!r}), load_config("quickstart", {small!r}), lambda line: None, lambda: None)
+"""
+    (tmp_path / "script.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "the program\n"), done.stderr[-2000:]
+    assert (tmp_path / "model" / "config.json").is_file()

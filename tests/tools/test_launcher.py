@@ -142,3 +142,42 @@ def test_the_job_for_kuberay_has_a_command_of_ours_and_its_own_shared_memory():
     for pod in (group["template"]["spec"] for group in groups):
         mounted = {place["mountPath"] for place in pod["containers"][0]["volumeMounts"]}
         assert mounted >= {"/runs", "/dev/shm"}
+
+
+PROGRAM = """
+import r3async
+
+class Sums:
+    def reset(self, task_seed):
+        return f"{task_seed % 9}+1="
+    def step(self, action):
+        return r3async.StepResult(float(len(action.text)), done=True)
+    def oracle(self):
+        return "1"
+
+heard = []
+r3async.train("quickstart", environment=Sums, callbacks=[lambda record: heard.append(record.step)], runs=RUNS, name="job",
+    steps=1, model={"init": {"max_warm_steps": 2, "warm_reward": 0}}, learner={"threads": 1}, weights={"probe": False},
+    generator={"engine": "scripted"}, schedule={"groups_per_step": 2, "samples_per_group": 2})
+print("heard of", heard)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_program_that_trains_a_class_of_its_own_is_a_job(token_cluster, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM.replace("RUNS", repr(str(tmp_path / "runs"))))
+    line = [
+        Path(sys.executable).with_name("ray"),
+        "job",
+        "submit",
+        "--working-dir",
+        ".",
+        "--",
+        sys.executable,
+        "train.py",
+    ]
+    done = run(line, tmp_path, token_cluster | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "heard of [1]" in done.stdout
+    assert (tmp_path / "runs" / "job" / "model" / "config.json").is_file()

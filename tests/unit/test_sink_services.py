@@ -19,6 +19,7 @@ LATE = {
     "step": 2,
     "time": 1_700_000_009.0,
     "evaluation/reward_mean": 0.75,
+    "evaluation/pass@4": 0.5,
     "evaluation/stop_reasons": {"env_done": [1, 1]},
 }
 EPISODE = {
@@ -69,7 +70,7 @@ def test_tensorboard_shows_each_step_once(tmp_path) -> None:
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(i, i / 4) for i in range(1, 6)]
     assert {e.value for e in events.Scalars("evaluation/reward_mean")} == {0.75}
-    assert sorted(events.Tags()["scalars"]) == ["evaluation/reward_mean", "reward/mean"]
+    assert sorted(events.Tags()["scalars"]) == ["evaluation/pass@4", "evaluation/reward_mean", "reward/mean"]
     (tag,) = events.Tags()["tensors"]
     table = events.Tensors(tag)[-1].tensor_proto
     assert [d.size for d in table.tensor_shape.dim] == [2, len(Example._fields)]
@@ -152,6 +153,7 @@ def test_mlflow_has_one_run_for_all_starts(tmp_path) -> None:
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(m.step, m.value) for m in history] == [(i, i / 4) for i in (1, 2, 3, 4, 3, 4, 5)]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "evaluation/reward_mean")] == [2, 2]
+    assert [m.value for m in client.get_metric_history(run.info.run_id, "evaluation/pass_at_4")] == [0.5, 0.5]
     (artifact,) = client.list_artifacts(run.info.run_id)
     path = client.download_artifacts(run.info.run_id, artifact.path)
     assert json.loads(Path(path).read_text()) == {

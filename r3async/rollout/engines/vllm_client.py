@@ -39,6 +39,7 @@ from r3async.rollout.engines.vllm_messages import (
     Returned,
     Sampling,
 )
+from r3async.world.processes import program_apart
 
 KILL_SECONDS = 5.0
 """A process that was killed has ended by then."""
@@ -222,7 +223,8 @@ def _spawn(run: Callable[..., None], threads: int, args: tuple[Any, ...]) -> Spa
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
         process = multiprocessing.get_context("spawn").Process(target=run, name="EngineCore", args=args)
-        process.start()
+        with program_apart():
+            process.start()
     return process
 
 

@@ -1,0 +1,154 @@
+"""What a program hears of its run: callbacks, in the process that called `r3async.train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r3async.actors.process import RunFailed
+from r3async.checkpoint import Checkpoints
+from r3async.config import Config, ConfigError
+
+HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """A step was made, and its weights are delivered. `metrics`: its row of `metrics.jsonl`, such as `reward/mean`."""
+
+    run: Path
+    step: int
+    metrics: Mapping[str, Any]
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True):
+    """An evaluation has ended that began after `step`. `figures`: `reward_mean`, `reward_low`, `pass@1` and so on, and those of
+    one of several sets as `SET/reward_mean`."""
+
+    run: Path
+    step: int
+    figures: Mapping[str, Any]
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True):
+    """The checkpoint of `step` is on the disk, in the directory `path`."""
+
+    run: Path
+    step: int
+    path: Path
+
+
+class EndRecord(msgspec.Struct, frozen=True):
+    """The run has ended, after `step`. `error`: what `r3async.train` is going to raise, if it is."""
+
+    run: Path
+    step: int
+    error: BaseException | None = None
+
+
+class Callback:
+    """Override what you want to hear of. All are called in the process that called `r3async.train`, one after the other; training
+    goes on meanwhile, but nobody follows it, so be brief. After a restart of the run, steps that are made again are reported
+    again. What a callback raises stops the run in order (`CallbackFailed`)."""
+
+    def on_step(self, record: StepRecord) -> object: ...
+
+    def on_evaluation(self, record: EvaluationRecord) -> object: ...
+
+    def on_checkpoint(self, record: CheckpointRecord) -> object: ...
+
+    def on_end(self, record: EndRecord) -> object: ...
+
+
+class CallbackFailed(RunFailed):
+    """A callback raised; the run was stopped in order and can resume. `__cause__`: what it raised."""
+
+
+class Callbacks:
+    """All of a run's. One that raises is the last that is called, but for `on_end`: `failed` then says so, and the run is to end.
+
+    `given`: `Callback`s, objects with some of its functions, or plain functions, which hear of steps. Raises `ConfigError` for
+    anything else.
+    """
+
+    def __init__(self, given: Sequence[Any] = ()):
+        self._given = list(given)
+        for at, each in enumerate(self._given):
+            if isinstance(each, type):
+                raise ConfigError(
+                    f"`callbacks[{at}]` is the class {each.__name__}: give an instance, {each.__name__}()"
+                )
+            if not any(callable(getattr(each, hook, None)) for hook in HOOKS) and not callable(each):
+                raise ConfigError(
+                    f"`callbacks[{at}]` = {each!r:.80} hears of nothing: give an r3async.Callback, an object with one of "
+                    f"{', '.join(HOOKS)}, or a function, which gets each step"
+                )
+        self._run = Path()
+        self._checkpoints: Checkpoints | None = None
+        self._step, self._evaluated = 0, 0.0
+        self._seen: list[int] = []
+        self.failed: CallbackFailed | None = None
+
+    def begin(self, config: Config, run: Path, step: int) -> None:
+        """The run begins, or resumes after `step`."""
+        self._run, self._step = run, step
+        self._checkpoints = Checkpoints.of(config, run)
+        self._seen = self._checkpoints.steps()
+
+    def rewind(self, step: int) -> None:
+        """The run restarts after that step."""
+        self._step, self._seen = step, [seen for seen in self._seen if seen <= step]
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        """A status of the conductor: calls what is new in it."""
+        if not self._given or self._checkpoints is None:
+            return
+        for row in status["rows"]:
+            if row["step"] > self._step:
+                self._step = row["step"]
+                self._call("on_step", StepRecord(self._run, row["step"], row))
+        for row in status["evaluations"]:
+            if row["time"] > self._evaluated:
+                self._evaluated = row["time"]
+                figures = {
+                    name.removeprefix("evaluation/"): value
+                    for name, value in row.items()
+                    if name.startswith("evaluation/")
+                }
+                self._call("on_evaluation", EvaluationRecord(self._run, row["step"], figures))
+        for step in self._checkpoints.steps():
+            if step not in self._seen:
+                self._seen.append(step)
+                self._call("on_checkpoint", CheckpointRecord(self._run, step, self._checkpoints.path(step)))
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing if the run never began. Raises `CallbackFailed` if a callback raised, now or before, and the run did not."""
+        if self._checkpoints is None:
+            return
+        ended = EndRecord(self._run, self._step, self.failed or error)
+        for each in self._given:
+            self._guard(each, "on_end", getattr(each, "on_end", None), ended)
+        if self.failed is not None and error is None:
+            raise self.failed
+
+    def _call(self, hook: str, record: StepRecord | EvaluationRecord | CheckpointRecord) -> None:
+        for each in self._given:
+            if self.failed is None:
+                plain = each if hook == "on_step" and not any(hasattr(each, other) for other in HOOKS) else None
+                self._guard(each, hook, getattr(each, hook, plain), record)
+
+    def _guard(self, each: object, hook: str, call: Callable[[Any], object] | None, record: Any) -> None:
+        if call is None:
+            return
+        try:
+            call(record)
+        except Exception as error:
+            name = getattr(each, "__name__", type(each).__name__)
+            failed = CallbackFailed(
+                f"the callback {name} raised in `{hook}` of step {record.step}: {type(error).__name__}: {error}; the run was "
+                f"stopped in order, and the same call with name={self._run.name!r} resumes it"
+            )
+            failed.__cause__ = error
+            self.failed = self.failed or failed

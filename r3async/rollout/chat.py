@@ -8,6 +8,7 @@ every answer that is repeated word for word keeps its own.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,13 @@ import numpy as np
 from r3async.data.records import GrowingTokens
 from r3async.envs import Message
 from r3async.rollout.growing import GrowingText, TemplateHabits
+
+REMEMBERED = 32
+"""Texts whose tokens, and beginnings of conversations whose text, are remembered."""
+BEGINNING = 3
+"""Messages of the beginning of a conversation, at most."""
+CHANGING = ("strftime_now", "now(", "random", "uuid")
+"""What a template may call whose text changes with time or by luck."""
 
 
 class TemplateError(ValueError):
@@ -58,6 +66,11 @@ class ChatRenderer:
         self.habits = TemplateHabits(template if isinstance(template, str) else "\n".join(template.values()))
         """Of the template, as far as its conversations have shown them."""
         self._end_texts = {i: self.decode([i]) for i in self.stop_token_ids}
+        # The episodes of a group begin with the same prompt, at about the same time.
+        self._changing = any(name in str(template) for name in CHANGING)
+        self._render_beginning = functools.lru_cache(REMEMBERED)(self._render_plain)
+        self.token_ids = functools.lru_cache(REMEMBERED)(self._token_ids)
+        """Of a text: int32 `[T]`, read-only; special tokens are found in it, none is added."""
         self.render([Message("user", "hello")])
 
     @classmethod
@@ -74,6 +87,16 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The template's text, ready for an answer. Raises `TemplateError` with what the template raised."""
+        if self._changing or tools or len(messages) > BEGINNING:
+            return self._render(messages, tools)
+        if any(m.tool_calls or m.tool_call_id or m.name for m in messages):
+            return self._render(messages, tools)
+        return self._render_beginning(*((m.role, m.content) for m in messages))
+
+    def _render_plain(self, *messages: tuple[str, str]) -> str:
+        return self._render([Message(role, content) for role, content in messages], ())
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 [m.for_template() for m in messages],
@@ -94,6 +117,11 @@ class ChatRenderer:
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens are found in the text, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _token_ids(self, text: str) -> np.ndarray:
+        token_ids = np.asarray(self.encode(text), np.int32)
+        token_ids.flags.writeable = False
+        return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -295,7 +323,7 @@ class Conversation:
             self._add(self._encoded(rendered[at:], passed))
 
     def _encoded(self, text: str, spoken: int = 0) -> Piece:
-        return Piece(text, np.asarray(self.renderer.encode(text), np.int32), spoken)
+        return Piece(text, self.renderer.token_ids(text), spoken)
 
     def _add(self, piece: Piece) -> None:
         self._pieces.append(piece)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
-WINDOW_SECONDS = 0.001
+WINDOW_SECONDS = 0.004
 LOOP, IDLE, CALLS, RUNTIME = "loop", "idle", "calls", "runtime"
 """Stages that nothing else is called. `calls`: tasks that were made outside of any stage, as those for calls of other actors."""
 SHARED = "threads"

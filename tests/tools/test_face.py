@@ -161,7 +161,7 @@ def test_the_wheel_has_actors_tools_and_presets_and_not_what_tests_the_project(w
     for needed in ("actors/conductor.py", "tools/cli.py", "tools/simulate/run.py", "views/report.html", "py.typed"):
         assert f"r3async/{needed}" in names
     assert {f"r3async/presets/{p.name}" for p in (ROOT / "configs").glob("*.toml")} <= set(names)
-    for left_out in ("bench", "chaos", "fuzz", "lint_seam", "config_reference"):
+    for left_out in ("bench", "chaos", "fuzz", "lint_seam", "config_reference", "dashboard"):
         assert not [name for name in names if name.startswith(f"r3async/tools/{left_out}")]
 
 

@@ -1,0 +1,59 @@
+"""The Grafana dashboard: made from the catalogue, and asks for nothing that no process serves."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+
+import pytest
+
+from r3async.config.operation import ObserveConfig
+from r3async.record.catalogue import METRICS
+from r3async.record.prometheus import Endpoint, metric_name
+from r3async.rollout.engines.scripted import ScriptedEngine
+from r3async.tools.config_reference import DASHBOARD
+from r3async.tools.dashboard import dashboard
+from r3async.views.charts import CHARTS
+
+
+@pytest.fixture(scope="module")
+def panels() -> list[dict]:
+    return json.loads(DASHBOARD.read_text())["panels"]
+
+
+def test_the_file_is_what_the_catalogue_makes() -> None:
+    assert DASHBOARD.read_text() == dashboard(), "run python -m r3async.tools.config_reference"
+
+
+def test_every_query_is_for_something_that_a_process_serves(panels, tmp_path) -> None:
+    endpoint = Endpoint("driver", tmp_path, ObserveConfig(prometheus_port=0))
+    try:
+        endpoint.update(dict.fromkeys(METRICS, 1.0))
+        endpoint.read = lambda: {f"engine/{name}": value for name, value in ScriptedEngine([]).stats().items()}
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=30) as answer:
+            served = {re.split(r"[{ ]", line)[0] for line in answer.read().decode().splitlines()}
+    finally:
+        endpoint.close()
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    asked = {name for query in queries for name in re.findall(r"((?:r3async|process)_\w+)\{", query)}
+    assert len(queries) >= len(asked) > 40
+    assert asked <= served
+    assert all('run=~"$run"' in query for query in queries), "one run at a time"
+
+
+def test_it_has_every_chart_of_the_report(panels) -> None:
+    by_title = {panel["title"]: panel for panel in panels}
+    for chart in CHARTS:
+        asked = " ".join(target["expr"] for target in by_title[chart.title]["targets"])
+        assert all(metric_name(line.metric) + "{" in asked for line in chart.lines)
+
+
+def test_panels_do_not_lie_on_each_other(panels) -> None:
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in panels):
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+    assert len({panel["id"] for panel in panels}) == len(panels)

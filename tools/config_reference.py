@@ -1,5 +1,5 @@
 """`python -m r3async.tools.config_reference`: docs/configuration.md, from the typed configuration and the docstrings beside
-it, the table of metrics in docs/observing.md and docs/examples/grafana.json, from the catalogue, and the tables of docs/models.md,
+it; the table of metrics in docs/observing.md and docs/examples/grafana.json, from the catalogue; the tables of docs/models.md,
 from the declared architectures.
 
 `--check` writes nothing, and exits 1 if a file is not what would be written.

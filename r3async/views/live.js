@@ -1,7 +1,7 @@
 "use strict";
 // A served page: asks for what is new while it is visible, and for the episodes that its reader looks for.
 const page = document.querySelector("main"), token = page.dataset.token, query = page.dataset.query;
-const EVERY = 2000, AFTER_FAILURE = 5000;
+const EVERY = 2000, AFTER_FAILURE = 5000, SHARE = 20;  // milliseconds; an answer is at most a part in so many of the time
 let cursor = page.dataset.cursor, timer = 0;
 
 const told = {};  // of each part, what the server said last: the page's own may have been drawn into since
@@ -25,7 +25,8 @@ async function poll() {
   if (document.hidden) { pulse("paused", ""); return; }
   let wait = EVERY;
   try {
-    const text = await ask("page", { cursor });
+    const asked = performance.now(), text = await ask("page", { cursor });
+    wait = Math.max(EVERY, SHARE * (performance.now() - asked));
     if (text !== null) {
       take(new DOMParser().parseFromString(text, "text/html"));
       await find();

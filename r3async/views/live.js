@@ -1,8 +1,8 @@
 "use strict";
 // A served page: asks for what is new while it is visible, and for the episodes that its reader looks for.
 const page = document.querySelector("main"), token = page.dataset.token, query = page.dataset.query;
-const EVERY = 2000, AFTER_FAILURE = 5000, SHARE = 20;  // milliseconds; an answer is at most a part in so many of the time
-let cursor = page.dataset.cursor, timer = 0;
+const EVERY = 2000, AFTER_FAILURE = 5000, SHARE = 20;  // milliseconds; the server spends one part in so many on us
+let cursor = page.dataset.cursor, timer = 0, spent = 0;
 
 const told = {};  // of each part, what the server said last: the page's own may have been drawn into since
 for (const part of document.querySelectorAll("[data-part]")) { told[part.dataset.part] = null; }
@@ -11,6 +11,7 @@ async function ask(path, words) {
   const answer = await fetch(`${path}?${new URLSearchParams({ ...Object.fromEntries(new URLSearchParams(query)), ...words, token })}`);
   if (answer.status === 204) { return null; }
   if (!answer.ok) { throw new Error(await answer.text()); }
+  spent = Number(answer.headers.get("Server-Timing")?.match(/dur=(\d+)/)?.[1] || 0);
   return answer.text();
 }
 
@@ -25,8 +26,8 @@ async function poll() {
   if (document.hidden) { pulse("paused", ""); return; }
   let wait = EVERY;
   try {
-    const asked = performance.now(), text = await ask("page", { cursor });
-    wait = Math.max(EVERY, SHARE * (performance.now() - asked));
+    const text = await ask("page", { cursor });
+    wait = Math.max(EVERY, SHARE * spent);
     if (text !== null) {
       take(new DOMParser().parseFromString(text, "text/html"));
       await find();

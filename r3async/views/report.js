@@ -26,10 +26,10 @@ function axis() {
 }
 const over = (line, now) => (data.series[line.x + "x/" + now.name] || []).map((x) => typeof x === "number" ? x / now.per : null);
 
-// Means of the values on both sides, weighted by how near they are; `share` of all values weigh most of it. So no curve lags
-// behind what it smooths.
+// Means of the values on both sides, weighted by how near they are; `share` of all values, and at least 5, weigh most of it. So
+// no curve lags behind what it smooths.
 function smoothed(values, share) {
-  const kept = values.filter((value) => value !== null).length, keep = 1 - 1 / Math.max(1, share * kept / 2);
+  const kept = values.filter((value) => value !== null).length, keep = 1 - 2 / Math.max(5, share * kept);
   const sums = values.map(() => 0), weights = values.map(() => 0);
   for (const order of [[...values.keys()], [...values.keys()].reverse()]) {
     let sum = 0, weight = 0;
@@ -119,7 +119,7 @@ function drawChart(chart) {
   const now = axis(), share = Number(chosen("smooth", "0")), traces = [];
   for (const line of chart.lines) {
     const y = data.series[line.metric], steps = data.series[line.x + "x/step"];
-    const soft = share > 0 && !line.points && !line.marks && share * y.length > 2;
+    const soft = share > 0 && !line.points && !line.marks && y.length > 20;
     const trace = {
       type: "scatter", x: over(line, now), y, name: line.label, connectgaps: false, customdata: steps,
       mode: line.marks ? "lines+markers" : line.points || y.length < 2 ? "markers" : "lines",

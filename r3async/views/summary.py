@@ -322,6 +322,8 @@ def format_percent(value: float | None) -> str:
 
 def format_metric(value: float | None, unit: str) -> str:
     """A metric with its unit."""
+    if value is None:
+        return "-"
     if unit in ("fraction", "s"):
         return format_percent(value) if unit == "fraction" else format_seconds(value)
     return f"{format_number(value)} {unit}".rstrip()

@@ -79,8 +79,7 @@ class LivePages:
             run.close()
 
     async def page(self, request: web.Request) -> web.StreamResponse:
-        """A whole page as it is now, and the milliseconds of processor time that it took; 204 if `cursor` says that its reader has
-        it."""
+        """A whole page as it is now, with the processor time that it took; 204 if `cursor` says that its reader has it."""
         one = self._asked(request)
         async with self._looking:
             text, spent = await asyncio.to_thread(self._page, one, request.query.get("cursor", ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from r3async.config import MIX
 from r3async.data.container import Record, map_file
 from r3async.record.catalogue import finite
 from r3async.record.routes import ROUTES, Entry, RouteIndex, parse_id
+from r3async.schedule.mix import Order
 from r3async.views.episodes import Ages, RunTokenizer, conversation, samples_of
 from r3async.views.follow import FollowedFile
 from r3async.views.summary import format_number
@@ -94,6 +96,17 @@ def _within(value: float | None, low: float | None, high: float | None) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
+def environment_of(config: dict[str, Any]) -> Callable[[int | None], str]:
+    """Which environment of a run poses the task of a group. `config`: of the run, as `read_run_config` returns it."""
+    env = config.get("env", {})
+    name, parts = str(env.get("name", "")), env.get("args", {})
+    if name != MIX or not parts:
+        return lambda group: name
+    labels = sorted(parts)
+    order = Order([float(parts[label].get("weight", 1.0)) for label in labels])
+    return lambda group: name if group is None else labels[order.entry(group)]
+
+
 class Episodes:
     """All episodes of which a run kept words or tokens. `look` takes in what is new."""
 
@@ -105,15 +118,15 @@ class Episodes:
         self._found: dict[str, Episode] = {}
         self._take_traces(self._index.trained)
 
-    def look(self, environment: str) -> bool:
-        """Take in what was written since the last look; whether that was anything. `environment`: of a line that names none."""
+    def look(self, environment: Callable[[int | None], str]) -> bool:
+        """Take in what was written since the last look; whether that was anything. `environment`: of the task of a group."""
         talks = [line for line in self._talks.objects() if isinstance(line.get("turns"), list)]
         for line in talks:
             self._take_talk(line)
         new = self._index.read_on()
         self._take_traces(new)
         for episode in self._found.values():
-            episode.environment = episode.environment or environment
+            episode.environment = episode.environment or environment(episode.group)
         for key in list(self._found)[: -MAX_LISTED or None]:
             del self._found[key]
         return bool(talks or new)
@@ -127,7 +140,7 @@ class Episodes:
         episode = self._named(step if isinstance(step, int) else None, name)
         turns = [turn for turn in line["turns"] if isinstance(turn, dict)]
         said = "\n".join(str(turn.get(who) or "") for turn in turns for who in ("user", "assistant"))
-        episode.talk, episode.turns, episode.environment = line, len(turns), str(line.get("environment") or "")
+        episode.talk, episode.turns = line, len(turns)
         episode.text = said[:MAX_SEARCHED].casefold()
         episode.reward = reward if episode.reward is None else episode.reward
 

@@ -10,7 +10,7 @@ from typing import Any
 from r3async.record.catalogue import finite
 from r3async.record.reading import EVALUATION, converted, read_run_config
 from r3async.record.timeline import FILE, Span
-from r3async.views.browse import Episodes, Query
+from r3async.views.browse import Episodes, Query, environment_of
 from r3async.views.episodes import Ages
 from r3async.views.follow import FollowedFile
 from r3async.views.report import RunRecord
@@ -33,19 +33,22 @@ class LiveRun:
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._config: dict[str, Any] = {}
+        self._environment = environment_of({})
         self._episodes = Episodes(run_dir)
 
     def look(self) -> int:
         """Take in what was written since the last look. Returns `revision`."""
         gone = not self.run_dir.is_dir()
-        self._config = self._config or read_run_config(self.run_dir)
+        if not self._config:
+            self._config = read_run_config(self.run_dir)
+            self._environment = environment_of(self._config)
         new = {name: list(file.objects()) for name, file in self._files.items()}
         _go_on(self._rows, new["metrics.jsonl"])
         _go_on(self._routing, new["routing.jsonl"])
         self._evaluations += new[EVALUATION]
         self._events.extend(new["events.jsonl"])
         self._spans.extend(span for span in converted(new[FILE], Span) if span.start <= span.end)
-        told = self._episodes.look(str(self._config.get("env", {}).get("name", "")))
+        told = self._episodes.look(self._environment)
         if any(new.values()) or told or gone != self.gone or not self.revision:
             self.revision += 1
         self.gone = gone

@@ -1,7 +1,7 @@
 "use strict";
 // A served page: asks for what is new while it is visible, and for the episodes that its reader looks for.
 const page = document.querySelector("main"), token = page.dataset.token, query = page.dataset.query;
-const EVERY = 2000, AFTER_FAILURE = 5000, SHARE = 20;  // milliseconds; the server spends one part in so many on us
+const EVERY = 2000, AFTER_FAILURE = 5000, SHARE = 10;  // milliseconds; the server spends one part in so many on us
 let cursor = page.dataset.cursor, timer = 0, spent = 0;
 
 const told = {};  // of each part, what the server said last: the page's own may have been drawn into since

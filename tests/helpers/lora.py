@@ -50,7 +50,8 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
         return norm(gradients)
 
     optimizer._squared_norm = capture
-    metrics = train_minibatch(learner, of_rank(batch(), rank // p.tp % p.dp, p.dp)).metrics
+    recorded = config.routing.replay != "off"
+    metrics = train_minibatch(learner, of_rank(batch(routes=recorded), rank // p.tp % p.dp, p.dp)).metrics
     optimizer._squared_norm = norm
     out = {}
     for held, gradient in zip(learner.places(), taken, strict=True):
@@ -145,5 +146,23 @@ def restored_and_saved(path: Path, config: Config, saved: list[Path], merged: Pa
     try:
         learner.restore(hc.LearnerParts(saved))
         learner.save(merged)
+    finally:
+        learner.close()
+
+
+def taught_on_rank(
+    path: Path, config: Config, micro_batches: list[Any]
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """On a rank: the metrics of one supervised step, and the model after it (on rank 0)."""
+    from r3async.learner.supervised import supervised_loss, supervised_step
+
+    p = config.learner.parallel
+    rank = dist.get_rank() if p.world > 1 else 0
+    learner = build_learner(config, path)
+    try:
+        mine = of_rank(micro_batches, rank // p.tp % p.dp, p.dp)
+        metrics = supervised_step(learner, mine)
+        total, count = supervised_loss(learner, mine)
+        return metrics | {"after": total / count}, {n: t.clone() for n, t in learner.export().items()}
     finally:
         learner.close()

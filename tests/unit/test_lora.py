@@ -13,6 +13,7 @@ from r3async.checkpoint.resume import check_settings
 from r3async.checkpoint.state import CheckpointError
 from r3async.config import ConfigError, config_from_dict, to_dict
 from r3async.learner import LearnerError, build_learner
+from tests.helpers import architectures as ha
 from tests.helpers import checkpoint as hc
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
@@ -34,6 +35,17 @@ def test_the_gradient_is_that_of_full_training_on_the_adapters_subspace(model_pa
     assert all(g.norm() > 0 for n, g in expected.items() if "experts." not in n)
     hl.assert_close(found, expected)
     assert norm == pytest.approx(sum(float(g.square().sum()) for g in expected.values()) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", list(ha.VARIANTS))
+def test_every_architecture_can_be_adapted(tmp_path, variant, backend):
+    path = ha.make_model(tmp_path / "m", variant)
+    config = hl.with_lora(hl.settings(backend))
+    config = msgspec.structs.replace(config, routing=msgspec.structs.replace(config.routing, replay="off"))
+    found, _, values = hl.adapter_gradients(path, config, tmp_path / "merged")
+    assert found
+    hl.assert_close(found, hl.projected(hl.full_gradients(tmp_path / "merged", config), values))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

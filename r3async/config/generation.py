@@ -238,6 +238,9 @@ class ServingConfig(Section):
     generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
     model_name: str = "policy"
     """What `/v1/models` calls the model. Requests may name any."""
+    tool_parser: str = "auto"
+    """Who reads tool calls. `auto`: by the form that the chat template writes them in. `builtin`: ours, of Hermes' and Qwen's
+    form. Any other: vLLM's parser of that name, such as `llama3_json`."""
     max_body_bytes: PositiveInt = 4 * 2**20
     """Of one request; a longer one is refused before it is read."""
     max_messages: PositiveInt = 1024

@@ -1,15 +1,18 @@
 """An agent with the `openai` package before the real engine: every recorded number is what transformers computes."""
 
 import asyncio
+import json
 
 import numpy as np
 import openai
 import pytest
 from transformers import AutoTokenizer
 
-from r3async.config import EnvConfig, EpisodeConfig, ServingConfig
+from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
 from r3async.rollout.agents.agents import agent_player
+from r3async.rollout.agents.tool_parsers import tool_parser
 from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engines import EngineError
 from r3async.rollout.episode import EpisodeTask
 from tests.helpers.engine import Reference
 
@@ -55,3 +58,48 @@ async def test_what_an_agent_causes_is_recorded_as_transformers_would_compute_it
         routes = np.sort(table["routed_experts"], axis=-1)
         assert np.array_equal(routes[known], reference.routes(ids)[known])
     assert recorded / trained >= 0.95
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+ARGUMENTS = {"a": 1, "b": 2}
+QWEN = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in ARGUMENTS.items())
+GLM = "".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n" for name, value in ARGUMENTS.items())
+WRITTEN = {
+    "hermes": f'<tool_call>{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>',
+    "qwen3_coder": f"<tool_call>\n<function=add>\n{QWEN}</function>\n</tool_call>",
+    "glm45": f"<tool_call>add\n{GLM}</tool_call>",
+    "pythonic": "[add(a=1, b=2)]",
+}
+"""The same call by the forms of four families of models."""
+
+
+async def test_the_engines_own_parsers_read_the_calls_of_each_family(vllm_engine, tiny_model):
+    chat = ChatRenderer(AutoTokenizer.from_pretrained(tiny_model, chat_template=TEMPLATE))
+    for name, text in WRITTEN.items():
+        parse = await tool_parser(name, vllm_engine, chat)
+        for before in ("", "See. ") if name != "pythonic" else ("",):
+            content, calls = await parse(before + text, TOOLS)
+            (call,) = calls
+            assert (content, call["function"]["name"], call["type"]) == (before.strip(), "add", "function")
+            assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+        assert await parse("no call", TOOLS) == ("no call", [])
+        assert await parse(text, []) == (text, [])
+    with pytest.raises(EngineError, match="no tool parser 'guess'"):
+        await vllm_engine.tool_calls("guess", "", [])
+    with pytest.raises(ConfigError, match=r"`serving\.tool_parser` = 'mistral'"):
+        await tool_parser("mistral", vllm_engine, chat)
+    reports = []
+    taught = ChatRenderer(AutoTokenizer.from_pretrained(tiny_model, chat_template="[TOOL_CALLS]" + TEMPLATE))
+    parse = await tool_parser(
+        "auto", vllm_engine, taught, lambda event, **fields: reports.append((event, fields["parser"]))
+    )
+    assert reports == [("tool_parser_unavailable", "mistral")], "the tokenizer of this model has no such token"
+    assert len((await parse(WRITTEN["hermes"], TOOLS))[1]) == 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import sys
 import threading
 import time
+from pathlib import Path
 
 import openai
 
+from docs.examples import calculator_agent, calculator_messages, calculator_responses
 from docs.examples.calculator_agent import CALL, alike
 from r3async.envs import Message, StepResult
 
@@ -73,6 +76,19 @@ def sleeps(base_url, api_key, task_seed):
 
 def asks_too_much(base_url, api_key, task_seed, wrong):
     """Has an argument that nobody gives."""
+
+
+CLIENTS = {"chat": calculator_agent.play, "responses": calculator_responses.play, "messages": calculator_messages.play}
+_turns = itertools.cycle(CLIENTS)
+
+
+def each_client(base_url, api_key, task_seed, log):
+    """The examples in turn, each with the official client of its protocol. `log`: a line for each episode that was played."""
+    name = next(_turns)
+    reward = CLIENTS[name](base_url, api_key, task_seed)
+    with Path(log).open("a") as file:
+        file.write(f"{name} {reward}\n")
+    return reward
 
 
 class CalculatorFormat:

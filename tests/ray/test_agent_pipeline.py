@@ -18,6 +18,7 @@ from r3async.record.verify import verify_routes
 from r3async.rollout.chat import ChatRenderer
 from r3async.tools.init_model import OracleData, byte_tokenizer, random_model
 from r3async.tools.train import train
+from tests.helpers.agents import CLIENTS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
@@ -98,3 +99,34 @@ def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_it
     assert lines[-1]["evaluation/version_max"] == STEPS
     assert all(line["evaluation/episodes"] == 3 and line["evaluation/reward_mean"] > 0 for line in lines)
     print(screen.getvalue(), rows[-1], lines)
+
+
+def test_each_official_client_unchanged_plays_training_episodes_with_a_tool(caller, tmp_path, monkeypatch):
+    """OpenAI's for chat and for responses, and Anthropic's, in turn in one run."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("R3ASYNC_USER_PATH", os.fspath(ROOT))
+    log = tmp_path / "played"
+    own = ["steps=2", "schedule.samples_per_group=3", "evaluation.every=0", f"model.path={caller}", "name=clients"]
+    config = load_config("quickstart", [*SETTINGS, *own])
+    env = EnvConfig(name="agent:tests.helpers.agents:each_client", args={"log": os.fspath(log)})
+    config = msgspec.structs.replace(config, env=env)
+    screen = io.StringIO()
+    try:
+        run_dir = train(config, "quickstart", Console(file=screen, width=120), tmp_path)
+    except BaseException:
+        print(screen.getvalue())
+        raise
+    rows = read_objects(run_dir / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2]
+    for row in rows:
+        assert row["routing/recorded_fraction"] >= 0.95
+        assert row["rollout_kl/k3"] < 0.01
+        assert row["transport/rejected"] == 0
+    played = [line.split() for line in log.read_text().splitlines()]
+    for name in CLIENTS:
+        rewards = [float(reward) for client, reward in played if client == name]
+        assert len(rewards) >= 4
+        assert max(rewards) > 0.25, f"no tool call of {name} was right: {rewards}"
+    assert max(r["episode/turns_mean"] for r in rows) > 1
+    assert verify_routes(RouteIndex(run_dir)).verified
+    print(played, rows[-1]["routing/recorded_fraction"])

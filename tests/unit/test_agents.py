@@ -1,6 +1,7 @@
 """Agents in the place of environments: functions, commands, and somebody outside."""
 
 import asyncio
+import random
 import sys
 from pathlib import Path
 
@@ -139,15 +140,14 @@ async def test_a_command_has_an_address_a_key_and_a_seed_and_says_its_reward_in_
     assert text == "<|user|>11<|assistant|>abcd<|end|>"
 
 
-async def test_the_example_plays_with_its_own_command():
+@pytest.mark.parametrize("example", ["calculator_agent", "calculator_responses", "calculator_messages"])
+async def test_the_examples_play_with_their_own_command(example):
     call = '<tool_call>{"name":"add","arguments":{"a":%d,"b":%d}}</tool_call>'
-    import random
-
     rng = random.Random(11)
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     env = EnvConfig(
         name="agent-command",
-        args={"command": ["python", "docs/examples/calculator_agent.py"], "directory": HERE},
+        args={"command": ["python", f"docs/examples/{example}.py"], "directory": HERE},
     )
     trajectory = await play(env, answers=(call % (a, b), str(a + b)))
     assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 2, 1)

@@ -6,9 +6,11 @@ import anthropic
 import openai
 import pytest
 
-from r3async.config import EpisodeConfig
+from r3async.config import ConfigError, EpisodeConfig
 from r3async.rollout.agents.session import Session
-from tests.helpers.serving import HERMES, answer_ids, user
+from r3async.rollout.agents.tool_parsers import form_of
+from r3async.rollout.engines import EngineError
+from tests.helpers.serving import HERMES, TASK, answer_ids, ready, renderer, serving, user
 from tests.helpers.serving import talking as talking_to
 
 PARAMETERS = {"type": "object", "properties": {"a": {}, "b": {}}}
@@ -175,6 +177,60 @@ async def test_a_streamed_chat_names_each_call_and_then_its_arguments():
     calls = final.choices[0].message.tool_calls
     assert [json.loads(call.function.arguments)["a"] for call in calls] == [3, 5]
     assert len({call.id for call in calls}) == 2
+
+
+class Reads:
+    """An engine whose parser reads `CALL name arguments`."""
+
+    def __init__(self, engine):
+        self._engine, self.asked = engine, []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def tool_calls(self, parser, text, tools):
+        self.asked.append((parser, text))
+        if parser != "mistral":
+            raise EngineError(f"no tool parser {parser!r}")
+        words = text.split(" ")
+        return ("so ", [("id-1", words[1], words[2])]) if words[0] == "CALL" else (text, [])
+
+
+@pytest.mark.parametrize("name", ["auto", "mistral"])
+async def test_calls_are_read_by_the_engines_parser_where_it_is_named_or_the_template_has_its_form(name):
+    template = "{# [TOOL_CALLS] #}" + HERMES if name == "auto" else HERMES
+    chat = renderer(template)
+    engine = Reads(await ready(answer_ids(chat, 'CALL add {"a":3}', "CALL add {")))
+    async with serving(engine, chat, SETTINGS, tool_parser=name) as server:
+        session = server.open(TASK)
+        async with anthropic_client(server, session.key) as client:
+            ask = {"model": "m", "max_tokens": 50, "tools": [TOOL]}
+            first = await client.messages.create(messages=[user("a")], **ask)
+            assert [block.type for block in first.content] == ["text", "tool_use"]
+            assert (first.content[1].id, first.content[1].input) == ("id-1", {"a": 3})
+            result = {"type": "tool_result", "tool_use_id": "id-1", "content": "3"}
+            talk = [user("a"), {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            second = await client.messages.create(messages=talk, **ask)
+            assert second.content[0].text == "CALL add {", "what is no JSON object is no call"
+        one_row(session, 'CALL add {"a":3}', "CALL add {")
+    assert engine.asked[0] == ("mistral", "")
+
+
+async def test_a_parser_that_the_engine_does_not_have_is_named():
+    chat = renderer()
+    engine = await ready(answer_ids(chat, "a"))
+    with pytest.raises(ConfigError, match=r"`serving\.tool_parser` = 'hermes': this engine has no tool parsers"):
+        async with serving(engine, chat, SETTINGS, tool_parser="hermes"):
+            pass
+
+
+def test_the_form_of_calls_is_that_of_the_chat_template():
+    assert form_of("<tool_call>\n{{ call | tojson }}\n</tool_call>") == "builtin"
+    assert form_of("plain") == "builtin"
+    assert form_of("<tool_call>\n<function={{ f }}>\n<parameter={{ p }}>") == "qwen3_coder"
+    assert form_of("<tool_call>{{ name }}<arg_key>") == "glm45"
+    assert form_of("<｜tool▁calls▁begin｜>```json") == "deepseek_v3"
+    assert form_of("<｜tool▁calls▁begin｜>") == "deepseek_v31"
 
 
 # -- errors -------------------------------------------------------------------------------------------------------

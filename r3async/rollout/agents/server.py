@@ -27,6 +27,7 @@ from r3async.rollout.agents.chat_completions import (
 from r3async.rollout.agents.protocol import Answer, Asked, Edge, Refused, Sampled, openai_error, read_messages
 from r3async.rollout.agents.responses import RESPONSES
 from r3async.rollout.agents.session import Session, closed_refusal
+from r3async.rollout.agents.tool_parsers import Parse, builtin, tool_parser
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engines import Engine
 from r3async.rollout.episode import EpisodeTask
@@ -89,6 +90,7 @@ class AgentServer:
         """Ends in `/v1`; known once started."""
         self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
         self._engine, self._renderer = engine, renderer
+        self._parse: Parse = builtin
         self._generator_id, self._report = generator_id, report
         self._sessions: dict[str, Session] = {}
         self._outside: set[str] = set()
@@ -97,7 +99,8 @@ class AgentServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` if `serving.host` and `serving.port` cannot be had."""
+        """Listen. Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, cannot be had."""
+        self._parse = await tool_parser(self.serving.tool_parser, self._engine, self._renderer, self._report)
         app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._answer_errors])
         for path, edge in EDGES.items():
             app.router.add_post(path, functools.partial(self._converse, edge))
@@ -154,6 +157,7 @@ class AgentServer:
             self.settings,
             generator_id=self._generator_id,
             unrewarded=self.serving.unrewarded,
+            parse=self._parse,
             clock=self._clock,
             report=self._report,
         )

@@ -17,7 +17,6 @@ import numpy as np
 from r3async.config import EpisodeConfig
 from r3async.data.records import Trajectory
 from r3async.envs import Message
-from r3async.envs.tool_calls import parse_answer
 from r3async.rollout.agents.protocol import (
     MessageReader,
     Refused,
@@ -25,8 +24,9 @@ from r3async.rollout.agents.protocol import (
     SpokenMessages,
     read_messages,
 )
+from r3async.rollout.agents.tool_parsers import Parse, builtin
 from r3async.rollout.chat import ChatRenderer, Conversation, Piece, Prompt, TemplateError, TextTooLong
-from r3async.rollout.engines import Engine
+from r3async.rollout.engines import Engine, EngineError
 from r3async.rollout.episode import EngineCalls, EpisodeError, EpisodeTask, answer_capacity
 from r3async.rollout.samples import EpisodeSamples, PrefixBroken
 from r3async.world.real import REAL
@@ -73,6 +73,7 @@ class Session:
         *,
         generator_id: str = "",
         unrewarded: float | None = None,
+        parse: Parse = builtin,
         clock: Callable[[], float] = REAL.clock.time,
         report: Callable[..., object] = lambda event, **fields: None,
     ):
@@ -87,7 +88,7 @@ class Session:
         self.remembered: dict[str, Sequence[Mapping[str, Any]]] = {}
         """Conversations that a request may go on from by the id of their last answer."""
         self._generator_id, self._clock = generator_id, clock
-        self._unrewarded = unrewarded
+        self._unrewarded, self._parse = unrewarded, parse
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.keeps_mask)
         name = task.trajectory_id
         self._engine = EngineCalls(name, engine, self._samples, settings, renderer.stop_token_ids, report)
@@ -126,7 +127,11 @@ class Session:
         except TextTooLong as error:
             raise self._too_long(f"{error.characters} characters") from error
         sampled = await self._sample(prompt, max_tokens)
-        content, calls = parse_answer(sampled.text, tools)
+        try:
+            content, calls = await self._parse(sampled.text, tools)
+        except (EngineError, TimeoutError) as error:
+            self.failure = error
+            raise Refused(f"the engine failed: {error!r}", status=500, kind="server_error") from error
         if one_call:
             calls = calls[:1]
         message: dict[str, Any] = {"role": "assistant", "content": content}

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,17 @@ class VllmEngine:
         """See `Engine.differences`."""
         async with self._installing:
             return await differences(self._requests, manifest, timeout)
+
+    async def tool_calls(
+        self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, str, str]]]:
+        """The content of an answer, and its calls as `id, name, arguments`, by vLLM's parser of that name. Raises `EngineError`
+        for a parser that there is not, or that does not fit the model's tokenizer."""
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        async with asyncio.timeout(CALL_TIMEOUT):
+            content, calls = await self._llm.tool_calls(parser, text, tools)
+        return content, [tuple(call) for call in calls]
 
     def stats(self) -> dict[str, float]:
         """Counters since `start`, the number of requests in vLLM now, and its load (`vllm_core.Load`)."""

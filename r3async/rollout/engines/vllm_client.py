@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -141,6 +141,10 @@ class Core:
         """What the method of that name returns in each worker."""
         answers: list[Any] = await self._call("collective_rpc", method, None, args)
         return answers
+
+    async def tool_calls(self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+        """See `vllm_tools.ToolCalls`."""
+        return await self._call("r3_tool_calls", parser, text, tools)
 
     def close(self) -> None:
         """No call returns any more. Of the event loop, as all but `end`."""

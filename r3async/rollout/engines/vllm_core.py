@@ -41,6 +41,7 @@ from r3async.rollout.engines.vllm_client import on_cpu
 from r3async.rollout.engines.vllm_cpu import multiply_small_as_they_are
 from r3async.rollout.engines.vllm_owner import OwnedConfig
 from r3async.rollout.engines.vllm_stops import StopStrings
+from r3async.rollout.engines.vllm_tools import ToolCalls
 
 LOAD_SECONDS = 0.1
 """How often a busy engine sends its load."""
@@ -273,6 +274,7 @@ def run(args: dict[str, Any], address: str, owner: int, kv_cache_bytes: int) -> 
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = WholeAsyncScheduler if scheduler.async_scheduling else WholeScheduler
+    EngineCoreProc.r3_tool_calls = ToolCalls(args["model"])
     EngineCoreProc.run_engine_core(
         vllm_config=config,
         local_client=True,

@@ -1,0 +1,46 @@
+"""vLLM's tool parsers, by their names, in the engine's process: there vLLM is imported already, and they cost it nothing more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
+
+class ToolCalls:
+    """`calls(parser, text, tools)`: the content of an answer, and its calls as `id, name, arguments` (JSON as a text).
+
+    Raises `ValueError` for a parser that there is not, and what it raises if it does not fit the tokenizer of `model`. What it
+    cannot read is content.
+    """
+
+    def __init__(self, model: str):
+        self._model = model
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._model)
+
+    def __call__(
+        self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[tuple[str, str, str]]]:
+        try:
+            kind = ToolParserManager.get_tool_parser(parser)
+        except KeyError as error:
+            raise ValueError(f"vLLM has no tool parser {parser!r}") from error
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=list(tools) or None)
+        # A new one for each answer: it keeps what it has read.
+        reading = kind(self._tokenizer, request.tools)
+        if not text:
+            return "", []
+        try:
+            read = reading.extract_tool_calls(text, request)
+        except NotImplementedError:
+            raise
+        except Exception:
+            return text, []
+        return read.content or "", [(c.id, c.function.name, c.function.arguments) for c in read.tool_calls]

@@ -172,8 +172,9 @@ class McpEnvironment:
         self._task, self._settings, self._variables = task, settings, variables
         self._servers = McpServers(settings, variables)
         self._calls = 0
-        if (size := getattr(task, "size", None)) is not None:
-            self.size = size
+        for name in ("size", "oracle", "random_answer"):
+            if hasattr(task, name):
+                setattr(self, name, getattr(task, name))
 
     @property
     def tools(self) -> list[dict[str, Any]]:

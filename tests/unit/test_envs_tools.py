@@ -64,6 +64,8 @@ async def test_tools_of_a_server_are_offered_called_at_once_and_the_task_judges_
     assert (result.reward, result.done, result.metrics) == (0, False, {"tool_calls": 3})
     final = await environment.step(Action(asked.content[::-1]))
     assert (final.reward, final.done) == (1, True)
+    (asked,) = await environment.reset(8)
+    assert environment.oracle() == asked.content[::-1], "what the task knows is known"
 
 
 async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):

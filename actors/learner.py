@@ -305,7 +305,7 @@ class LearnerActor:
             "new_weights": due,
             "version": version + 1,
             "groups": indices,
-            "previews": previews(trajectories),
+            "previews": previews(trajectories, self._labels),
         }
 
     def _now(self) -> tuple[float, float]:

@@ -132,7 +132,8 @@ class StepRows:
             answered = zip(_turns(preview["messages"], len(rewards)), rewards, strict=False)
             turns = [{"user": asked, "assistant": answer, "reward": reward} for (asked, answer), reward in answered]
             told = {"step": step, "trajectory": preview["trajectory"], "reward": preview["reward"], "turns": turns}
-            self._episodes.append(msgspec.json.encode(told))
+            named = {"environment": label} if (label := preview.get("environment")) else {}
+            self._episodes.append(msgspec.json.encode(told | named))
 
     def amend(self, version: int, figures: dict[str, Any]) -> None:
         """What became known later of the last step that made `version`."""
@@ -288,11 +289,12 @@ def _told(played: Sequence[Trajectory]) -> dict[str, float]:
     return means | {f"{name}_std": float(np.std(values)) for name, values in told.items()}
 
 
-def previews(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    """The first few that carry their conversation, for `episodes.jsonl`."""
+def previews(trajectories: Sequence[Trajectory], labels: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+    """The first few that carry their conversation, for `episodes.jsonl`. `labels`: of the environments of a mix."""
     return [
         {
             "trajectory": t.trajectory_id,
+            "environment": labels[parted(t.task_seed, len(labels))[0]],
             "reward": t.reward,
             "messages": t.preview,
             "rewards": [x.reward for x in t.turns],

@@ -56,8 +56,8 @@ def test_each_environment_has_its_share_its_epochs_and_its_limits(machine: Machi
     assert sorted(posed[:5]) == sorted(posed[5:10]) == list(range(5))
     assert rows[-1]["env/few/epochs"] > 2
     assert max(row["env/game/episode_tokens_p95"] for row in rows) > 2
-    asked = [e["turns"][0]["user"] for e in read_objects(run_dir / "episodes.jsonl")]
-    assert {text.split()[0] for text in asked} == {"few", "go"}
+    examples = read_objects(run_dir / "episodes.jsonl")
+    assert {(e["environment"], e["turns"][0]["user"].split()[0]) for e in examples} == {("few", "few"), ("game", "go")}
     evaluated = read_objects(run_dir / "evaluation.jsonl")
     assert [each["step"] for each in evaluated] == [6, 12]
     assert all("evaluation/few/reward_mean" in each for each in evaluated)

@@ -158,7 +158,7 @@ def with_models(page: str) -> str:
     head = ["| model | published | `model_type` | routes | tp | engine |", "|---|---|---|---|---|---|"]
     rows = [
         f"| {a.title} | {a.models} | `{kind}` | {'replayed' if a.mixture else 'none'} "
-        f"| {'no' if a.query_norm == 'whole' else 'yes'} | {'compared' if a.engine else 'not run'} |"
+        f"| {'no' if a.query_norm == 'whole' else 'yes'} | {'compared' if a.engine else 'not confirmed'} |"
         for kind, a in ARCHITECTURES.items()
     ]
     refused = [f"* `{kind}`: {why}" for kind, why in REFUSED.items()]

@@ -126,6 +126,16 @@ def check_trained(shape: ModelShape, learner: LearnerConfig) -> None:
         raise ConfigError(f"{shape.name}: {error}") from error
 
 
+def check_router_aux(shape: ModelShape, config: Config) -> None:
+    """Raise `ConfigError` for a load-balance term that would have no gradient."""
+    declared = ARCHITECTURES.get(shape.kind)
+    if config.algorithm.router_aux.coef and shape.moe_layers and declared is not None and declared.score == "sigmoid":
+        raise ConfigError(
+            f"`algorithm.router_aux.coef`: a bias of each expert balances {shape.name} ({shape.kind}), and a term of the loss "
+            "has no gradient where that bias decides: set it to 0"
+        )
+
+
 def planned_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a `config.json` describes. Raises `ConfigError` if its numbers are not there."""
     try:

@@ -19,7 +19,7 @@ from r3async.envs import Action, WrongEnvironment, checked_messages, checked_res
 from r3async.envs.factory import environment_factory
 from r3async.rollout.agents.agents import is_agent
 from r3async.rollout.episode import close_environment
-from r3async.tools.memory import GPU_PARAMETERS, check_trained, engine_memory, rank_memory, shape_of
+from r3async.tools.memory import GPU_PARAMETERS, check_router_aux, check_trained, engine_memory, rank_memory, shape_of
 
 TRY_SECONDS = 10.0
 """So long an environment is tried. One that takes longer is not judged."""
@@ -86,6 +86,7 @@ def check_supported(config: Config) -> None:
     with contextlib.suppress(ShapeError):
         shape = read_shape(_json(Path(config.model.path) / "config.json", "`model.path`"), Path(config.model.path).name)
         check_trained(shape, config.learner)
+        check_router_aux(shape, config)
         check_hosts(shape, config)
 
 

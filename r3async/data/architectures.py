@@ -35,7 +35,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str = ""
     """Of a mixture: the gate of the shared experts."""
     engine: bool = True
-    """Whether vLLM's log-probs and routes were compared with transformers', before and after an update of its weights."""
+    """Whether vLLM's log-probs and routes are transformers', before and after an update of its weights."""
     only: Mapping[str, Any] = {}
     """Keys of `config.json` that other backends than transformers itself take with this value alone."""
 

@@ -97,6 +97,13 @@ def test_a_model_of_another_kind_is_refused_on_megatron(tmp_path):
     judge(said, ("phimoe", 'set it to "torch"', *ARCHITECTURES))
 
 
+@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
+def test_a_balance_without_gradient_is_refused(words, tmp_path):
+    path = described(tmp_path / "m", model_type="glm4_moe", max_position_embeddings=1024)
+    said = typed("train", "quickstart", f"model.path={path}", "algorithm.router_aux.coef=0.1", *words, cwd=tmp_path)
+    judge(said, ("algorithm.router_aux.coef", "glm4_moe", "set it to 0"))
+
+
 def test_ranks_that_one_host_cannot_hold_are_refused(tmp_path):
     judge(typed("train", "moe_235b_r3", "--dry-run", cwd=tmp_path), ("64 ranks", "one host", "gpus_per_node"))
     assert typed("train", "moe_235b_r3", "--dry-run", "cluster.gpus_per_node=64", cwd=tmp_path).returncode == 0

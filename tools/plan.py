@@ -23,7 +23,6 @@ from r3async.tools.memory import (
     EngineMemory,
     RankMemory,
     adapted,
-    check_router_aux,
     check_trained,
     engine_memory,
     rank_memory,
@@ -99,7 +98,6 @@ def make_plan(config: Config) -> Plan:
     check_environment(config)
     shape, source = shape_of(config)
     check_trained(shape, config.learner)
-    check_router_aux(shape, config)
     on_gpus = shape.parameters > GPU_PARAMETERS
     rank, engine = rank_memory(shape, config), engine_memory(shape, config)
     routing = shape.routing if config.routing.replay == "rollout" else None

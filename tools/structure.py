@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from r3async.config import Config, ConfigError
-from r3async.tools.memory import shape_of
+from r3async.tools.memory import check_router_aux, shape_of
 from r3async.tools.preflight import check_hosts, check_model
 
 
@@ -19,6 +19,7 @@ def check_directory(config: Config) -> None:
 def check_structure(config: Config) -> None:
     """Raise `ConfigError` for what the start would refuse, or be stuck with."""
     shape, _ = shape_of(config)
+    check_router_aux(shape, config)
     check_hosts(shape, config)
     if config.model.path and Path(config.model.path).exists():
         check_built(config, Path(config.model.path))

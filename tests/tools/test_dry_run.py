@@ -99,7 +99,7 @@ def test_a_model_of_another_kind_is_refused_on_megatron(tmp_path):
 
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
 def test_a_balance_without_gradient_is_refused(words, tmp_path):
-    path = described(tmp_path / "m", model_type="glm4_moe", max_position_embeddings=1024)
+    path = described(tmp_path / "m", model_type="glm4_moe", max_position_embeddings=1024, head_dim=32)
     said = typed("train", "quickstart", f"model.path={path}", "algorithm.router_aux.coef=0.1", *words, cwd=tmp_path)
     judge(said, ("algorithm.router_aux.coef", "glm4_moe", "set it to 0"))
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from r3async.config import EnvConfig, InitConfig, load_config
+from r3async.config import EnvConfig, InitConfig, config_from_dict, load_config
 from r3async.envs.factory import environment_factory
+from r3async.learner.batch.packing import pack
+from r3async.learner.supervised import supervised_step
+from r3async.learner.torch.backend import TorchLearner
 from r3async.record.reading import read_objects
 from r3async.record.routes import RouteIndex
 from r3async.record.verify import verify_routes
@@ -51,19 +54,17 @@ def caller(tmp_path_factory):
     model = random_model(init, tokenizer)
     factory = environment_factory(EnvConfig(name="tests.helpers.agents:CalculatorFormat"))
     data = OracleData(factory, ChatRenderer(tokenizer), 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    for _ in range(400):
-        tokens, mask = map(torch.from_numpy, data.batch(12))
-        logits = model(tokens).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]].float(), tokens[:, 1:][mask[:, 1:]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if loss.item() < 0.015:
-            break
     path = tmp_path_factory.mktemp("model") / "caller"
     model.save_pretrained(path, safe_serialization=True)
     tokenizer.save_pretrained(path)
+    settings = {"backend": "torch", "dtype": "float32", "lr": 4e-3, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+    learner = TorchLearner.load(
+        config_from_dict({"learner": {**settings, "max_grad_norm": 1e6}, "routing": {"replay": "off"}}), path
+    )
+    for _ in range(400):
+        if supervised_step(learner, pack(data.batch(12), 8192))["loss/answers"] < 0.015:
+            break
+    learner.save(path)
     return path
 
 

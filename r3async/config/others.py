@@ -132,7 +132,7 @@ OTHERS = {
     "overlong_filtering": "algorithm.overlong_filter",
     "apply_overlong_filtering": "algorithm.overlong_filter",
     "overlong_buffer.len": "algorithm.overlong_penalty.buffer",
-    "filter_groups.enable": "algorithm.filter_zero_variance",
+    "filter_groups.enable": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     "dynamic_sampling": "schedule.replaced_groups: how many, with algorithm.filter_zero_variance=true",
     "sapo_temperature_pos": "algorithm.sapo.tau_positive",
     "sapo_temperature_neg": "algorithm.sapo.tau_negative",

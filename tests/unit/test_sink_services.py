@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def resumed(name: str, tmp_path: Path, **options) -> Path:
     """Steps 1 to 4, and a second start from the checkpoint of step 2 that makes steps 3 to 5 with another seed."""
     run_dir = tmp_path / "run"
     start(name, run_dir, ROWS[:4], options)
+    time.sleep(1.1)  # W&B names its directories by the second
     start(name, run_dir, ROWS[2:], options, seed=2)
     return run_dir
 

@@ -217,7 +217,9 @@ class Pool:
             worker.stop()
 
     def __del__(self) -> None:
-        self.close()
+        # At the end of the interpreter it was closed already, and a thread that was frozen may hold a worker's lock for ever.
+        if not sys.is_finalizing():
+            self.close()
 
 
 def _close_if_alive(pool: weakref.ref[Pool]) -> None:

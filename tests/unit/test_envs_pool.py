@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, HasOracle
 from r3async.envs.factory import environment_factory
+from r3async.envs.pool import Pool
 from tests.helpers.rewards import mean_reward
 
 ECHO = "tests.helpers.envs:Echo"
@@ -259,3 +261,16 @@ def test_a_class_that_is_no_environment_is_refused(settings, message):
 def test_the_settings_of_the_pool_must_be_positive(setting):
     with pytest.raises(ValueError, match=setting):
         EnvConfig(**{setting: 0})
+
+
+def test_a_pool_that_is_forgotten_at_the_end_of_the_interpreter_waits_for_no_frozen_thread(monkeypatch):
+    pool = Pool("tests.helpers.envs:Absent", {}, EnvConfig())
+    worker = pool.worker()
+    worker._closing.acquire()  # by this thread, which lets go of it only at the end
+    monkeypatch.setattr("r3async.envs.pool.sys.is_finalizing", lambda: True)
+    forgetting = threading.Thread(target=pool.__del__, daemon=True)
+    forgetting.start()
+    forgetting.join(2)
+    waits = forgetting.is_alive()
+    worker._closing.release()
+    assert not waits

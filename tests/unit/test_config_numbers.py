@@ -13,7 +13,7 @@ import pytest
 from r3async.config import Config, ConfigError, Section, config_from_dict, load_config, to_dict
 from r3async.config.section import Range
 
-SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward"}
+SIGNED = {"algorithm.entropy_coef", "serving.unrewarded", "model.init.warm_reward", "evaluation.pass_reward"}
 """The only numbers that may be negative."""
 ABSURD = [math.nan, math.inf, -math.inf, 10**20, -(10**20), -1, -1e-3]
 

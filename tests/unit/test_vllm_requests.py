@@ -39,6 +39,7 @@ def output(name, tokens, reason=None):
         new_logprobs=SimpleNamespace(logprobs=np.zeros(len(tokens), np.float32)),
         routed_experts=None,
         new_prompt_logprobs_tensors=None,
+        new_sampling_mask=None,
         prefill_stats=None,
         finish_reason=reason,
     )

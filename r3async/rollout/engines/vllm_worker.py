@@ -58,8 +58,8 @@ def all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[No
     def checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loaded = load(counted(weights))
         # vLLM only logs that these keep what they have.
-        modules = dict(model.named_modules())
-        empty[:] = [name for name in modules_left_out(model) if id(modules[name]) not in tied]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        empty[:] = [name for name in modules_left_out(model) if id(modules.get(name)) not in tied]
         return loaded
 
     model.load_weights = checked

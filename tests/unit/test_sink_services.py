@@ -93,6 +93,8 @@ def records(file: Path) -> list:
             at += BLOCK - at % BLOCK
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + length > len(data):
+            break  # it is being written
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -101,19 +103,28 @@ def records(file: Path) -> list:
     return found
 
 
-def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
-    run_dir = resumed("wandb", tmp_path)
-    files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
-    ids, rows, tables = [], [], []
-    for file in files:
+def wandb_rows(run_dir: Path) -> tuple[set[str], list[dict], list[dict]]:
+    """Ids of runs, rows of metrics, rows with a table, of all files of W&B in a run's directory."""
+    ids, rows, tables = set(), [], []
+    for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
         for record in records(file):
             if record.WhichOneof("record_type") == "run":
-                ids.append(record.run.run_id)
+                ids.add(record.run.run_id)
             for item in [record.history.item] if record.WhichOneof("record_type") == "history" else []:
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in item}
                 (tables if "episodes" in row else rows).append(row)
+    return ids, rows, tables
+
+
+def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
+    run_dir = resumed("wandb", tmp_path)
+    files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    deadline = time.monotonic() + 30  # W&B's own process writes on after the run is finished
+    while len((found := wandb_rows(run_dir))[1]) < 9 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ids, rows, tables = found
     assert len(files) == 2
-    assert set(ids) == {(run_dir / "sinks" / "wandb").read_text()}
+    assert ids == {(run_dir / "sinks" / "wandb").read_text()}
     steps = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     assert steps == [(i, i / 4) for i in (1, 2, 3, 4, 3, 4, 5)]
     assert [row["step"] for row in rows if "evaluation/reward_mean" in row] == [2, 2]  # after step 4, and kept
